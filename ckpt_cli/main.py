@@ -37,22 +37,24 @@ COMMANDS = {
     "restore": "ckpt_cli.commands.restore:restore",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
+    "average": "ckpt_cli.commands.average:average",
+    "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
 }
 
 EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
-    NotFound: (10, "nothing there, or nothing that we know"),
+    NotFound: (10, "not found, or not recognised"),
     Locked: (11, "another process is writing the target"),
-    Corrupt: (20, "damaged: bytes contradict themselves or a checksum"),
+    Corrupt: (20, "damaged: bytes contradict each other or a checksum"),
     Incomplete: (20, "a file, rank or block is missing"),
-    Unsafe: (21, "refused: it would run code, escape a folder or exhaust the machine"),
+    Unsafe: (21, "refused as unsafe: it would run code, leave its folder or exhaust the machine"),
     Unsupported: (22, "known, but not supported"),
     BadRules: (23, "the rules do not fit the tensors"),
-    NoSpace: (28, "no space left; run again to go on"),
+    NoSpace: (28, "no space left; run again to continue"),
     OutputError: (30, "the target cannot be written"),
 }
-"""First match counts, so a kind stands before the kind that it is a case of."""
+"""The first match counts, so a kind comes before its base class."""
 
 KINDS: dict[type[CkptError], str] = {
     NotFound: "not found",
@@ -65,19 +67,19 @@ KINDS: dict[type[CkptError], str] = {
     NoSpace: "no space",
     OutputError: "target",
 }
-"""What the kinds are called in JSON."""
+"""The names of the kinds in JSON."""
 
 USAGE = 2
 FAULT = 70
-"""Our own, or of a machine without memory. (sysexits.h: EX_SOFTWARE.)"""
+"""A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
 
-_MOST_SAID = 1000
-"""Characters: names in files may be as long as they like."""
+_MAX_LENGTH = 1000
+"""Characters of a message: names in files may have any length."""
 
 
 class Commands(click.Group):
-    """Imports a command only when it is run or asked about."""
+    """The commands; the module of each is imported when it is run or its help is shown."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -91,7 +93,7 @@ class Commands(click.Group):
 
 
 _WIDTH = shutil.get_terminal_size((100, 24)).columns
-"""As wide as the terminal; 100 where there is none."""
+"""The width of the terminal; 100 if there is none."""
 
 
 @click.command(
@@ -102,33 +104,33 @@ _WIDTH = shutil.get_terminal_size((100, 24)).columns
 def cli() -> None:
     """Convert, reshard, compare and verify the checkpoints of distributed training.
 
-    No engine, no GPU and no process group is needed; nothing in a file is ever
-    run; nothing is written that was not checked.
+    No engine, no GPU and no process group is needed. No code in a file is ever
+    run. Everything is checked before it is written.
 
     \b
     Exit codes:
        0  done                        22  not supported
        1  diff: they differ           23  rules do not fit
-       2  wrong usage                 28  disk full; run again to go on
+       2  wrong usage                 28  disk full; run again to continue
       10  not found, not recognised   30  target cannot be written
       11  target is being written     70  a fault of ckpt, or no memory
-      20  damaged or incomplete      130  interrupted; run again to go on
+      20  damaged or incomplete      130  interrupted; run again to continue
       21  refused as unsafe
     """
 
 
 def run() -> None:
     """Run the command line; every error ends here, as a message and an exit code."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's idle threads would only spin
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # idle threads of NumPy use the processor
     verbose = any(argument in ("-v", "--verbose") for argument in _options())
     notes.begin("--json" in _options(), verbose)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what batch systems send: also an interrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it; it is handled like Ctrl-C
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
     except click.exceptions.Abort:
-        code = _say_interrupted()
+        code = _report_interrupt()
     except KeyboardInterrupt:
-        code = _say_interrupted()
+        code = _report_interrupt()
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -145,16 +147,16 @@ def run() -> None:
             traceback.print_exc()
         code = report(_of_system(error))
     except MemoryError:
-        code = _fault("not enough memory", "give a smaller --memory, or fewer --workers")
+        code = _fault("not enough memory", "use a smaller --memory, or fewer --workers")
     except ImportError as error:  # a package of another version, or compiled kernels that are missing or stale
         if verbose:
             traceback.print_exc()
-        code = _fault(_clean(str(error)), "ckpt is not installed as it must be")
+        code = _fault(_clean(str(error)), "ckpt is not installed correctly: install it again")
     except Exception as error:
         if verbose:
             raise
-        what = _clean(f"{type(error).__name__}: {error}")
-        code = _fault(what, "this is a fault of ckpt; run again with -v, and report what it prints")
+        message = _clean(f"{type(error).__name__}: {error}")
+        code = _fault(message, "this is a fault of ckpt; run again with -v, and report what it prints")
     with suppress(OSError):
         notes.flush()
     sys.exit(code)
@@ -166,28 +168,28 @@ def _options() -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-def _fault(what: str, hint: str) -> int:
-    click.echo(f"error: {what}\nhint: {hint}", err=True)
-    _print_json(FAULT, "fault", what, None, hint)
+def _fault(message: str, hint: str) -> int:
+    click.echo(f"error: {message}\nhint: {hint}", err=True)
+    _print_json(FAULT, "fault", message, None, hint)
     return FAULT
 
 
 def _of_system(error: OSError) -> CkptError:
-    """What reaches `run` is an output stream that fails, or a file that was there a moment ago."""
-    said = error.strerror or str(error)
+    """The error for one of the system that reaches `run`: an output stream fails, or a file disappeared."""
+    message = error.strerror or str(error)
     if error.filename is not None:
-        return NotFound(f"cannot be read: {said}", where=os.fsdecode(error.filename))
+        return NotFound(f"cannot be read: {message}", where=os.fsdecode(error.filename))
     _drop_stdout()
-    return OutputError(f"standard output cannot be written: {said}")
+    return OutputError(f"standard output cannot be written: {message}")
 
 
 def _drop_stdout() -> None:
-    """Let Python's own flush at the end not fail again."""
+    """Send stdout to /dev/null, so that Python's flush at the end does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: CkptError) -> int:
-    """Say what happened, where, and what to do, after the notes; return the exit code."""
+    """Print the notes, then the error, its place and a hint. Returns the exit code."""
     what, where, hint = (_clean(text) if text else None for text in (error.what, error.where, error.hint))
     notes.flush()
     for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
@@ -198,27 +200,27 @@ def report(error: CkptError) -> int:
     return exit_code(error)
 
 
-def _print_json(code: int, kind: str, what: str, where: str | None, hint: str | None) -> None:
-    """The one object on stdout, where the user asked for it."""
+def _print_json(code: int, kind: str, message: str, where: str | None, hint: str | None) -> None:
+    """Print the error as the one object on stdout, with `--json`."""
     if "--json" in _options():
         import json
 
-        said = {"code": code, "kind": kind, "what": what, "where": where, "hint": hint}
-        with suppress(OSError):  # nobody may be listening
-            click.echo(json.dumps({"error": said, "notes": notes.to_json()}))
+        fields = {"code": code, "kind": kind, "what": message, "where": where, "hint": hint}
+        with suppress(OSError):  # the reader may be gone
+            click.echo(json.dumps({"error": fields, "notes": notes.to_json()}))
 
 
 def exit_code(error: CkptError) -> int:
     return next(code for kind, (code, _) in EXIT_CODES.items() if isinstance(error, kind))
 
 
-def _say_interrupted() -> int:
-    what = "nothing half-written looks whole; run the same command again to go on"
-    click.echo(f"interrupted: {what}", err=True)
-    _print_json(INTERRUPTED, "interrupted", what, None, None)
+def _report_interrupt() -> int:
+    message = "no incomplete target is left; run the same command again to continue"
+    click.echo(f"interrupted: {message}", err=True)
+    _print_json(INTERRUPTED, "interrupted", message, None, None)
     return INTERRUPTED
 
 
 def _clean(text: str) -> str:
     shown = printable(text)
-    return shown if len(shown) <= _MOST_SAID else f"{shown[:_MOST_SAID]}…"
+    return shown if len(shown) <= _MAX_LENGTH else f"{shown[:_MAX_LENGTH]}…"

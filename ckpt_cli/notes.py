@@ -1,7 +1,7 @@
-"""The one way by which notes reach the user: each once, the heaviest first.
+"""Collect notes for the user, and print each once, the most important first.
 
-They are collected until something is about to be printed or to take long. With
-`--json` they are in the object that is printed, and nowhere else.
+They are printed before anything else is printed or takes long. With `--json` they are only in the object that is
+printed.
 """
 
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from ckpt_formats.core.text import printable
 
 @dataclass
 class Notes:
-    """Of one command."""
+    """The notes of one command."""
 
     as_json: bool = False
     verbose: bool = False
-    """Show all names of each."""
+    """Show all names of each note."""
     taken: dict[Notice, None] = field(default_factory=dict)
-    """All, in the order in which they came."""
+    """All notes, in the order in which they came."""
     shown: set[Notice] = field(default_factory=set)
 
 
@@ -35,18 +35,18 @@ def begin(as_json: bool, verbose: bool) -> None:
 
 
 def note(*notices: Notice | str, weight: Weight = Weight.INFO) -> None:
-    """Keep notes for the user; a text alone is one of this weight."""
+    """Add notes for the user; a text becomes a note of this weight."""
     for notice in notices:
         _notes.taken.setdefault(notice if isinstance(notice, Notice) else Notice(notice, weight=weight))
 
 
 def is_verbose() -> bool:
-    """Does the user want to see all?"""
+    """Does the user want to see all names?"""
     return _notes.verbose
 
 
 def flush() -> None:
-    """Print what is not printed yet, on stderr; nothing with `--json`."""
+    """Print the notes that are not printed yet, on stderr; none with `--json`."""
     if _notes.as_json:
         return
     for notice in by_weight(notice for notice in _notes.taken if notice not in _notes.shown):

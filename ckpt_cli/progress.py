@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line now and then elsewhere; always on stderr."""
+"""Progress on stderr: a bar on a terminal, else a line every half minute."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ _EVERY = 30.0
 
 
 class Bar:
-    """Shows how far a command is. Called with the bytes moved so far and in all; from any thread."""
+    """Shows the progress of a command. Called from any thread, with the bytes copied so far and the total."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -21,7 +21,7 @@ class Bar:
         self._total, self._done = -1, 0
 
     def __call__(self, done: int, total: int) -> None:
-        if self._show is None or total != self._total or done < self._done:  # another job begins
+        if self._show is None or total != self._total or done < self._done:  # another job starts
             self._stack.close()
             self._total, self._done = total, 0
             self._show = self._stack.enter_context(_counter(self._label, total))
@@ -44,13 +44,13 @@ def progress_bar(label: str) -> Iterator[Bar]:
 
 
 @contextmanager
-def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Count bytes towards `total`. The function it gives may be called from any thread."""
-    if sys.stderr is None:  # closed by whoever started us
+def _counter(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that counts bytes, up to `total`. It may be called from any thread."""
+    if sys.stderr is None:  # closed by the parent process
         yield lambda nbytes: None
         return
     if not on_terminal():
-        yield _Lines(what, total)
+        yield _Lines(label, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -63,18 +63,18 @@ def _counter(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def on_terminal() -> bool:
-    """Does somebody watch what is printed on stderr?"""
+    """Is stderr a terminal?"""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
-def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
-    """Within, print a line on stderr once so many seconds have gone and `when` says so; asked again and again."""
+def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
+    """Within the context, print a line on stderr, once, after so many seconds, as soon as `when` returns True."""
     done = threading.Event()
 
     def wait() -> None:
@@ -83,7 +83,7 @@ def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
                 click.echo(text, err=True)
                 return
 
-    threading.Thread(target=wait, name="ckpt-spoken", daemon=True).start()
+    threading.Thread(target=wait, name="ckpt-announced", daemon=True).start()
     try:
         yield
     finally:
@@ -91,21 +91,21 @@ def spoken(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
 
 
 class _Lines:
-    """For logs: one line every half minute, none for short work."""
+    """Progress for logs: a line every half minute, none for short work."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
-        self._began = self._said = time.monotonic()
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._started = self._printed = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            if now - self._said < _EVERY:
+            if now - self._printed < _EVERY:
                 return
-            self._said = now
-            rate = self._done / (now - self._began)
+            self._printed = now
+            rate = self._done / (now - self._started)
         left = max(self._total - self._done, 0) / max(rate, 1)
         share = 100 * self._done // max(self._total, 1)
-        print(f"{self._what}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)
+        print(f"{self._label}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Open the checkpoints that the user names, as the user says."""
+"""Open the checkpoints that the user names, with the options of readers."""
 
 import gc
 import json
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_cli import notes
-from ckpt_cli.progress import on_terminal, spoken
+from ckpt_cli.progress import announced, on_terminal
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.files import read_whole
@@ -19,17 +20,20 @@ from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry import open_checkpoint
 
+if TYPE_CHECKING:
+    from ckpt.chains.restore import ChainState
+
 _MAX_ORDER = 1 << 28
-"""Bytes of a file of names."""
+"""Maximum bytes of a file of names."""
 _SILENCE = 0.5
-"""Seconds without a word on a terminal, where somebody waits."""
+"""Seconds after which a terminal shows that headers are being read."""
 
 
 def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
     """The checkpoint at a path; its notices become notes. Suspicions that are accepted become notes, too."""
     with reading_headers(path):
         checkpoint = open_checkpoint(Path(path), options)
-    gc.freeze()  # the index stays as long as the process
+    gc.freeze()  # the index lives as long as the process: the collector need not visit it
     if accept_suspicious:
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
@@ -37,13 +41,23 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
     return checkpoint
 
 
+def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "ChainState":
+    """The state of a step of a chain; its notices become notes."""
+    from ckpt.chains.restore import open_step
+
+    with reading_headers(chain):
+        state = open_step(Path(chain), step, options)
+    notes.note(*state.checkpoint.notices)
+    return state
+
+
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:
-    """Prints what is done, on a terminal, if it takes a while."""
-    return spoken(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
+    """Within the context, print on a terminal that headers are being read, if this takes long."""
+    return announced(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
 
 
 def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: str | None) -> ReadOptions:
-    """From the values of `--rules`, `--param-order` and `--shapes`. Raises `CkptError` of the kind that fits."""
+    """The options of readers from `--rules`, `--param-order` and `--shapes`. Raises `CkptError`."""
     order: tuple[str, ...] = ()
     orders: dict[str, tuple[str, ...]] = {}
     for text in param_order:
@@ -59,7 +73,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
 
 
 def _place_and_file(text: str) -> tuple[str | None, Path]:
-    """A place and a file; a file whose own name has `=` in it stays one."""
+    """The place and the file in `PLACE=FILE`; the place is None if the text is the name of an existing file."""
     place, mark, file = text.partition("=")
     return (place, Path(file)) if mark and place and not Path(text).exists() else (None, Path(text))
 
@@ -72,7 +86,7 @@ def _names_in(path: Path) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise BadRules(f"not a list of names: {error}", where=path) from None
     if not all(isinstance(name, str) for name in names):
-        raise BadRules("not a list of names: it holds other things", where=path)
+        raise BadRules("not a list of names: it has items that are not strings", where=path)
     names = [name for name in names if name]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:

@@ -173,7 +173,7 @@ def test_a_pattern_may_match_on_one_side_only() -> None:
 
 def test_states_are_compared_alone_if_asked_for() -> None:
     source = everything()
-    assert {state for _, state in pair_tensors(source, source, ["exp_avg"]).ours} == {"exp_avg"}
+    assert {state for _, state in pair_tensors(source, source, ["exp_avg"]).first_tensors} == {"exp_avg"}
     with pytest.raises(NotFound, match="momentum"):
         pair_tensors(source, source, ["momentum"])
 

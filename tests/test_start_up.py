@@ -1,10 +1,12 @@
 """What a run imports: little for `--help`, and never an engine, torch or pickle."""
 
+import ast
 import json
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,52 @@ def test_a_conversion_that_codes_nothing_does_not_ask_for_the_kernels(
     assert asked == []
     assert ckpt("compress", source, tmp_path / "coded").code == 0
     assert asked == [True]
+
+
+# The library
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """What a module calls or takes from others, with dots: `print`, `os.environ`, `click`."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "formats" / "ckpt").rglob("*.py")), ids=str)
+def test_the_library_does_not_print_exit_or_read_the_environment(path: Path) -> None:
+    used = {name for full in names_in(path) for name in (full, full.partition(".")[0])}
+    assert not used & {
+        "print",
+        "input",
+        "exit",
+        "quit",
+        "SystemExit",
+        "sys.exit",
+        "sys.stdout",
+        "sys.stderr",
+        "sys.argv",
+    }
+    assert not used & {"os.environ", "os.environb", "os.getenv", "os._exit", "os.abort", "os.putenv"}
+    assert not used & {"click", "rich", "torch", "logging", "warnings"}
+
+
+def test_the_library_opens_a_checkpoint_without_click_rich_and_torch() -> None:
+    code = (
+        "import sys, ckpt\n"
+        "assert 'numpy' not in sys.modules\n"
+        "for path in sys.argv[1:]:\n"
+        "    assert len(ckpt.open(path)) > 0\n"
+        "names = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(sorted(names & {'click', 'rich', 'torch', 'ckpt_cli', 'safetensors', 'transformers', 'deepspeed'}))"
+    )
+    sources = [next(SAMPLES.glob(pattern)) for pattern in ("deepspeed-*-zero1-bf16-dp2", "dcp-*")]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, sources)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -6,13 +6,13 @@ import click
 
 from ckpt_cli.options.chain import bases
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.delta import delta_policy, step
+from ckpt_cli.options.delta import append_options, delta_policy
 from ckpt_cli.options.source import source
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.chains.write import DeltaPolicy
     from ckpt.pipeline import Resources
+    from ckpt_cli.options.delta import AppendOptions
     from ckpt_formats.core.checkpoint import Checkpoint
 
 
@@ -21,21 +21,17 @@ if TYPE_CHECKING:
 @delta_policy
 @bases
 @source("checkpoint")
-@step
-@click.option(
-    "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
-)
+@append_options
 @resources()
 def append(
-    chain: str, checkpoint: "Checkpoint", policy: "DeltaPolicy", step: int | None, dry_run: bool,
-    resources: "Resources", as_json: bool,
-) -> None:  # fmt: skip
+    chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Resources", as_json: bool
+) -> None:
     from pathlib import Path
 
     from ckpt_cli.views import append
 
-    append.note_warnings(policy, checkpoint)
-    if dry_run:
-        append.show_plan(Path(chain), checkpoint, step, policy, resources, as_json)
+    append.note_warnings(options.policy, checkpoint)
+    if options.dry_run:
+        append.show_plan(Path(chain), checkpoint, options, resources, as_json)
     else:
-        append.append(Path(chain), checkpoint, step, policy, resources, as_json)
+        append.append(Path(chain), checkpoint, options, resources, as_json)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @retention
 @base_every
-@click.option("--dry-run", is_flag=True, help="Show what would become of each state, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen to each state, write nothing.")
 @resources()
 def compact(
     chain: str, retention: Any, base_every: int | None, dry_run: bool, resources: "Resources", as_json: bool

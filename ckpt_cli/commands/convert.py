@@ -23,7 +23,4 @@ def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "R
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal"))
-    if dry_run:
-        job.show_plan(work.source, work.plan(), target.path, work.format.name, as_json)
-    else:
-        job.show_result(job.run("converting", work, resources), as_json)
+    job.write("converting", work, dry_run, resources, as_json)

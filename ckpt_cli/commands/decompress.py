@@ -23,6 +23,7 @@ def decompress(source: "Checkpoint", target: "Target", resources: "Resources", a
     from ckpt_cli.views import job
 
     format, notices = original_format(source, target.path, target.format_name)
+    format = target.with_options(format)
     notes.note(*notices)
     path = original_path(source, target.path, format, target.format_name)
     job.show_result(job.run("decompressing", Job(source, path, format), resources), as_json)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.delta import delta_file
 from ckpt_cli.options.report import report_options
-from ckpt_cli.options.source import only, skip, source
+from ckpt_cli.options.source import source
 
 if TYPE_CHECKING:
     from ckpt.pipeline import Resources
@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 @command("diff")
 @delta_file
 @source("first", "second")
-@only
-@skip
 @report_options
 @resources()
 def diff(
-    first: "Checkpoint", second: "Checkpoint", only: tuple[str, ...], skip: tuple[str, ...], report: Any, delta: Any,
-    resources: "Resources", as_json: bool,
-) -> None:  # fmt: skip
+    first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Resources", as_json: bool
+) -> None:
     import click
 
     from ckpt_cli.views import append, diff
 
     if delta is not None:
         append.write_delta(first, second, delta, resources, as_json)
-    elif not diff.show(first, second, only, skip, report, resources, as_json):
+    elif not diff.show(first, second, report, resources, as_json):
         click.get_current_context().exit(1)

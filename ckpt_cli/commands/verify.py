@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @command("verify")
 @click.argument("path", type=CheckpointPath())
-@click.option("--replay", is_flag=True, help="Do all logged steps of a chain again, and compare with what the run had.")
+@click.option("--replay", is_flag=True, help="Repeat all logged steps of a chain, and compare with the run.")
 @resources(locks=False)
 @read_options
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:

@@ -3,11 +3,15 @@
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.types import SegmentsType
+from ckpt_cli.options.source import read_options
+from ckpt_cli.options.types import CheckpointPath, SegmentsType
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.format import ReadOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,13 +19,13 @@ base_every = click.option("--base-every", type=click.IntRange(1), metavar="N", h
 
 
 class RetentionType(click.ParamType[str]):
-    """Which states stay: `last:N`, `every:N`, `all`, or steps with commas."""
+    """A policy of states that stay: `last:N`, `every:N`, `all`, or steps with commas."""
 
     name = "policy"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not re.fullmatch(r"all|(last|every):[1-9]\d{0,17}|\d{1,18}(,\d{1,18})*", str(value)):
-            self.fail(f"{value!r:.60} is no policy: write last:N, every:N, all, or steps with commas.", param, ctx)
+            self.fail(f"{value!r:.60} is not a policy: write last:N, every:N, all, or steps with commas.", param, ctx)
         return str(value)
 
 
@@ -29,12 +33,12 @@ def retention(command: F) -> F:
     """`--keep`, `--gradients` and `--upto`; the command gets them as one `Retention`."""
 
     @wraps(command)
-    def gathered(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **others: Any) -> Any:
+    def wrapper(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **arguments: Any) -> Any:
         from ckpt.chains.compact import Retention
 
-        return command(*args, retention=Retention(keep, gradients, upto), **others)
+        return command(*args, retention=Retention(keep, gradients, upto), **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
         click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
         click.option(
@@ -60,24 +64,37 @@ def retention(command: F) -> F:
     return cast(F, decorated)
 
 
+def chain_state(command: F) -> F:
+    """`CHAIN`, `--step` and the options of readers; the command gets the state as one `ChainState`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, chain: str, step: int | None, options: "ReadOptions", **arguments: Any) -> Any:
+        from ckpt_cli.reading import open_chain_state
+
+        return command(*args, state=open_chain_state(chain, step, options), **arguments)
+
+    option = click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
+    return cast(F, click.argument("chain", type=CheckpointPath())(option(read_options(wrapper))))
+
+
 def bases(command: F) -> F:
     """`--base-every` and `--base`; they go into the command's `DeltaPolicy`."""
 
     @wraps(command)
-    def gathered(*args: Any, policy: Any, base_every: int | None, base: str, **others: Any) -> Any:
+    def wrapper(*args: Any, policy: Any, base_every: int | None, base: str, **arguments: Any) -> Any:
         from dataclasses import replace
 
         if policy.base == "coded" and (base_every is not None or base != "exact"):
             raise click.UsageError("--preset standalone stores each state alone: --base and --base-every do not apply.")
         if policy.base == "exact":
             policy = replace(policy, base_every=base_every, base=base)
-        return command(*args, policy=policy, **others)
+        return command(*args, policy=policy, **arguments)
 
     option = click.option(
         "--base",
         type=click.Choice(["exact", "coded"]),
         default="exact",
         show_default=True,
-        help="Store bases without loss, or with the codec of the deltas.",
+        help="Store bases without loss (exact), or with the codec of the deltas (coded).",
     )
-    return cast(F, base_every(option(gathered)))
+    return cast(F, base_every(option(wrapper)))

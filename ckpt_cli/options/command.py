@@ -1,4 +1,4 @@
-"""What every command has: its help text, `-v`, `--json`, and what it may take of the machine."""
+"""Parts of all commands: the help text, `-v`, `--json`, and options for the resources of the machine."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
-    """A command whose help text is `ckpt_cli/help/NAME.txt`, with `-v` and, unless told otherwise, `--json`."""
+    """A command whose help text is `ckpt_cli/help/NAME.txt`, with `-v` and, if `as_json`, `--json`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         if as_json:
@@ -25,7 +25,7 @@ def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], 
 
 
 _verbose = click.option(
-    "-v", "--verbose", is_flag=True, expose_value=False, help="Show all names in notes, and where an error came from."
+    "-v", "--verbose", is_flag=True, expose_value=False, help="Show all names in notes, and the traceback of an error."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with notes and errors in it.")
 
@@ -37,10 +37,10 @@ def resources(locks: bool = True) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @wraps(function)
-        def gathered(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **others: Any) -> Any:
+        def wrapper(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **arguments: Any) -> Any:
             from ckpt.pipeline import Resources
 
-            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **others)
+            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **arguments)
 
         options = [
             click.option(
@@ -54,7 +54,7 @@ def resources(locks: bool = True) -> Callable[[F], F]:
                 type=SizeType(),
                 default="256M",
                 show_default=True,
-                help="Tensor data held at once, by all threads.",
+                help="Memory for tensor data, of all threads together.",
             ),
         ]
         if locks:
@@ -62,10 +62,10 @@ def resources(locks: bool = True) -> Callable[[F], F]:
                 click.option(
                     "--no-lock",
                     is_flag=True,
-                    help="Go on where the file system cannot lock files: nobody else may write TARGET.",
+                    help="Write on a file system that cannot lock files. No other process may write TARGET.",
                 )
             )
-        decorated: Any = gathered
+        decorated: Any = wrapper
         for option in options:
             decorated = option(decorated)
         return cast(F, decorated)

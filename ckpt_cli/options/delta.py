@@ -1,4 +1,4 @@
-"""Options of commands that write deltas: with which codec, and how much may be lost."""
+"""Options of commands that write deltas: the codec, and bounds for lossy ones."""
 
 import shlex
 from collections.abc import Callable
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 STANDALONE = "standalone"
-"""The preset that has no parent."""
+"""The preset of states without a parent."""
 _PRESETS = ("resume", "balanced", "archive")
 _DEFAULT = "balanced"
-"""The preset where only a bound is given."""
+"""The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-step = click.option(
-    "--step", type=click.IntRange(0, 1 << 62), help="The step, if not the one that the checkpoint states."
+_STEP = click.option(
+    "--step", type=click.IntRange(0, 1 << 62), help="The step, if it is not that which the checkpoint states."
 )
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How deltas are encoded, as the options state it."""
+    """The options of the codec of deltas."""
 
     codec: str
     preset: str | None
@@ -51,7 +51,7 @@ class LossOptions:
             chosen = self.codec != "auto" or self.preset is not None
             codec = self._bounded(codec if chosen else PRESETS[_DEFAULT])
         if codec.lossless and self.exact:
-            raise click.UsageError("--exact is for codecs that lose something: nothing is lost without it.")
+            raise click.UsageError("--exact is for lossy codecs: this codec is lossless.")
         evaluation = None
         if self.max_loss_increase is not None and self.eval_cmd is not None:
             evaluation = Evaluation(tuple(shlex.split(self.eval_cmd)), self.max_loss_increase)
@@ -64,8 +64,8 @@ class LossOptions:
 
         if not isinstance(codec, Subspace):
             raise Unsupported(
-                f"codec {codec.name} takes no bound of what may be lost",
-                hint=f"Leave out --codec: {Subspace.name} is taken then, which does.",
+                f"codec {codec.name} takes no bound for errors",
+                hint=f"Leave out --codec: then {Subspace.name} is used, which takes one.",
             )
         try:
             bounded = replace(
@@ -83,6 +83,15 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
+class AppendOptions:
+    """How a state is appended to a chain."""
+
+    policy: "DeltaPolicy"
+    step: int | None
+    dry_run: bool
+
+
+@dataclass(frozen=True)
 class DeltaFile:
     """The delta that `diff -o` writes."""
 
@@ -93,10 +102,8 @@ class DeltaFile:
 
 
 _LOSS = (
-    click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded."),
-    click.option(
-        "--exact", multiple=True, metavar="PATTERN", help="Parameters in which a lossy codec may lose nothing."
-    ),
+    click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
+    click.option("--exact", multiple=True, metavar="PATTERN", help="Parameters that a lossy codec must store exactly."),
     click.option(
         "--eval-cmd",
         metavar="CMD",
@@ -106,66 +113,78 @@ _LOSS = (
         "--max-loss-increase",
         type=click.FloatRange(min=0),
         metavar="X",
-        help="Lose as much as --eval-cmd accepts: a loss that is higher by at most X.",
+        help="Lossy: the largest errors for which the loss of --eval-cmd increases by at most X.",
     ),
     click.option(
         "--rel-error",
         type=_BOUND,
         metavar="X",
-        help="Lose something: the error of weights has at most X times the norm of their change.",
+        help="Lossy: the norm of the error of weights is at most X times the norm of their change.",
     ),
-    click.option("--max-abs-err", type=_BOUND, metavar="X", help="Lose something: no weight is off by more than X."),
+    click.option("--max-abs-err", type=_BOUND, metavar="X", help="Lossy: the error of each weight is at most X."),
 )
 _CODEC = click.option(
     "--codec",
     default="auto",
     show_default=True,
     metavar="NAME[:OPTION=VALUE,...]",
-    help="Codec of deltas; auto is the best that loses nothing.",
+    help="Codec of deltas; auto is the best lossless one.",
 )
-_PRESET_HELP = "Lose something: the less, the sooner training goes on from it."
+_PRESET_HELP = "Lossy: resume has the smallest errors, archive the largest."
 
 
 def delta_policy(command: F) -> F:
     """The options of the codec; the command gets them as one `DeltaPolicy`. `--preset standalone` is among them."""
 
     @wraps(command)
-    def gathered(*args: Any, **others: Any) -> Any:
-        own = {name: others.pop(name) for name in LossOptions.__dataclass_fields__}
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        own = {name: arguments.pop(name) for name in LossOptions.__dataclass_fields__}
         options = LossOptions(**own)
         _check(options)
         policy = options.policy()
         if options.preset == STANDALONE:
             policy = replace(policy, base_every=1, base="coded")
-        return command(*args, policy=policy, **others)
+        return command(*args, policy=policy, **arguments)
 
     preset = click.option(
         "--preset",
         type=click.Choice([*_PRESETS, STANDALONE]),
         help=f"{_PRESET_HELP} {STANDALONE}: each state without a parent.",
     )
-    return cast(F, _with(gathered, (*_LOSS, preset, _CODEC)))
+    return cast(F, _with(wrapper, (*_LOSS, preset, _CODEC)))
+
+
+def append_options(command: F) -> F:
+    """`--step` and `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, policy: "DeltaPolicy", step: int | None, dry_run: bool, **arguments: Any) -> Any:
+        return command(*args, options=AppendOptions(policy, step, dry_run), **arguments)
+
+    dry_run = click.option(
+        "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
+    )
+    return cast(F, _with(wrapper, (dry_run, _STEP)))
 
 
 def delta_file(command: F) -> F:
-    """`-o` and what goes with it; the command gets them as one `DeltaFile`, or None.
+    """`-o` and its options; the command gets them as one `DeltaFile`, or None without `-o`.
 
-    Options of the report and of the delta do not go together, so that none is passed over in silence.
+    Options of the report with `-o`, and options of the delta without it, are an error, so that none is ignored.
     """
 
     @wraps(command)
-    def gathered(*args: Any, output: str | None, step: int | None, dry_run: bool, **others: Any) -> Any:
+    def wrapper(*args: Any, output: str | None, step: int | None, dry_run: bool, **arguments: Any) -> Any:
         from ckpt_cli.options.report import ReportOptions
 
-        own = {name: others.pop(name) for name in LossOptions.__dataclass_fields__}
+        own = {name: arguments.pop(name) for name in LossOptions.__dataclass_fields__}
         if output is None:
-            _refuse_given((*LossOptions.__dataclass_fields__, "step", "dry_run"), "is for deltas: it goes with -o.")
-            return command(*args, delta=None, **others)
-        report = (*ReportOptions.__dataclass_fields__, "only", "skip")
-        _refuse_given(report, "is for the report: it does not go with -o.")
+            _refuse_given((*LossOptions.__dataclass_fields__, "step", "dry_run"), "is for deltas: it needs -o.")
+            return command(*args, delta=None, **arguments)
+        _refuse_given(ReportOptions.__dataclass_fields__, "is for the report: it cannot be used with -o.")
         options = LossOptions(**own)
         _check(options)
-        return command(*args, delta=DeltaFile(output, step, options.policy(), dry_run), **others)
+        return command(*args, delta=DeltaFile(output, step, options.policy(), dry_run), **arguments)
 
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what a delta takes, write nothing."
@@ -174,14 +193,12 @@ def delta_file(command: F) -> F:
         "-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
     )
     preset = click.option("--preset", type=click.Choice(_PRESETS), help=_PRESET_HELP)
-    return cast(F, _with(gathered, (dry_run, step, *_LOSS, preset, _CODEC, output)))
+    return cast(F, _with(wrapper, (dry_run, _STEP, *_LOSS, preset, _CODEC, output)))
 
 
 def _check(options: LossOptions) -> None:
-    """Raises `UsageError` for options that do not go together."""
-    _refuse(
-        options.preset is not None and _is_given("codec"), "--preset is a codec with its options: leave out --codec."
-    )
+    """Raise `UsageError` for options that exclude each other, or are not valid."""
+    _refuse(options.preset is not None and _is_given("codec"), "--preset chooses the codec: leave out --codec.")
     increase, command = options.max_loss_increase, options.eval_cmd
     _refuse((increase is None) != (command is None), "--max-loss-increase and --eval-cmd need each other.")
     bounds = {
@@ -193,13 +210,13 @@ def _check(options: LossOptions) -> None:
     _refuse(infinite is not None, f"{infinite} is a number such as 0.01.")
     _refuse(
         None not in (increase, options.max_abs_err),
-        "--max-loss-increase searches the step size that --max-abs-err states: give one of them.",
+        "--max-loss-increase searches the step size that --max-abs-err states: use one of them.",
     )
     if command is not None:
         try:
             words = shlex.split(command)
         except ValueError as error:
-            raise click.UsageError(f"--eval-cmd is no command: {error}.") from None
+            raise click.UsageError(f"--eval-cmd is not a valid command: {error}.") from None
         _refuse(not any("{}" in word for word in words), "--eval-cmd needs {} where the path of the state goes.")
 
 

@@ -1,4 +1,4 @@
-"""How `compress` encodes."""
+"""Options of `compress`: how states are encoded."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,25 +15,25 @@ def encoding(command: F) -> F:
     """`--codec`, `--level` and `--no-check`; the command gets them as fields of the universal format."""
 
     @wraps(command)
-    def gathered(*args: Any, codec: str, level: str, no_check: bool, **others: Any) -> Any:
-        return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **others)
+    def wrapper(*args: Any, codec: str, level: str, no_check: bool, **arguments: Any) -> Any:
+        return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
-        click.option("--no-check", is_flag=True, help="Do not decode again, and compare, what was encoded."),
+        click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
         click.option(
             "--level",
             type=click.Choice(list(LEVELS)),
             default="default",
             show_default=True,
-            help="How hard to try. max takes up to twice as long: floats, mostly noise, become some per mille smaller.",
+            help="Time against size. max takes up to twice as long, and floats become some per mille smaller.",
         ),
         click.option(
             "--codec",
             default="auto",
             show_default=True,
             metavar="NAME[:OPTION=VALUE,...]",
-            help="One codec for all states that it can hold, instead of the best for each.",
+            help="One codec for all states that it can encode, instead of the best for each.",
         ),
     ):
         decorated = option(decorated)

@@ -1,4 +1,4 @@
-"""What `diff` shows."""
+"""Options of the report of `diff`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.source import only, skip
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -14,6 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class ReportOptions:
     """Which tensors are compared, and how the differences are shown."""
 
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
     states: tuple[str, ...]
     tensors_only: bool
     sort: str
@@ -26,31 +30,33 @@ def report_options(command: F) -> F:
     """The options of the report; the command gets them as one `ReportOptions`."""
 
     @wraps(command)
-    def gathered(*args: Any, **others: Any) -> Any:
-        own = {field.name: others.pop(field.name) for field in fields(ReportOptions)}
-        return command(*args, report=ReportOptions(**own), **others)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        own = {field.name: arguments.pop(field.name) for field in fields(ReportOptions)}
+        return command(*args, report=ReportOptions(**own), **arguments)
 
-    decorated: Any = gathered
+    decorated: Any = wrapper
     for option in (
         click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
-        click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 for all."),
+        click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."),
         click.option(
             "--by",
             type=click.Choice(["layer", "role", "state", "kind"]),
             multiple=True,
-            help="Add tensors up, too. Twice: by both together.",
+            help="Also show sums over tensors. Given twice: by both together.",
         ),
         click.option(
             "--sort",
             type=click.Choice(["relative", "max", "rms", "changed", "cosine", "name"]),
             default="relative",
             show_default=True,
-            help="Which come first.",
+            help="Order of the rows.",
         ),
         click.option("--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options."),
         click.option(
             "--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ..."
         ),
+        skip,
+        only,
     ):
         decorated = option(decorated)
     return cast(F, decorated)

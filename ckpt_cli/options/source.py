@@ -15,20 +15,24 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAMINGS = ("hf", "megatron", "megatron-legacy")
-"""Whose names tensors may have: Hugging Face's, Megatron core's, or those from before it."""
+"""The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 _READER = (
-    click.option("--shapes", metavar="CHECKPOINT", help="Whose shapes to use, where files hold flat slices only."),
+    click.option(
+        "--shapes",
+        metavar="CHECKPOINT",
+        help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
+    ),
     click.option(
         "--param-order",
         multiple=True,
         metavar="[PLACE=]FILE",
-        help="File that names the optimizer's parameters in order; of several optimizers, with its place.",
+        help="File that lists the optimizer's parameters in order; for several optimizers, each with its place.",
     ),
     click.option(
         "--rules",
         type=click.Path(dir_okay=False, readable=False),
-        help="TOML file that says how tensor-parallel tensors are cut.",
+        help="TOML file with the rules by which tensor-parallel tensors are sharded.",
     ),
 )
 
@@ -37,37 +41,44 @@ def read_options(command: F) -> F:
     """`--rules`, `--param-order` and `--shapes`; the command gets them as one `ReadOptions`."""
 
     @wraps(command)
-    def gathered(*args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **others: Any) -> Any:
+    def wrapper(
+        *args: Any, rules: str | None, param_order: tuple[str, ...], shapes: str | None, **arguments: Any
+    ) -> Any:
         from ckpt_cli.reading import parse_read_options
 
         options = parse_read_options(rules, param_order, shapes)
         click.get_current_context().meta["ckpt.rules"] = options.rules
-        return command(*args, options=options, **others)
+        return command(*args, options=options, **arguments)
 
-    return cast(F, _with(gathered, _READER))
+    return cast(F, _with(wrapper, _READER))
 
 
-def source(*names: str, accept_suspicious: bool = False, optional: str | None = None) -> Callable[[F], F]:
+def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
-    With `accept_suspicious`, suspicions can be accepted. The argument `optional` may be left out: it is None then.
+    With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
+    again: the command gets a tuple.
     """
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **others: Any) -> Any:
+        def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **arguments: Any) -> Any:
             from ckpt_cli.reading import open_source
 
             for name in names:
-                if others[name] is not None:
-                    others[name] = open_source(others[name], options, accept_suspicious)
-            return command(*args, **others)
+                paths = arguments[name]
+                if isinstance(paths, tuple):
+                    arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
+                else:
+                    arguments[name] = open_source(paths, options, accept_suspicious)
+            return command(*args, **arguments)
 
         decorated: Any = read_options(opened)
         if accept_suspicious:
             decorated = _accept_suspicious(decorated)
+        more: dict[str, Any] = {} if several is None else {"nargs": -1, "required": True, "metavar": several}
         for name in reversed(names):
-            decorated = click.argument(name, type=CheckpointPath(), required=name != optional)(decorated)
+            decorated = click.argument(name, type=CheckpointPath(), **more)(decorated)
         return cast(F, decorated)
 
     return decorate
@@ -76,25 +87,25 @@ def source(*names: str, accept_suspicious: bool = False, optional: str | None = 
 _accept_suspicious = click.option(
     "--accept-suspicious",
     is_flag=True,
-    help="Write also what `ckpt verify` calls suspicious, such as shifted optimizer states.",
+    help="Also write checkpoints that `ckpt verify` calls suspicious, such as with shifted optimizer states.",
 )
 
-only = click.option("--only", multiple=True, metavar="PATTERN", help="Keep parameters whose names match.")
+only = click.option("--only", multiple=True, metavar="PATTERN", help="Only parameters whose names match.")
 skip = click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 
 _EDITS = (
     click.option(
         "--names",
         type=click.Choice(NAMINGS),
-        help="Whose names tensors get.  [default: those that the format needs, else the source's]",
+        help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
     ),
     click.option(
         "--dtype",
         type=FloatType(),
         metavar="TYPE",
-        help="Round the model's weights to fp32, bf16, fp16, ... (states stay).",
+        help="Round the model's weights to fp32, bf16, fp16, ...; states are not rounded.",
     ),
-    click.option("--model-only", is_flag=True, help="The model's tensors, without optimizer and extras."),
+    click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
     skip,
     only,
 )
@@ -112,7 +123,7 @@ def edits(command: F) -> F:
         model_only: bool,
         dtype: str | None,
         names: Any,
-        **others: Any,
+        **arguments: Any,
     ) -> Any:
         from pathlib import Path
 
@@ -127,7 +138,7 @@ def edits(command: F) -> F:
             source = use_names(source, names, Path(config) if config else None)
         if dtype:
             source = source.cast(dtype)
-        return command(*args, source=source, **others)
+        return command(*args, source=source, **arguments)
 
     return cast(F, _with(edited, _EDITS))
 

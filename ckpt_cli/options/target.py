@@ -1,4 +1,4 @@
-"""The checkpoint that a command writes: where, in which format, and the options of formats.
+"""The checkpoint that a command writes: its path, its format, and the options of formats.
 
 Formats are dataclasses, and their fields are their options. They are listed here, with their types on the command
 line, so that `--help` has to import no format; a test compares the list with the fields.
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_RANKS = 1 << 16
-"""Along one dimension: more than any machine has, and few enough to plan for each."""
+"""Maximum of ranks along one dimension: more than any run has, and few enough to plan files for each."""
 
 
 class FormatOption(NamedTuple):
-    """An option of some formats."""
+    """An option of one or more formats."""
 
     flag: str
     type: Any
@@ -41,7 +41,7 @@ _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 FORMAT_OPTIONS: dict[str, FormatOption] = {
     "dp": FormatOption("--dp", _RANKS, "Data-parallel ranks.", (*_DEEPSPEED, *_MEGATRON, "dcp")),
     "tp": FormatOption(
-        "--tp", _RANKS, "Tensor-parallel ranks; the checkpoint's rules must say how.", (*_DEEPSPEED, *_MEGATRON, "dcp")
+        "--tp", _RANKS, "Tensor-parallel ranks; the checkpoint needs rules for them.", (*_DEEPSPEED, *_MEGATRON, "dcp")
     ),
     "pp": FormatOption("--pp", _RANKS, "Pipeline stages.", ("deepspeed", *_MEGATRON)),
     "vpp": FormatOption("--vpp", _RANKS, "Model chunks of each pipeline stage.", _MEGATRON),
@@ -62,70 +62,74 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "vocab_rows": FormatOption(
         "--vocab-rows",
         click.IntRange(1),
-        "Rows of the vocabulary's tables with padding, if the model pads otherwise at the new TP.",
+        "Padded rows of vocabulary tables, if the model pads differently at the new TP.",
         (*_DEEPSPEED, *_MEGATRON),
     ),
     "keys": FormatOption(
         "--keys",
         click.Choice(list(STYLES)),
-        "How state dicts are keyed.  [default: as the source has them, else nested]",
+        "Keys of state dicts.  [default: those of the source, else nested]",
         ("dcp",),
     ),
     "shard_nbytes": FormatOption(
-        "--shard-size", SizeType(), "Largest file of weights.  [default: 5G]", ("hf", "safetensors")
+        "--shard-size", SizeType(), "Maximum size of a file of weights.  [default: 5G]", ("hf", "safetensors")
     ),
     "config": FormatOption(
         "--config",
         click.Path(readable=False, path_type=Path),
-        "config.json, or the folder that holds it and the tokenizer.  [default: what the source has]",
+        "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
         ("hf", *_MEGATRON),
     ),
 }
-"""By the name of the field. A field that is not here has no option on the command line."""
+"""The options by the name of the field. A field that is not here has no option on the command line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where to write, and in which format: as far as the user said so."""
+    """The path to write to, the format that the user named or None, and the options that the user gave."""
 
     path: Path
     format_name: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def format(self, default: str, **more: Any) -> "WritableFormat":
+    def format(self, default: str) -> "WritableFormat":
         """The format with its options; `default` is taken if the user named none. Raises `Unsupported`."""
-        from dataclasses import fields
-
-        from ckpt_formats.core.errors import Unsupported
         from ckpt_formats.registry import writable
 
-        name = self.format_name or default
-        known = {field.name for field in fields(writable(name))}
+        return self.with_options(writable(self.format_name or default))
+
+    def with_options(self, format: "WritableFormat") -> "WritableFormat":
+        """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
+        from dataclasses import fields, replace
+
+        from ckpt_formats.core.errors import Unsupported
+
+        known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
-            flags = [option.flag for name_, option in FORMAT_OPTIONS.items() if name_ in known]
+            flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
             raise Unsupported(
-                f"format {name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
+                f"format {format.name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
                 hint=f"Its options: {', '.join(flags) or 'none'}.",
             )
         rules = click.get_current_context().meta.get("ckpt.rules", ())
         own = {"rules": rules} if rules and "rules" in known else {}
-        return writable(name, **own, **self.options, **more)
+        return replace(format, **own, **self.options)
 
 
 def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
     """TARGET, `--to` and the options of formats; the command gets one `Target`.
 
-    `without` says in the help text what happens without `--to`, if there is no default.
+    `without` is the help text for the case without `--to`, if there is no default.
     """
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def gathered(*args: Any, target: str, format_name: str | None, **others: Any) -> Any:
-            options = {name: others.pop(name) for name in FORMAT_OPTIONS}
+        def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
+            options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            return command(*args, target=Target(Path(target), format_name, given), **others)
+            return command(*args, target=Target(Path(target), format_name, given), **arguments)
 
-        decorated: Any = gathered
+        decorated: Any = wrapper
         for name, option in reversed(FORMAT_OPTIONS.items()):
             help = f"{', '.join(option.formats)}: {option.help}"
             decorated = click.option(option.flag, name, type=option.type, help=help)(decorated)

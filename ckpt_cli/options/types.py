@@ -1,5 +1,6 @@
 """Types of values on the command line."""
 
+import math
 import re
 from typing import Any
 
@@ -23,7 +24,7 @@ class SizeType(click.ParamType[int]):
 
 
 class CheckpointPath(click.Path):
-    """Where a checkpoint is, or is to be."""
+    """The path of a checkpoint to read or to write."""
 
     def __init__(self) -> None:
         super().__init__(readable=False)
@@ -31,8 +32,8 @@ class CheckpointPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-":
             self.fail(
-                "a checkpoint is read at many places of its files, and written as a whole: not through a pipe. "
-                "Name a file or folder (./- if it is called that).",
+                "a checkpoint is read and written at many places of its files, so a pipe cannot be used. "
+                "Name a file or folder (./- for one with this name).",
                 param,
                 ctx,
             )
@@ -55,7 +56,7 @@ class FloatType(click.ParamType[str]):
 
 
 class PathsCommand(click.Command):
-    """Names the paths that are too many, as a shell's pattern may give them."""
+    """Names the paths that are too many, for example from a pattern of the shell."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -91,3 +92,20 @@ class NumbersType(click.ParamType[tuple[int, ...]]):
         if not re.fullmatch(r"\d+(,\d+)*", str(value)):
             self.fail(f"{value!r} is not a list of numbers like 0,4,8", param, ctx)
         return tuple(map(int, str(value).split(",")))
+
+
+class WeightsType(click.ParamType[tuple[float, ...]]):
+    """Finite numbers with commas between them."""
+
+    name = "weights"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(map(float, str(value).split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r:.60} is not a list of numbers like 1,2,1", param, ctx)
+        return numbers

@@ -1,6 +1,6 @@
-"""What `append` and `diff -o` do and show."""
+"""Run `append` and `diff -o`, and show their results."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,12 @@ import click
 
 from ckpt.chains import append as chain_append
 from ckpt.chains.estimate import stored_nbytes
-from ckpt.chains.trials import Trial
+from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult, DeltaPolicy, parent_folder
 from ckpt.chains.write import write_delta as write_delta_file
 from ckpt.pipeline import Resources, plan
 from ckpt_cli import notes
-from ckpt_cli.options.delta import DeltaFile
+from ckpt_cli.options.delta import AppendOptions, DeltaFile
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
@@ -22,28 +22,26 @@ from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.universal import Universal
 
 
-def append(
-    chain: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, resources: Resources, as_json: bool
-) -> None:
-    """Append to a chain, or begin one, with a bar; show what was written."""
+def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
+    """Append to a chain, or create one, with a progress bar; show what was written."""
     notes.flush()
     with progress_bar("appending") as progress:
-        result = chain_append.append(chain, source, step, _with_trials(policy), resources, progress)
+        policy = _with_trials(options.policy)
+        result = chain_append.append(chain, source, options.step, policy, resources, progress)
     _show(result, chain, as_json)
 
 
-def show_plan(
-    chain: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, resources: Resources, as_json: bool
-) -> None:
-    """Show what would be appended, and about what it would take."""
-    step, kind, earlier, notices = chain_append.plan_append(chain, source, step, policy)
+def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
+    """Show what would be appended, and about how many bytes it would take."""
+    policy = options.policy
+    step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy)
     notes.note(*notices)
     costs = _estimate(policy, source, earlier, policy.base == "coded", resources)
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
 
 
 def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resources: Resources, as_json: bool) -> None:
-    """Write the second checkpoint as a delta against the first; show what was written, or would be."""
+    """Write the second checkpoint as a delta against the first, or only plan this; show the result."""
     note_warnings(delta.policy, second)
     parent, target = parent_folder(first), Path(delta.output)
     if delta.dry_run:
@@ -60,12 +58,12 @@ def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resourc
 
 
 def note_warnings(policy: DeltaPolicy, source: Checkpoint) -> None:
-    """Note what the user of a codec should know about this run."""
+    """Note the warnings of the codec for this checkpoint."""
     notes.note(*policy.warnings(source))
 
 
 def _with_trials(policy: DeltaPolicy) -> DeltaPolicy:
-    """The policy, with each trial of its evaluation shown."""
+    """The policy, which shows each trial of its evaluation."""
     if policy.evaluation is None:
         return policy
     return replace(policy, evaluation=replace(policy.evaluation, on_trial=_show_trial))
@@ -97,7 +95,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
                 "errors": {state: dict(error) for state, error in member.errors.items()},
                 "seconds": round(result.seconds, 3),
                 "checksums_verified": result.checksums,
-                **({} if accepted is None else {"evaluation": asdict(accepted)}),
+                **({} if accepted is None else {"evaluation": _accepted_json(accepted)}),
             }
         )
         return
@@ -111,16 +109,20 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
     report.say(f"wrote {result.files} files in {result.seconds:.1f} s{resumed}")
 
 
+def _accepted_json(accepted: AcceptedStep) -> dict[str, float]:
+    return {"step": accepted.step_size, "loss": accepted.loss, "exact": accepted.exact}
+
+
 def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
     if as_json:
         report.data(fields)
         return
     place = fields.get("chain") or fields["target"]
-    what = f"step {fields['step']}, {fields['kind']}" if "step" in fields else f"a delta against {fields['parent']}"
+    kind = f"step {fields['step']}, {fields['kind']}" if "step" in fields else f"a delta against {fields['parent']}"
     lossy = f", approximate by codec {fields['approximate']}" if "approximate" in fields else ""
     raw, stored = fields["raw_nbytes"], fields["stored_nbytes"]
     sizes = f"about {format_nbytes(stored)} for {format_nbytes(raw)}, {times(raw, stored)}"
-    click.echo(printable(f"{place}: {what}, {sizes}{lossy}"))
+    click.echo(printable(f"{place}: {kind}, {sizes}{lossy}"))
     report.say("estimated from some chunks; nothing was written")
 
 

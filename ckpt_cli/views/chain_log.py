@@ -1,4 +1,4 @@
-"""`ckpt log`: what a chain holds, step by step."""
+"""`ckpt log`: the steps of a chain."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
 _BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS = 80
+_MAX_BARS = 80
 
 
 def show_log(run: Path, as_json: bool) -> None:
@@ -30,7 +30,7 @@ def show_log(run: Path, as_json: bool) -> None:
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
-    """All of it, for programs."""
+    """The steps and segments as plain data."""
     raw, stored = _sums(chain)
     return {
         "last": max([member.step for member in chain.members] + [one.last for one in segments if one.last is not None]),
@@ -44,7 +44,7 @@ def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
 
 
 def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
-    """The same, for people."""
+    """The steps and segments as lines of text."""
     if chain.members:
         yield from _member_lines(chain)
         yield from [""] * bool(segments)
@@ -84,24 +84,24 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
 
 
 def times(raw: int, stored: int) -> str:
-    """How much smaller what is stored is than what it stands for, or larger."""
+    """The ratio of decoded and stored bytes, as text."""
     smaller = raw >= stored
     ratio = raw / max(stored, 1) if smaller else stored / max(raw, 1)
     return f"{ratio:.2f} times {'smaller' if smaller else 'larger'}"
 
 
 def accuracy(member: Member) -> str:
-    """Is a state exact, or how far is the worst of its tensors from what was saved?"""
+    """`exact`, or the largest errors of a state's tensors, as text."""
     if member.exact:
         return "exact"
-    measured = [("rel", _most(member, "rel")), ("max", _most(member, "max_abs"))]
+    measured = [("rel", _largest(member, "rel")), ("max", _largest(member, "max_abs"))]
     figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
     return f"approximate: {figures}" if figures else "approximate"
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Sizes as bars, on a scale from 0; of many, the largest of each few."""
-    each = -(-len(values) // _MOST_BARS)
+    """Sizes as bars, on a scale from 0; if there are many, a bar is the maximum of several."""
+    each = -(-len(values) // _MAX_BARS)
     shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
     top = max(*shown, 1)
     return "".join(_BARS[min(len(_BARS) - 1, value * len(_BARS) // top)] for value in shown)
@@ -125,7 +125,7 @@ def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
     }
 
 
-def _most(member: Member, key: str) -> float | None:
+def _largest(member: Member, key: str) -> float | None:
     """The largest of a figure; None if no state has it."""
     values = (error.get(key) for error in member.errors.values())
     return max((float(value) for value in values if isinstance(value, (int, float))), default=None)

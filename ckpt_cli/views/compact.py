@@ -1,4 +1,4 @@
-"""What `compact` would do, and what it did."""
+"""Show the plan and the result of `compact`."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,14 @@ from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 _FATES = {
     "as it is": "stays as it is",
     "base": "is written again, as a base",
-    "delta": "is written again, as a delta against the last that stays",
+    "delta": "is written again, as a delta against the last one that stays",
     "from log": "is written as a base, from the log of gradients",
     "removed": "is removed",
 }
 
 
 def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
-    """What would become of each state, and of each segment of the log."""
+    """Show what will happen to each state, and to each segment of the log."""
     how = {one.step: one.how for one in plan.states}
     fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
     ends = {one.folder: one.step for one in plan.segments}
@@ -47,20 +47,20 @@ def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
     return "as it is" if ends[logged.folder] == logged.step else "cut"
 
 
-def show_result(done: CompactResult, as_json: bool) -> None:
-    """What was done."""
-    before, after = ({member.step for member in chain.members} for chain in (done.before, done.after))
+def show_result(result: CompactResult, as_json: bool) -> None:
+    """Show what was changed."""
+    before, after = ({member.step for member in chain.members} for chain in (result.before, result.after))
     removed, added = len(before - after), len(after - before)
     if as_json:
-        steps = [member.step for member in done.after.members]
-        segments = [{"first": one.first, "last": one.step} for one in done.after.segments]
-        logged = {"added": added, "segments": segments} if done.before.segments else {}
-        report.data({"steps": steps, "removed": removed, "freed_nbytes": done.freed, **logged})
+        steps = [member.step for member in result.after.members]
+        segments = [{"first": one.first, "last": one.step} for one in result.after.segments]
+        logged = {"added": added, "segments": segments} if result.before.segments else {}
+        report.data({"steps": steps, "removed": removed, "freed_nbytes": result.freed, **logged})
         return
     freed = (
-        f"{format_nbytes(done.freed)} freed"
-        if done.freed >= 0
-        else f"{format_nbytes(-done.freed)} more, for fewer deltas to replay"
+        f"{format_nbytes(result.freed)} freed"
+        if result.freed >= 0
+        else f"{format_nbytes(-result.freed)} more, for fewer deltas to replay"
     )
     from_log = f", {added} written from the log" if added else ""
-    report.say(f"{len(done.after.members)} states stay{from_log}, {removed} removed, {freed}")
+    report.say(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")

@@ -1,4 +1,4 @@
-"""What `compress` saved, or would save."""
+"""Show how many bytes `compress` saved, or would save."""
 
 import click
 
@@ -15,7 +15,7 @@ from ckpt_formats.universal import Universal, manifest
 
 
 def show_result(result: Result, as_json: bool) -> None:
-    """Show what each kind of state takes now."""
+    """Show the stored bytes of each kind of state."""
     rows = written_rows(manifest.load(result.target / manifest.NAME).entries)
     if as_json:
         data(job.to_json(result) | _json(rows))
@@ -25,7 +25,7 @@ def show_result(result: Result, as_json: bool) -> None:
 
 
 def show_estimate(work: Job, as_json: bool) -> None:
-    """Show about what each kind of state would take; nothing is written."""
+    """Show an estimate of the stored bytes of each kind of state; nothing is written."""
     work.plan()
     load_kernels()
     assert isinstance(work.format, Universal)
@@ -43,7 +43,7 @@ def _print(rows: list[StateSizes], sizes: str) -> None:
 
 
 def _json(rows: list[StateSizes]) -> dict[str, object]:
-    whole = total(rows)
-    ratio = None if whole.ratio is None else round(whole.ratio, 4)
-    sums = {"raw_nbytes": whole.raw, "stored_nbytes": whole.stored, "ratio": ratio}
+    total_row = total(rows)
+    ratio = None if total_row.ratio is None else round(total_row.ratio, 4)
+    sums = {"raw_nbytes": total_row.raw, "stored_nbytes": total_row.stored, "ratio": ratio}
     return sums | {"states": [row.to_json() for row in rows]}

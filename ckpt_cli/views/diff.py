@@ -1,4 +1,4 @@
-"""What `diff` prints for people."""
+"""Run `diff`, and print its result as text."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,44 +30,42 @@ SORTS: dict[str, Callable[[TensorDiff], Any]] = {
     "name": lambda pair: (pair.name, pair.state),
 }
 _HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
-_MOST_VALUES = 20
+_MAX_VALUES = 20
 
 
 def show(
     first: Checkpoint,
     second: Checkpoint,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
     options: ReportOptions,
     resources: Resources,
     as_json: bool,
 ) -> bool:
-    """Compare with a bar, and show what differs. Are both the same?"""
+    """Compare with a progress bar, and show what differs. Returns whether both are the same."""
     if options.html:
         diff_page.check_place(Path(options.html))
     if first.path.resolve() == second.path.resolve():
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
-    a, b = select_both(first, second, Selection(only, skip, extras=not options.tensors_only))
+    a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
     with progress_bar("comparing") as progress:
-        found = diff_selected(a, b, options.states, options.tensors_only, resources, progress)
+        result = diff_selected(a, b, options.states, options.tensors_only, resources, progress)
     if options.html:
-        diff_page.write(diff_page.page_of(a, b, found), Path(options.html))
-    note_differences(a, b, found)
+        diff_page.write(diff_page.page_of(a, b, result), Path(options.html))
+    note_differences(a, b, result)
     if as_json:
-        data(facts(a, b, found, options.by))
+        data(facts(a, b, result, options.by))
     else:
-        as_text(a, b, found, options.sort, options.by, options.top)
-    return found.same
+        as_text(a, b, result, options.sort, options.by, options.top)
+    return result.same
 
 
-def as_text(first: Checkpoint, second: Checkpoint, found: Diff, sort: str, by: Sequence[str], top: int) -> None:
-    """What is not there on both sides, the most changed, and all of it in one line."""
-    unpaired = [pair for pair in found.pairs if pair.kind in ("missing", "added", "reshaped")]
+def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: Sequence[str], top: int) -> None:
+    """Print tensors that are not in both, the most changed tensors, and a summary."""
+    unpaired = [pair for pair in result.pairs if pair.kind in ("missing", "added", "reshaped")]
     for pair in unpaired[:top] if top else unpaired:
         click.echo(f"{pair.kind:>9}  {printable(pair.name)} {printable(pair.state)}  {printable(pair.what)}")
     if top and len(unpaired) > top:
         click.echo(f"{'':>9}  and {len(unpaired) - top} more that are not on both sides")
-    differing = sorted((pair for pair in found.compared if pair.kind != "equal"), key=SORTS[sort])
+    differing = sorted((pair for pair in result.compared if pair.kind != "equal"), key=SORTS[sort])
     if differing:
         click.echo(_HEAD)
     for pair in differing[:top] if top else differing:
@@ -76,12 +74,12 @@ def as_text(first: Checkpoint, second: Checkpoint, found: Diff, sort: str, by: S
     if top and len(differing) > top:
         click.echo(f"{'':>9} and {len(differing) - top} more (--top 0 shows all)")
     if by and differing:
-        _groups(grouped(found.compared, by), sort, by, top)
-    for value in found.values[:_MOST_VALUES]:
+        _groups(grouped(result.compared, by), sort, by, top)
+    for value in result.values[:_MAX_VALUES]:
         click.echo(printable(value))
-    if len(found.values) > _MOST_VALUES:
-        click.echo(f"and {len(found.values) - _MOST_VALUES} more values")
-    say(_summary(first, second, found, unpaired))
+    if len(result.values) > _MAX_VALUES:
+        click.echo(f"and {len(result.values) - _MAX_VALUES} more values")
+    say(_summary(first, second, result, unpaired))
 
 
 def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:
@@ -93,24 +91,24 @@ def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Seque
         click.echo(f"{'':>9} and {len(groups) - top} more (--top 0 shows all)")
 
 
-def note_differences(first: Checkpoint, second: Checkpoint, found: Diff) -> None:
-    """What is to be known of the comparison."""
-    if found.pairs and not found.compared:
+def note_differences(first: Checkpoint, second: Checkpoint, result: Diff) -> None:
+    """Note what the user should know of the comparison."""
+    if result.pairs and not result.compared:
         notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
     for which, checkpoint in (("first", first), ("second", second)):
         if checkpoint.errors:
             notes.note(f"{len(checkpoint.errors)} states of the {which} are approximate: they were coded with loss")
 
 
-def _summary(first: Checkpoint, second: Checkpoint, found: Diff, unpaired: Sequence[TensorDiff]) -> str:
-    compared = found.compared
+def _summary(first: Checkpoint, second: Checkpoint, result: Diff, unpaired: Sequence[TensorDiff]) -> str:
+    compared = result.compared
     total = sum((pair.sums for pair in compared), DiffSums())
     unequal = sum(pair.kind != "equal" for pair in compared)
-    steps = "" if found.same_step else f", step {first.origin.step} -> {second.origin.step}"
-    if found.same:
+    steps = "" if result.same_step else f", step {first.origin.step} -> {second.origin.step}"
+    if result.same:
         return f"the same: {len(compared)} tensors, {total.elements:,} elements, every bit{steps}"
     lacking = f", {len(unpaired)} not comparable" if unpaired else ""
-    values = f", {len(found.values)} other values" if found.values else ""
+    values = f", {len(result.values)} other values" if result.values else ""
     return (
         f"different: {unequal} of {len(compared)} tensors{lacking}, {total.changed:,} of {total.elements:,} elements"
         f"{values}{steps}"

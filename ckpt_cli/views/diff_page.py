@@ -1,9 +1,8 @@
-"""The page that `diff --html` writes: one file that needs nothing else, neither network nor server.
+"""The page that `diff --html` writes: one file, which needs no network and no server.
 
-Its parts are in the folder `web`. All that is said of the checkpoints goes in as one
-piece of JSON, in which nothing can be taken for HTML; the script makes text of it and
-never markup. The page's own policy forbids every request, and every script and style
-but these two, which it names by their hashes.
+Its parts are in the folder `web`. All values of the checkpoints are in one JSON object, escaped so that no part of it
+can be read as HTML; the script shows them as text, never as markup. The page's policy forbids every request, and every
+script and style except these two, which it names by their hashes.
 """
 
 import base64
@@ -29,43 +28,43 @@ _DRAWN = {
     "roles": ("role", "state"),
     "states": ("state",),
 }
-"""Groups by what they are called in the page's script."""
+"""The groups by their names in the page's script."""
 _SIGN = b"<!doctype html>\n<!-- Made by ckpt diff. -->\n"
-"""Begins every page, so that a later one may take its place."""
+"""The first bytes of every page. A file that starts with them may be replaced by a later page."""
 
 
 def check_place(target: Path) -> None:
-    """Refuse what cannot be written, before anything is compared. Raises `OutputError`."""
+    """Raise `OutputError` if the page cannot be written; called before anything is compared."""
     if not target.parent.is_dir():
         where, hint = target.parent, "Create it first."
         raise OutputError("the folder that should hold the page does not exist", where=where, hint=hint)
     if os.path.lexists(target) and not _is_page(target):
         hint = "Choose another name, or remove it first."
-        raise OutputError("there is something else than a page of `ckpt diff`", where=target, hint=hint)
+        raise OutputError("a file exists here that is not a page of `ckpt diff`", where=target, hint=hint)
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
 
 
-def page_of(first: Checkpoint, second: Checkpoint, found: Diff) -> str:
-    """The page, of ASCII characters only. The same differences make the same page."""
+def page_of(first: Checkpoint, second: Checkpoint, diff: Diff) -> str:
+    """The page, of ASCII characters only. Equal differences give equal pages."""
     style = _resource("page.css")
     body = "\n".join(_resource(f"{name}.js") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{body}}})();\n'
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
-    parts = {"policy": policy, "style": style, "script": script, "facts": _inert(drawn(first, second, found))}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
+    parts = {"policy": policy, "style": style, "script": script, "facts": _inert(page_facts(first, second, diff))}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
 
 
-def drawn(first: Checkpoint, second: Checkpoint, found: Diff) -> dict[str, Any]:
-    """What `--json` says, and the groups of which there are pictures. Of single tensors none shows a histogram."""
-    said = facts(first, second, found)
-    for row in said["tensors"]:
+def page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, Any]:
+    """The fields of `--json`, and the groups that the page draws. Single tensors have no histogram."""
+    fields = facts(first, second, diff)
+    for row in fields["tensors"]:
         del row["histogram"]
-    return said | {name: totals(found, by) for name, by in _DRAWN.items()}
+    return fields | {name: totals(diff, by) for name, by in _DRAWN.items()}
 
 
 def write(page: str, target: Path) -> None:
-    """Put the page where it belongs, whole or not at all. Raises `OutputError`, `NoSpace`."""
+    """Write the page completely or not at all. Raises `OutputError`, `NoSpace`."""
     draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
     try:
         try:
@@ -95,11 +94,11 @@ def _resource(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a policy names a script or style by what it says."""
+    """The source expression of a policy for a script or style: its SHA-256 hash."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _inert(said: dict[str, Any]) -> str:
-    """JSON that no parser of HTML sees anything in."""
-    text = json.dumps(said, allow_nan=False, separators=(",", ":"))
+def _inert(fields: dict[str, Any]) -> str:
+    """JSON without characters that have a meaning in HTML."""
+    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""What `inspect` shows: a checkpoint's index, for people and for programs."""
+"""Show a checkpoint's index, as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -22,13 +22,13 @@ from ckpt_formats.registry import detect
 from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48
-_MOST_FILES = 40
-_MOST_VALUE = 70
-_MANY = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+_MAX_FILES = 40
+_MAX_VALUE = 70
+_PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
 def print_json(checkpoint: Checkpoint) -> None:
-    """The whole index as one JSON object on stdout."""
+    """Print the full index as one JSON object on stdout."""
     data(
         {
             "path": str(checkpoint.path),
@@ -64,7 +64,7 @@ def print_json(checkpoint: Checkpoint) -> None:
 
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
-    """The index for people, on stdout."""
+    """Print the index as text on stdout."""
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
     version = f" {printable(origin.version)}" if origin.version else ""
@@ -77,8 +77,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         roles.setdefault(parameter.role, []).append(parameter)
     for role, members in roles.items():
         count = sum(parameter.weight.size for parameter in members)
-        held = format_nbytes(sum(parameter.nbytes for parameter in members))
-        click.echo(f"{_MANY[role]:<11} {_tensors(len(members))}, {count:,} elements, {held} with all states")
+        nbytes = format_nbytes(sum(parameter.nbytes for parameter in members))
+        click.echo(f"{_PLURALS[role]:<11} {_tensors(len(members))}, {count:,} elements, {nbytes} with all states")
     if uses_codecs(checkpoint):
         click.echo("\nstored")
         for line in table(savings.rows(checkpoint)):
@@ -96,7 +96,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
-            click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MOST_VALUE))}")
+            click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MAX_VALUE))}")
     if any(shard.rank for shard in checkpoint.files):
         click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
         for line in grid(checkpoint):
@@ -106,13 +106,13 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 def print_ranks(
     checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool
 ) -> None:
-    """What a run would write for each rank, and where it comes from; the layout before and after."""
+    """Print what a run would write for each rank, and from which ranks it comes: the layout before and after."""
     if as_json:
         rows = []
         for part in parts:
-            kept, moved = moves(checkpoint, part)
-            said = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
-            rows.append(said | {"kept_nbytes": kept, "moved_nbytes": moved})
+            own, foreign = moves(checkpoint, part)
+            row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
+            rows.append(row | {"kept_nbytes": own, "moved_nbytes": foreign})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
         return
     click.echo("before")
@@ -129,23 +129,24 @@ def print_ranks(
 
 
 def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
-    """The tree of names, one line each; layers of one form are folded into `{0..11}`."""
+    """The tree of names, a line each; layers of the same form are one line, such as `{0..11}`."""
     yield from _lines(_nested(parameters), 0, depth)
 
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
-    """A row for each file: which of the parameters, laid end to end, it holds a part of."""
-    held: dict[Path, set[int]] = {}
+    """A row for each file: the columns are the parameters in order, and those that it has a part of are marked."""
+    columns: dict[Path, set[int]] = {}
     for path, _, _, first, last in _ranges(checkpoint):
-        held.setdefault(path, set()).update(range(first, last + 1))
+        columns.setdefault(path, set()).update(range(first, last + 1))
     rows = [
-        (_rank(s.rank, s.path.name), s.role, held.get(s.path, set()), format_nbytes(s.nbytes)) for s in checkpoint.files
+        (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
+        for s in checkpoint.files
     ]
     return _rows(rows)
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
-    """The same for files that are yet to be written: what they will hold, and how much of it comes from other ranks."""
+    """The same rows for planned files, with the bytes that come from other ranks."""
     index: dict[Path, list[tuple[int, int, int, int]]] = {}
     for path, start, stop, first, last in _ranges(checkpoint):
         index.setdefault(path, []).append((start, stop, first, last))
@@ -158,34 +159,34 @@ def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[st
                 if low < high:
                     a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
                     cells.update(range(a, b + 1))
-        kept, moved = moves(checkpoint, part)
+        own, foreign = moves(checkpoint, part)
         rows.append(
             (
                 _rank(part.rank, part.file),
                 part.role,
                 cells,
-                f"{format_nbytes(kept + moved)}, {format_nbytes(moved)} from other ranks",
+                f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks",
             )
         )
     return _rows(rows)
 
 
 def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
-    """Bytes of a new file that its rank had before, and bytes that come from other ranks' files."""
+    """The bytes of a new file that its rank had before, and the bytes that come from files of other ranks."""
     ranks = {shard.path: shard.rank for shard in checkpoint.files}
-    kept = moved = 0
+    own = foreign = 0
     for raw in sources(part):
         nbytes = prod(raw.shape) * raw.dtype.itemsize
         old = ranks.get(raw.path, {})
         if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
-            kept += nbytes
+            own += nbytes
         else:
-            moved += nbytes
-    return kept, moved
+            foreign += nbytes
+    return own, foreign
 
 
 def sources(part: FilePlan) -> Iterator[FileBlob]:
-    """The ranges of the source's files that a new file is made of."""
+    """The ranges of the source's files that a new file is written from."""
     for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
         for fragment in tensor.fragments:
             yield from fragment.blob.sources()
@@ -199,7 +200,7 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
         if parameter.role == "extra":
             continue
         for tensor in parameter.states.values():
-            for fragment in (f for whole in (tensor, *tensor.replicas) for f in whole.fragments):
+            for fragment in (f for copy in (tensor, *tensor.replicas) for f in copy.fragments):
                 low, high = _flat_range(tensor.shape, fragment.box)
                 first, last = (min((at + x) * _COLUMNS // total, _COLUMNS - 1) for x in (low, max(low, high - 1)))
                 for raw in fragment.blob.sources():
@@ -208,17 +209,17 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
 
 
 def _coded(tensor: Tensor) -> dict[str, Any]:
-    """How a state is stored that is not stored as it is."""
+    """The stored bytes and the codec of a state that is encoded; else nothing."""
     nbytes, codecs = savings.stored(tensor)
     return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
-    for rank, role, held, said in rows[:_MOST_FILES]:
-        cells = "".join("█" if i in held else "·" for i in range(_COLUMNS))
-        yield f"{rank:<22} {role:<9} {cells} {said:>10}"
-    if len(rows) > _MOST_FILES:
-        yield f"and {len(rows) - _MOST_FILES} more files"
+    for rank, role, columns, note in rows[:_MAX_FILES]:
+        cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
+        yield f"{rank:<22} {role:<9} {cells} {note:>10}"
+    if len(rows) > _MAX_FILES:
+        yield f"and {len(rows) - _MAX_FILES} more files"
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -227,9 +228,9 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _rank(rank: Mapping[str, int], file: str) -> str:
-    said = " ".join(f"{axis} {number}" for axis, number in rank.items())
+    axes = " ".join(f"{axis} {number}" for axis, number in rank.items())
     name = printable(file.rpartition("/")[2])
-    return said or (name if len(name) <= 22 else f"{name[:21]}…")
+    return axes or (name if len(name) <= 22 else f"{name[:21]}…")
 
 
 Nested = dict[str, Any]
@@ -242,7 +243,7 @@ def _nested(parameters: Mapping[str, Parameter]) -> Nested:
         node = root
         for part in rest:
             child = node.setdefault(here, {})
-            if not isinstance(child, dict):  # a tensor that is also the head of longer names
+            if not isinstance(child, dict):  # the name of a tensor is a prefix of longer names
                 here = f"{here}.{part}"
                 continue
             node, here = child, part
@@ -268,7 +269,7 @@ def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
 
 
 def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
-    """Children, with runs of numbered ones of the same form shown as one."""
+    """The children; consecutive numbered ones of the same form are one item."""
     run: list[str] = []
     items = [*_in_order(node), ("", None)]
     for i, (label, child) in enumerate(items):
@@ -286,7 +287,7 @@ def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
 
 
 def _in_order(node: Nested) -> list[tuple[str, Any]]:
-    """Children as they are, but those that are numbers in their order, where numbers are."""
+    """The children in their order, except that those with numbers as names are sorted among each other."""
     numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
     return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
 
@@ -297,16 +298,16 @@ def _is_number(label: str) -> bool:
 
 def _form(node: Any) -> Any:
     if isinstance(node, Parameter):
-        return _said(node)
+        return _summary(node)
     return [(label, _form(child)) for label, child in node.items()]
 
 
 def _leaf(parameter: Parameter) -> str:
     blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
-    return _said(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
+    return _summary(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
 
 
-def _said(parameter: Parameter) -> str:
+def _summary(parameter: Parameter) -> str:
     weight = parameter.weight
     states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
     values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
@@ -325,7 +326,7 @@ def _leaves(node: Nested) -> Iterator[Parameter]:
 
 
 def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
-    """From the first to behind the last element of a block, in C order of the whole tensor."""
+    """The range of a block in the flat tensor, in C order: its first element, and the one after its last."""
     low = high = 0
     for axis, (a, b) in enumerate(zip(box.start, box.stop, strict=True)):
         step = prod(shape[axis + 1 :])

@@ -1,4 +1,4 @@
-"""What a job would write, and what it wrote."""
+"""Run jobs, and show what they write."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,15 +21,23 @@ _MAX_ROWS = 20
 
 
 def run(label: str, job: Job, resources: Resources) -> Result:
-    """Run a job with a bar; the notes of its plan come first."""
+    """Run a job with a progress bar; the notes of its plan come first."""
     note_plan(job.plan(), job.format.name)
     notes.flush()
     with progress_bar(label) as progress:
         return job.run(resources, progress)
 
 
+def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
+    """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
+    if dry_run:
+        show_plan(job.source, job.plan(), Path(job.target), job.format.name, as_json)
+    else:
+        show_result(run(label, job, resources), as_json)
+
+
 def note_plan(plan: Plan, format_name: str) -> None:
-    """Note what the format has no place for, and what else the user should know of the result."""
+    """Note what the format cannot hold, and what else the user should know of the result."""
     for dropped in plan.dropped:
         notes.note(replace(dropped, text=f"{format_name} has no place for {dropped.text}", weight=Weight.LOST))
     notes.note(*plan.notes)
@@ -73,7 +81,7 @@ def show_result(result: Result, as_json: bool) -> None:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """What a job wrote, for programs."""
+    """The result of a job as plain data."""
     return {
         "target": str(result.target),
         "files": result.files,

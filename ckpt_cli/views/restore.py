@@ -1,4 +1,4 @@
-"""What `restore` does and shows."""
+"""Run `restore`, and show its result."""
 
 from pathlib import Path
 
@@ -7,18 +7,9 @@ from ckpt.chains.restore import ChainState
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.reading import reading_headers
 from ckpt_cli.views import job
 from ckpt_cli.views.report import say
-from ckpt_formats.core.format import ReadOptions, WritableFormat
-
-
-def open_state(chain: str, step: int | None, options: ReadOptions) -> ChainState:
-    """The state of a step; its notices become notes."""
-    with reading_headers(chain):
-        state = chain_restore.open_step(Path(chain), step, options)
-    notes.note(*state.checkpoint.notices)
-    return state
+from ckpt_formats.core.format import WritableFormat
 
 
 def show_plan(state: ChainState, target: Path, format: WritableFormat, as_json: bool) -> None:
@@ -27,7 +18,7 @@ def show_plan(state: ChainState, target: Path, format: WritableFormat, as_json: 
 
 
 def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
-    """Restore with a bar, and show what was written."""
+    """Restore with a progress bar, and show what was written."""
     job.note_plan(chain_restore.plan(state, target, format), format.name)
     notes.flush()
     with progress_bar("restoring") as progress:

@@ -1,4 +1,4 @@
-"""What `ckpt rules` shows: the rule of each parameter, those of all layers in one line."""
+"""`ckpt rules`: the rule of each parameter; equal rules of all layers are one line."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RuleRow:
 
     @property
     def title(self) -> str:
-        """Its name, whatever its layer."""
+        """The name, with `*` for numbers of layers."""
         return _NUMBER.sub("*", self.parameter.name)
 
     @property
@@ -43,15 +43,15 @@ def rows(checkpoint: Checkpoint, layout: Layout) -> list[RuleRow]:
 
 
 def show_rules(checkpoint: Checkpoint, as_json: bool) -> None:
-    """Print the table, and what to do about parameters without a rule."""
+    """Print the table, and a note about parameters without a rule."""
     layout = effective_layout(checkpoint, click.get_current_context().meta["ckpt.rules"])
-    found = rows(checkpoint, layout)
-    without = [row.parameter.name for row in found if row.rule is None]
+    table = rows(checkpoint, layout)
+    without = [row.parameter.name for row in table if row.rule is None]
     if as_json:
-        report.data({"path": str(checkpoint.path), "sizes": dict(layout.sizes), "parameters": list(map(_json, found))})
+        report.data({"path": str(checkpoint.path), "sizes": dict(layout.sizes), "parameters": list(map(_json, table))})
         return
     folded: dict[tuple[str, str, str], int] = {}
-    for row in found:
+    for row in table:
         key = (row.title, row.how, row.why)
         folded[key] = folded.get(key, 0) + 1
     for (title, how, why), count in folded.items():
@@ -68,5 +68,5 @@ def show_rules(checkpoint: Checkpoint, as_json: bool) -> None:
 
 def _json(row: RuleRow) -> dict[str, Any]:
     rule = row.rule
-    said = None if rule is None else {"how": str(rule), "match": rule.pattern, "origin": rule.origin}
-    return {"name": row.parameter.name, "shape": list(row.parameter.weight.shape), "rule": said}
+    shown = None if rule is None else {"how": str(rule), "match": rule.pattern, "origin": rule.origin}
+    return {"name": row.parameter.name, "shape": list(row.parameter.weight.shape), "rule": shown}

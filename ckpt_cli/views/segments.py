@@ -9,7 +9,7 @@ from ckpt_formats.universal.gradients.segment import Segment
 
 
 def to_json(view: SegmentView) -> dict[str, Any]:
-    """All of it, for programs."""
+    """A segment as plain data."""
     logged, segment = view.logged, view.segment
     facts: dict[str, Any] = {"folder": logged.folder, "first": logged.first, "last": view.last, "time": logged.time}
     if segment is None:
@@ -32,7 +32,7 @@ def to_json(view: SegmentView) -> dict[str, Any]:
 
 
 def lines(views: list[SegmentView]) -> Iterator[str]:
-    """The same, for people."""
+    """The segments as lines of text."""
     for view in views:
         segment = view.segment
         if segment is None:
@@ -50,14 +50,14 @@ def lines(views: list[SegmentView]) -> Iterator[str]:
         for one in segment.layout.optimizers:
             yield f"  {one.type}: {_exactness(one.exactness, segment)}"
         for path, reason in segment.torn.items():
-            yield f"  {path.name}: what follows step {segment.last} does not count: {reason}"
+            yield f"  {path.name}: records after step {segment.last} do not count: {reason}"
 
 
 def _exactness(exactness: str, segment: Segment) -> str:
     if exactness == "approximate":
-        return "approximate: done again with other rounding"
+        return "approximate: replayed with other rounding"
     if not segment.is_exact:
         return f"approximate: gradients stored as {segment.layout.codec}"
     if exactness == "same library":
-        return "exact, done again by torch on a machine like the run's"
+        return "exact if replayed by torch on a machine like the run's"
     return "exact, without torch"

@@ -1,4 +1,4 @@
-"""The table of what states take."""
+"""The table of the bytes of states."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from ckpt_formats.core.text import format_nbytes
 
 
 def table(parts: list[StateSizes], sizes: str = "stored") -> Iterator[str]:
-    """The rows and their total, for people."""
+    """The rows and their total, as lines of text."""
     lines = [("state", "type", "elements", "raw", sizes, "ratio", "bits", "codec")]
     for row in (*parts, total(parts)):
         ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"

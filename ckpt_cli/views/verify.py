@@ -1,4 +1,4 @@
-"""`ckpt verify`: a checkpoint, a chain, or what is left of either."""
+"""`ckpt verify`: check a checkpoint or a chain, or the files of one that cannot be opened."""
 
 import time
 from pathlib import Path
@@ -23,9 +23,9 @@ _MAX_STEPS = 10
 
 
 def verify(path: Path, options: ReadOptions, resources: Resources, replay: bool, as_json: bool) -> bool:
-    """Check all that can be checked, with a bar, and show the findings. Is all well?
+    """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    With `replay`, the logged steps of a chain are done again, and compared with what the run had.
+    With `replay`, the logged steps of a chain are repeated, and compared with the run.
     """
     started = time.monotonic()
     try:
@@ -44,8 +44,8 @@ def _verify(path: Path, options: ReadOptions, resources: Resources, as_json: boo
         load_kernels()
     started = time.monotonic()
     with progress_bar("verifying") as progress:
-        moved = count_to(nbytes_to_read(checkpoint), progress)
-        findings = [*find_problems(checkpoint, resources, moved), *changed(checkpoint)]
+        count_bytes = count_to(nbytes_to_read(checkpoint), progress)
+        findings = [*find_problems(checkpoint, resources, count_bytes), *changed(checkpoint)]
     report.findings(checkpoint, findings, time.monotonic() - started, as_json)
     return not findings
 
@@ -62,14 +62,14 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
     report.print_findings(result.findings)
     if result.findings:
         steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
-        lost = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
-        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost}")
+        lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
+        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost_steps}")
         return False
     members = result.chain.members
     facts = [f"{len(members)} states whole, {result.checksums} checksums hold"] if members else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
-        facts.append(f"{logged} steps of gradients whole{' and done again' if replay else ''}")
+        facts.append(f"{logged} steps of gradients whole{' and replayed' if replay else ''}")
     report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
     return True
 

@@ -1,6 +1,6 @@
-"""Checkpoints of distributed training: open, look, edit, save. See docs/library.md.
+"""Checkpoints of distributed training: open, inspect, edit, compare and save them.
 
-Nothing in here prints, exits, or reads the environment. Modules are imported at the first use of a name.
+Nothing in this package prints, exits or reads the environment. A module is imported at the first use of its names.
 """
 
 from importlib import import_module
@@ -83,7 +83,7 @@ _NAMES = {
     "ckpt_formats.engines.torch_save": ("Torch",),
     "ckpt_formats.universal": ("Universal",),
 }
-"""The public names by module; `name:other` is called otherwise there."""
+"""The public names by module; `name:other` has the name `other` there."""
 _WHERE = {
     name.partition(":")[0]: (module, name.partition(":")[2] or name)
     for module, names in _NAMES.items()

@@ -146,8 +146,8 @@ def _model_of(source: Checkpoint) -> Checkpoint:
         if key.startswith(_HF) and not is_training_file(key.removeprefix(_HF))
     }
     named = {value.name for value in files.values() if isinstance(value, TensorName)}
-    held = {name: source.parameters[name] for name in named & source.parameters.keys()}
-    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **held})
+    tensors = {name: source.parameters[name] for name in named & source.parameters.keys()}
+    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **tensors})
 
 
 def _checked_weights(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
@@ -211,7 +211,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _can_average(dtype: DType) -> bool:
-    """Are these numbers, rather than counts, flags, or exponents of a quantization's scales?"""
+    """Is it a type of real or complex numbers, not of counts, flags or exponents of scales?"""
     return (is_float(dtype) and dtype.name != "float8_e8m0fnu") or dtype.kind == "c"
 
 
@@ -239,7 +239,7 @@ def _average_notices(sources: Sequence[Checkpoint], parameters: Mapping[str, Par
 
 
 def _dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:
-    """What weights alone do not carry: the optimizers' states; and whether the weights are approximate."""
+    """Notices: the optimizers' states are dropped; the weights are approximate."""
     every = (item for source in sources for item in source.tensors() if item[0].role != "extra")
     states = dict.fromkeys(state for parameter, state, tensor in every if tensor is not parameter.weight)
     if states or any(source.groups for source in sources):
@@ -256,7 +256,7 @@ def _all_files(models: Sequence[Checkpoint]) -> tuple[SourceFile, ...]:
 
 
 class _AllSeals(Sequence[Seal]):
-    """The checksums of several checkpoints. They are not looked at before they are needed: some are made by reading."""
+    """The checksums of several checkpoints. They are evaluated when they are needed: some must be read from files."""
 
     def __init__(self, models: Sequence[Checkpoint]) -> None:
         self._parts = tuple(model.seals for model in models)
@@ -410,7 +410,7 @@ class EqualBlob(Blob):
                     raise Unsupported(
                         f"`{printable(self.name)}` holds {self.dtype.name} values which differ between the "
                         "checkpoints: they have no average",
-                        hint="Leave the tensor out with --skip.",
+                        hint="Leave the tensor out: `select(skip=...)`, or --skip.",
                     )
             out[box.index] = result
 
@@ -524,9 +524,9 @@ def _adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
             f"`init_lora_weights` is {_shown(initial)}: this method changes the model's own weights before training",
             "PEFT can save such an adapter as a plain one: see `path_initial_model_for_weight_conversion`.",
         )
-    others = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
-    if others:
-        raise _refusal(adapter, f"options of the adapter which are not supported: {_some(others)}")
+    unknown = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
+    if unknown:
+        raise _refusal(adapter, f"options of the adapter which are not supported: {_some(unknown)}")
     return config
 
 

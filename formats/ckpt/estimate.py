@@ -1,4 +1,4 @@
-"""What coding would save, told from a few chunks of each kind of state."""
+"""Estimate from a few chunks of each kind of state how many bytes encoding saves."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,21 +15,21 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.encode_state import choose_for, flat
 
 CHUNKS = 16
-"""Looked at of each kind of state, evenly spread over its elements."""
+"""Chunks that are sampled of each kind of state, evenly spread over its elements."""
 
 Member = tuple[Parameter, str]
 
 
 def estimate(checkpoint: Checkpoint, coding: EncodingOptions, chunks: int = CHUNKS) -> list[StateSizes]:
-    """Rows as `savings.rows` would give them of the compressed checkpoint, about."""
+    """Estimates of the rows that `sizes.rows` returns for the compressed checkpoint."""
     kinds: dict[tuple[str, str], list[Member]] = {}
     for parameter, state, tensor in checkpoint.tensors():
         if tensor.size:
             kinds.setdefault((row_name(parameter, state), tensor.dtype.name), []).append((parameter, state))
     with Reader(check=False) as reader:
         transfer = Transfer(reader)
-        found = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
-    return sorted(found, key=lambda row: -row.raw)
+        sizes = [_row(*key, members, coding, transfer, chunks) for key, members in kinds.items()]
+    return sorted(sizes, key=lambda row: -row.raw)
 
 
 def _row(
@@ -37,17 +37,17 @@ def _row(
 ) -> StateSizes:
     tensors = [parameter.states[name] for parameter, name in members]
     elements, raw = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
-    seen = kept = 0
+    seen = stored = 0
     codecs: dict[str, None] = {}
     for (parameter, name), indices in _spread(members, elements, chunks):
-        nbytes, codec, taken = _look(parameter, name, indices, coding, transfer)
-        seen, kept = seen + nbytes, kept + taken
+        nbytes, codec, taken = _sample(parameter, name, indices, coding, transfer)
+        seen, stored = seen + nbytes, stored + taken
         codecs[codec] = None
-    return StateSizes(state, dtype, elements, raw, round(raw * kept / seen), tuple(codecs))
+    return StateSizes(state, dtype, elements, raw, round(raw * stored / seen), tuple(codecs))
 
 
 def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple[Member, list[int]]]:
-    """Members, and the numbers of their chunks to look at."""
+    """Members, and the indices of their chunks that are sampled."""
     ends = list(accumulate(parameter.states[name].size for parameter, name in members))
     picked: dict[int, dict[int, None]] = {}
     for i in range(chunks):
@@ -60,10 +60,10 @@ def _spread(members: list[Member], elements: int, chunks: int) -> Iterator[tuple
         yield members[which], list(indices)
 
 
-def _look(
+def _sample(
     parameter: Parameter, state: str, indices: list[int], coding: EncodingOptions, transfer: Transfer
 ) -> tuple[int, str, int]:
-    """Bytes of some chunks, the codec for them, and what they take in the file."""
+    """The bytes of some chunks, the codec for them, and their bytes in the file."""
     tensor = parameter.states[state]
     chunk = Chunking.default(tensor.shape).chunk_size
     ranges = [Box((i * chunk,), (min((i + 1) * chunk, tensor.size),)) for i in indices]

@@ -1,4 +1,4 @@
-"""Who does the work. The interface is `concurrent.futures.Executor`; threads are the local default.
+"""Run tasks on an executor. The interface is `concurrent.futures.Executor`; the default is threads.
 
 NumPy, hashing and file input and output release the interpreter's lock, and
 nothing has to be pickled or imported twice. Tasks may run twice and in any
@@ -17,8 +17,8 @@ R = TypeVar("R")
 def run_tasks(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_flight: int) -> Iterator[R]:
     """Apply `work` to every item, at most `in_flight` at a time; results come as they are ready.
 
-    After the first error nothing more is started; what runs is waited for, then
-    the error is raised: of several at one time that of the earliest item.
+    After the first error no more tasks are started; those that run are awaited, then the error is raised: of
+    several errors at one time, that of the earliest item.
     """
     waiting = iter(items)
     running: dict[Future[R], int] = {}
@@ -30,7 +30,7 @@ def run_tasks(executor: Executor, work: Callable[[T], R], items: Iterable[T], in
             if not running:
                 return
             done = wait(running, return_when=FIRST_COMPLETED).done
-            # What is done is done, though another failed at that moment.
+            # Results come before the error of another task that ended at the same moment.
             for _, _, future in sorted((_failed(future), running.pop(future), future) for future in done):
                 yield future.result()
     finally:

@@ -32,7 +32,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong: what, in which file, and which tensors it touches."""
+    """A problem: its description, its file, and the tensors that it affects."""
 
     kind: Kind
     what: str
@@ -48,40 +48,40 @@ def nbytes_to_read(checkpoint: Checkpoint) -> int:
 
 
 def find_problems(
-    checkpoint: Checkpoint, resources: Resources, moved: CountBytes = lambda nbytes: None
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes = lambda nbytes: None
 ) -> list[Finding]:
-    """Everything that is wrong, in the order of the checkpoint. Empty if nothing is."""
-    with interruptible(moved) as count:
+    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged."""
+    with interruptible(count_bytes) as count:
         return _examine(checkpoint, resources, count)
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:
-    """The files that are no longer those that were opened."""
+    """A finding for each file that changed since the checkpoint was opened."""
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, resources: Resources, moved: CountBytes) -> list[Finding]:
+def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
-        partial(_seal, seal, touched.get(seal, ()), moved) for seal in checkpoint.seals
+        partial(_seal, seal, touched.get(seal, ()), count_bytes) for seal in checkpoint.seals
     ]
     work += [
-        partial(_agreement, parameter, resources.slab, moved)
+        partial(_agreement, parameter, resources.slab, count_bytes)
         for parameter in checkpoint.parameters.values()
         if _compared(parameter) and (parameter.name,) not in damaged
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], digests, resources.slab, moved)
+        partial(_values, checkpoint.parameters[name], digests, resources.slab, count_bytes)
         for name, digests in _together(checkpoint)
     ]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-        found = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
-    broken = {name for finding in found if finding.kind == "checksum" for name in finding.tensors}
-    # What follows from damage is no finding of its own: a copy that is not its master, a chunk that is not decoded.
-    findings += [f for f in found if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
+        results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
+    broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
+    # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
+    findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
 
 
@@ -91,10 +91,10 @@ def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     for parameter, state, tensor in checkpoint.tensors():
-        for flaw in tensor.problems():
-            yield Finding("coverage", f"{state}: {flaw}", str(checkpoint.path), (parameter.name,))
-    for name, said in checkpoint.dangling_names():
-        yield Finding("coverage", said, str(checkpoint.path), (name,))
+        for problem in tensor.problems():
+            yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
+    for name, message in checkpoint.dangling_names():
+        yield Finding("coverage", message, str(checkpoint.path), (name,))
 
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
@@ -104,35 +104,35 @@ def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
         for raw in tensor.sources():
             if raw.seal is not None:
                 names.setdefault(raw.seal, {})[parameter.name] = None
-    return {seal: tuple(found) for seal, found in names.items()}
+    return {seal: tuple(own) for seal, own in names.items()}
 
 
-def _seal(seal: Seal, tensors: tuple[str, ...], moved: CountBytes) -> list[Finding]:
+def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list[Finding]:
     with Reader(check=False) as reader:
         try:
-            whole = seal_is_valid(seal, reader)
+            is_valid = seal_is_valid(seal, reader)
         except CkptError as error:
             return [Finding("unreadable", error.what, str(seal.path), tensors)]
-    moved(seal.nbytes)
-    what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
-    return [] if whole else [Finding("checksum", what, str(seal.path), tensors)]
+    count_bytes(seal.nbytes)
+    message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+    return [] if is_valid else [Finding("checksum", message, str(seal.path), tensors)]
 
 
 def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
-    """The checksums of values, by parameter: of states that are decoded together, all at once."""
-    found: dict[tuple[str, object], dict[str, int]] = {}
+    """The checksums of values, by parameter; states that are decoded together are one item."""
+    groups: dict[tuple[str, object], dict[str, int]] = {}
     for (name, state), digest in checkpoint.digests.items():
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
         key = id(blob.replay) if isinstance(blob, DeltaBlob) else state
-        found.setdefault((name, key), {})[state] = digest
-    return ((name, digests) for (name, _), digests in found.items())
+        groups.setdefault((name, key), {})[state] = digest
+    return ((name, digests) for (name, _), digests in groups.items())
 
 
-def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: CountBytes) -> list[Finding]:
-    """Is what comes out of a codec what the checkpoint says went in?"""
+def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, count_bytes: CountBytes) -> list[Finding]:
+    """A finding for each state whose decoded values do not match their checksum."""
     name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
     with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, moved)
+        transfer = Transfer(reader, slab, count_bytes)
         try:
             for state, values in _blocks(parameter, digests, transfer):
                 hashes[state].update(as_bytes(values).data)
@@ -151,7 +151,7 @@ def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, moved: 
 
 
 def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> Iterator[tuple[str, Array]]:
-    """Some states in storage order; if they are replayed, chunk by chunk, so that no chunk is replayed twice."""
+    """The values of some states in storage order; of replayed states chunk by chunk, so that each is replayed once."""
     tensors = {state: parameter.states[state] for state in states}
     blob = next(iter(tensors.values())).fragments[0].blob
     if not isinstance(blob, DeltaBlob):
@@ -167,7 +167,7 @@ def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> 
 
 
 def _compared(parameter: Parameter) -> int:
-    """Bytes read to compare replicas and copies; 0 if there is nothing to compare."""
+    """The bytes that are read to compare replicas and copies; 0 if there are none."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
     if master is not None and copy is not None and _is_copy(copy, master):
@@ -176,7 +176,7 @@ def _compared(parameter: Parameter) -> int:
 
 
 def _is_copy(copy: Tensor, master: Tensor) -> bool:
-    """Is it stored on its own, and may it be the master, rounded?"""
+    """Is the copy stored separately, and can it be the master, rounded?"""
     return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
 
@@ -184,24 +184,24 @@ def _stored(tensor: Tensor) -> bool:
     return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
 
 
-def _agreement(parameter: Parameter, slab: int, moved: CountBytes) -> list[Finding]:
-    name, found = parameter.name, []
+def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list[Finding]:
+    name, findings = parameter.name, list[Finding]()
     with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, moved)
+        transfer = Transfer(reader, slab, count_bytes)
         for state, tensor in parameter.states.items():
             if tensor.replicas:
                 try:
                     for _ in transfer.slabs(tensor):
                         pass
                 except CkptError as error:
-                    found.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
+                    findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is not None and copy is not None and _is_copy(copy, master):
             try:
-                found += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+                findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
             except CkptError as error:
-                found.append(Finding("unreadable", error.what, error.where or name, (name,)))
-    return found
+                findings.append(Finding("unreadable", error.what, error.where or name, (name,)))
+    return findings
 
 
 def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
@@ -214,16 +214,16 @@ def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> It
         differing += int(unequal.any(axis=1).sum())
     if differing:
         files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
-        what = f"{differing:,} of {copy.size:,} weights are not their masters, rounded"
-        yield Finding("copy", what, ", ".join(files), (name,))
+        message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
+        yield Finding("copy", message, ", ".join(files), (name,))
 
 
 def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:
-    """Everything that is wrong with a checkpoint; empty if nothing is. Reads all of it.
+    """All findings of a checkpoint; empty if it is complete and undamaged. Reads all of it.
 
     Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile.
     """
     if uses_codecs(source):
         load_kernels()
-    moved = count_to(nbytes_to_read(source), progress)
-    return [*find_problems(source, resources or Resources(), moved), *changed(source)]
+    count_bytes = count_to(nbytes_to_read(source), progress)
+    return [*find_problems(source, resources or Resources(), count_bytes), *changed(source)]

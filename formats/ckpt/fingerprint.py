@@ -13,25 +13,25 @@ import numpy as np
 def fingerprint(value: Any) -> str:
     """Of dataclasses (all their fields), mappings, sequences, sets, paths, types of elements and plain values.
 
-    Raises `TypeError` for anything else: what is left out could not tell one piece of work from another.
+    Raises `TypeError` for anything else: what is left out could not tell one text of work from another.
 
     >>> fingerprint({"dp": 1}) == fingerprint({"dp": 2})
     False
     """
     digest = hashlib.blake2b(digest_size=16)
-    for piece in _pieces(value):
-        data = piece.encode("utf-8", "surrogateescape")
+    for text in _texts(value):
+        data = text.encode("utf-8", "surrogateescape")
         digest.update(b"%d:" % len(data))
         digest.update(data)
     return digest.hexdigest()
 
 
-def _pieces(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> Iterator[str]:
     if is_dataclass(value) and not isinstance(value, type):
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         for field in fields(value):
             yield field.name
-            yield from _pieces(getattr(value, field.name))
+            yield from _texts(getattr(value, field.name))
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}"
         # Threads may have filled it in any order.
@@ -39,7 +39,7 @@ def _pieces(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         yield f"sequence {len(value)}"
         for item in value:
-            yield from _pieces(item)
+            yield from _texts(item)
     elif isinstance(value, (set, frozenset)):
         yield f"set {len(value)}"
         yield from sorted(map(fingerprint, value))

@@ -1,8 +1,7 @@
-"""Ctrl-C at a place of our choosing.
+"""Defer Ctrl-C to a safe place.
 
-Python raises KeyboardInterrupt wherever the main thread is, also where it holds
-a lock that a worker waits for; then both would wait for ever. So while workers
-run, an interrupt is a fact that they look at between two slabs.
+Python raises KeyboardInterrupt wherever the main thread is, even if it holds a lock that a worker waits for; then both
+would wait for ever. So while workers run, a signal only sets an event, which they check between two slabs.
 """
 
 import os
@@ -15,39 +14,39 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[threading.Event]:
-    """Within, SIGINT or SIGTERM only sets the event. A second one ends the process, as a crash would."""
-    asked = threading.Event()
+    """Within the context, SIGINT or SIGTERM only sets the event. A second signal ends the process, like a crash."""
+    interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals come to the main thread only
+        yield interrupted  # signals come to the main thread only
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        asked.set()
+        interrupted.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield interrupted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def raise_if_interrupted(asked: threading.Event) -> None:
-    """Raises KeyboardInterrupt if somebody asked for it."""
-    if asked.is_set():
+def raise_if_interrupted(interrupted: threading.Event) -> None:
+    """Raise KeyboardInterrupt if the event is set."""
+    if interrupted.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
-def interruptible(moved: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Within, interrupts are deferred, and heeded whenever bytes are counted: by `moved`, as it gives it."""
-    with deferred_interrupts() as asked:
+def interruptible(count_bytes: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+    """Within the context, interrupts are deferred. Its function calls `count_bytes`, and raises if one came."""
+    with deferred_interrupts() as interrupted:
 
         def count(nbytes: int) -> None:
-            raise_if_interrupted(asked)
-            moved(nbytes)
+            raise_if_interrupted(interrupted)
+            count_bytes(nbytes)
 
         yield count

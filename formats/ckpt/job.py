@@ -1,4 +1,4 @@
-"""One piece of work: a source, a target, a format. Equal jobs continue each other's work."""
+"""A job: a source, a target and a format. A job continues where an equal, interrupted job stopped."""
 
 import threading
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from ckpt_formats.universal.delta_format import Delta
 from ckpt_formats.universal.encoded import uses_codecs
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that were moved so far, and the bytes in all; from any thread, one call at a time."""
+"""Called with the bytes copied so far, and the total; from any thread, one call at a time."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Write a checkpoint, once: `plan` shows what will be written, `run` writes it."""
+    """Writes a checkpoint once: `plan` returns what will be written, `run` writes it."""
 
     source: Checkpoint
     target: Path | str
@@ -29,7 +29,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Names this work: an interrupted run is continued by a job of the same id.
+        """The id of the job: an interrupted run is continued by a job with the same id.
 
         It covers the history of the source, the identities of all files that are read, and all options of the format.
         """
@@ -42,13 +42,13 @@ class Job:
     def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete.
 
-        After an interrupt or a full disk, an equal job goes on where this one was. Raises `CkptError`; after
-        Ctrl-C, which is awaited between two slabs, `KeyboardInterrupt`.
+        After an interrupt or a full disk, an equal job continues where this one stopped. Raises `CkptError`; after
+        Ctrl-C, `KeyboardInterrupt`, between two slabs.
         """
         if self.needs_kernels:
             load_kernels()
-        moved = count_to(self._plan.nbytes, progress)
-        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, moved)
+        count_bytes = count_to(self._plan.nbytes, progress)
+        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, count_bytes)
 
     @property
     def needs_kernels(self) -> bool:
@@ -78,15 +78,15 @@ def save(
     resources: Resources = Resources(),
     progress: Progress | None = None,
 ) -> Result:
-    """Write a checkpoint. `Job` does the same, and shows the plan before.
+    """Write a checkpoint. `Job` does the same, and can return the plan before.
 
-    Raises `CkptError` of the kind that fits; the target is untouched then.
+    Raises `CkptError` of the kind that fits; the target is then unchanged.
     """
     return Job(source, target, format).run(resources, progress)
 
 
 def count_to(total: int, progress: Progress | None) -> CountBytes:
-    """From a callback that wants sums to a function that is called with what is added."""
+    """A function that is called with numbers of bytes, and calls `progress` with their sum and the total."""
     if progress is None:
         return lambda nbytes: None
     counter = _Counter(total, progress)
@@ -107,6 +107,6 @@ class _Counter:
 
 
 def load_kernels() -> None:
-    """Load the compiled kernels, so that nothing begins where they are missing. Raises `LibraryError` then."""
+    """Load the compiled kernels before any work begins. Raises `LibraryError` if they are missing."""
     library.load()
     library.level()

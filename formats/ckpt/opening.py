@@ -20,8 +20,8 @@ def open(
 ) -> Checkpoint:
     """The checkpoint at a path, whatever its format. Reads headers, and no tensor.
 
-    `rules` is a TOML file, or rules, for how tensor-parallel tensors are sharded. `order` names the parameters that
-    an optimizer numbers, and `orders` does so for several, by their places in the file. `shapes` is another checkpoint
+    `rules` is a TOML file, or rules, for how tensor-parallel tensors are sharded. `order` lists the parameters that
+    an optimizer numbers; `orders` does so for several, by their places in the file. `shapes` is another checkpoint
     of the model, for files that hold flat slices without their shapes. A state of a chain is `run.chain@1234`.
 
     Raises `CkptError` of the kind that fits: `NotFound`, `Corrupt`, `Incomplete`, `Unsafe`, `Unsupported`, `BadRules`.

@@ -1,4 +1,4 @@
-"""Undo a compression: the format and the file name that a checkpoint had before it was written as universal."""
+"""The format and the file name that a checkpoint had before it was compressed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ _BY_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".b
 def original_format(
     source: Checkpoint, target: Path, format_name: str | None = None
 ) -> tuple[WritableFormat, tuple[Notice, ...]]:
-    """The format that a checkpoint was in, and notes about it.
+    """The format that a checkpoint had, and notes about it.
 
-    `format_name`, or the ending of the target, decides otherwise. Universal if the format cannot hold all of it.
+    `format_name` or the ending of the target overrides it. Universal if the format cannot hold the whole checkpoint.
     """
     original = source.original
     chosen = format_name or _BY_SUFFIX.get(target.suffix)
@@ -30,7 +30,9 @@ def original_format(
         format, notes = _former(source, original)
     if original is not None and original.format == format.name and original.form is not None:
         if original.form() is None:
-            text = f"the file's own form could not be noted; it gets that of `ckpt convert --to {format.name}`"
+            text = (
+                f"the layout of the original file is unknown; the result has that of `ckpt convert --to {format.name}`"
+            )
             notes = (*notes, Notice(text, weight=Weight.UNSURE))
         if isinstance(format, Torch):
             format = replace(format, original=True)
@@ -38,7 +40,7 @@ def original_format(
 
 
 def original_path(source: Checkpoint, target: Path, format: WritableFormat, format_name: str | None = None) -> Path:
-    """Where to write: a single file gets its old name in a folder that exists, else its old ending if it has none."""
+    """The path to write to. In an existing folder, a single file gets its old name; else its old ending if none."""
     original = source.original
     if original is None or original.file is None or original.format != format.name:
         return target
@@ -49,7 +51,7 @@ def original_path(source: Checkpoint, target: Path, format: WritableFormat, form
 
 
 def _former(source: Checkpoint, original: OriginalForm) -> tuple[WritableFormat, tuple[Notice, ...]]:
-    """The format that a checkpoint was in; universal, if that cannot be written, or does not hold all of it."""
+    """The format that a checkpoint had; universal if ckpt cannot write it, or if it cannot hold it all."""
     format = format_named(original.format) if original.format in FORMATS else None
     if not isinstance(format, WritableFormat):
         return Universal(), ()

@@ -24,7 +24,7 @@ from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 
 CountBytes = Callable[[int], None]
-"""Called with the bytes that were moved since the last call, from any thread."""
+"""Called from any thread, with the number of bytes that were copied since the last call."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Resources:
 
     workers: int = 2
     memory: int = 256 << 20
-    """Bytes of tensor data held at once, by all workers together."""
+    """Bytes of tensor data that all workers together hold in memory."""
     locks: bool = True
-    """Refuse a target on a file system that cannot lock files; else trust that nobody else writes it."""
+    """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
 
     @classmethod
     def of_machine(cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True) -> "Resources":
-        """At most the cores and the open files that this process may use; `workers` None: a core each, up to 8."""
+        """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(min(workers or min(8, cores), max_workers()), memory, locks)
 
@@ -50,7 +50,7 @@ class Resources:
 
     @property
     def slab(self) -> int:
-        # A worker holds up to four slabs: values, a copy, a replica, and one in the making.
+        # A worker holds up to four slabs: values, a copy, a replica, and the one that is computed.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
 
 
@@ -62,25 +62,25 @@ class Result:
     files: int
     nbytes: int
     resumed: int
-    """Files that an interrupted run had written."""
+    """Files that an earlier, interrupted run wrote."""
     checksums: int
-    """Checksums of the source that were verified on the way."""
+    """Checksums of the source that were verified while it was read."""
     seconds: float
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
-    """Everything that can be known before the first byte is read. Raises `CkptError` if the copy cannot succeed."""
+    """The files to write, before any tensor is read. Raises `CkptError` if the job cannot succeed."""
     check_complete(source)
     check_not_suspicious(source)
-    others = (path for edit in source.history for path in edit.inputs())
-    for path in (source.path, *(one.path for one in format.inputs()), *others):
+    inputs = (path for edit in source.history for path in edit.inputs())
+    for path in (source.path, *(one.path for one in format.inputs()), *inputs):
         check_target(target, path)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
         raise Unsupported(
-            f"there are no weights of a model to write, and {format.name} holds nothing else",
+            f"the checkpoint has no weights of a model, and the format {format.name} holds nothing else",
             where=source.path,
-            hint="--to universal and --to torch carry everything that is there.",
+            hint="The formats universal and torch hold everything (--to universal).",
         )
     return format.plan(source)
 
@@ -91,11 +91,11 @@ def write(
     target: Path,
     format: WritableFormat,
     resources: Resources,
-    moved: CountBytes,
+    count_bytes: CountBytes,
 ) -> Result:
-    """Write what is planned. The target appears when it is complete.
+    """Write the planned files. The target appears when it is complete.
 
-    What an interrupted run of the same job has written is checked and used; of another job it is removed.
+    Files that an interrupted run of the same job wrote are checked and used; those of another job are removed.
     """
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
@@ -106,8 +106,8 @@ def write(
             done = {receipt.file: receipt for receipt in stage.receipts()}
             todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
             resumed = len(done)
-            moved(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, resources, identities, stop, moved):
+            count_bytes(sum(part.nbytes for part in parts if part.file in done))
+            for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 points.reached("journalled")
@@ -126,14 +126,14 @@ def write(
             if isinstance(error, OutputError):
                 raise
             stage.discard()
-            check_unchanged(identities)  # says why rather than what came of it
+            check_unchanged(identities)  # the error then states the cause
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     return Result(target, len(receipts), nbytes, resumed, checksums, time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
-    """Of all files that the result depends on."""
+    """The identities of all files that the result depends on."""
     identities = dict(source.identities)
     for other in format.inputs():
         identities |= other.identities
@@ -151,33 +151,35 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def check_complete(source: Checkpoint) -> None:
-    """Every tensor is there and covered exactly once. Raises `Incomplete`, naming the first that are not."""
+    """Raise `Incomplete` if tensors have missing or overlapping parts. The error names the first of them."""
     problems = [
-        f"`{printable(p.name)}` {state}: {flaw}" for p, state, tensor in source.tensors() for flaw in tensor.problems()
+        f"`{printable(p.name)}` {state}: {problem}"
+        for p, state, tensor in source.tensors()
+        for problem in tensor.problems()
     ]
-    problems += [f"`{printable(name)}` is {printable(said)}" for name, said in source.dangling_names()]
+    problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise Incomplete("; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
 
 
 def check_not_suspicious(source: Checkpoint) -> None:
-    """Nothing says that the values are not what was meant to be saved. Raises `Corrupt`."""
+    """Raise `Corrupt` if the checkpoint has suspicions, such as optimizer states that belong to other weights."""
     if source.suspicions:
         raise Corrupt(
             source.suspicions[0],
             where=source.path,
-            hint="Take another checkpoint of the run, or only the weights: --model-only. "
-            "If you know better, --accept-suspicious writes all as it is.",
+            hint="Take another checkpoint of the run, or only its weights: `weights_only()`, or --model-only. "
+            "--accept-suspicious writes everything as it is.",
         )
 
 
 def space_needed(parts: Iterable[FilePlan]) -> int:
-    """A lower bound of the bytes that parts will take: a model's copy may turn out to be only its master, rounded."""
-    return sum(_least(part) if part.size is None else part.size for part in parts)
+    """A lower bound of the bytes of the files: a model's copy takes none if it is its master, rounded."""
+    return sum(_min_nbytes(part) if part.size is None else part.size for part in parts)
 
 
-def _least(part: FilePlan) -> int:
+def _min_nbytes(part: FilePlan) -> int:
     copies = (p.states[MODEL].nbytes for p in part.parameters if {MODEL, MASTER} <= p.states.keys())
     return part.nbytes - sum(copies)
 
@@ -189,11 +191,11 @@ def _write_all(
     resources: Resources,
     identities: Identities,
     stop: threading.Event,
-    moved: CountBytes,
+    count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
-        moved(nbytes)
+        count_bytes(nbytes)
 
     def write(part: FilePlan) -> Receipt:
         with (
@@ -207,7 +209,7 @@ def _write_all(
                     error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
         points.reached("written")
-        stage.flush(receipt)  # while the other workers go on, rather than all at the end
+        stage.flush(receipt)  # now, while the other workers continue, not all at the end
         return receipt
 
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
@@ -219,37 +221,37 @@ def _write_all(
 
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
-    """Hold what was read against every checksum that the source promised. Raises `Corrupt`."""
-    evidence = [piece for receipt in receipts for piece in receipt.evidence]
+    """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
+    evidence = [item for receipt in receipts for item in receipt.evidence]
     broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
-    return len({piece.seal for piece in evidence})
+    return len({item.seal for item in evidence})
 
 
 def seals_error(broken: list[Seal]) -> Corrupt:
-    """Damaged bytes, by file and by what the range is called."""
+    """The error for byte ranges that do not match their checksums. It names the file and the first range."""
     seal = broken[0]
-    others = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
+    more = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
     return Corrupt(
-        f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{others}",
+        f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{more}",
         where=seal.path,
         hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
     )
 
 
 def job_id(source: Checkpoint, identities: Identities, format: WritableFormat) -> str:
-    """The name of this work: of the source's history, the files that are read, and the format with all its options.
+    """A digest of the source's history, of the files that are read, and of the format with all its options.
 
-    An interrupted run is continued only by equal work.
+    An interrupted run is continued only by a job with the same id.
     """
-    # A device may get another number when the machine starts again.
+    # The number of a device may change when the machine restarts.
     files = {path.absolute(): replace(identity, device=0) for path, identity in identities.items()}
     return fingerprint((WRITTEN_BY, source.path, source.history, files, format.name, format.identity()))
 
 
 def _system_error(error: OSError, stage: Staging, identities: Identities) -> CkptError:
-    """What the system says, of a file of the source or of the target, whichever it speaks of."""
+    """The error for an error of the system, about a file of the source or about the target."""
     path = None if error.filename is None else Path(os.fsdecode(error.filename))
     return unreadable(error, path) if path is not None and path in identities else _output_error(error, stage)
 

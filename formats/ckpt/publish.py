@@ -1,4 +1,4 @@
-"""The one rename that makes a target appear, and never replaces what somebody else has put there."""
+"""The rename that publishes a target. It never replaces a file or folder of another process."""
 
 import ctypes
 import errno
@@ -10,14 +10,14 @@ from typing import Any
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-"""What kernels and file systems answer that do not know the flag."""
+"""The errors of kernels and file systems that do not support the flag."""
 
 
 def rename_new(source: Path, target: Path) -> None:
     """Rename a file or folder to a name that nothing has. Raises `FileExistsError`, and replaces nothing.
 
-    The kernel sees to it (`renameat2`, Linux 3.15). Where it cannot, a file is linked, which never replaces; of a
-    folder it is looked whether the name is free, and an empty folder made at that very moment may be replaced.
+    The kernel guarantees it (`renameat2`, Linux 3.15). Without this call, a file is linked, which never replaces; for a
+    folder, the name is checked first, and an empty folder that appears after the check may be replaced.
     """
     code = renameat2(source, target)
     if code in _UNABLE:

@@ -1,4 +1,4 @@
-"""Whose names a checkpoint's tensors have: those that the user chooses, or those that a format needs."""
+"""Rename a checkpoint's tensors: to the names that the user chooses, or to those that a format needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) ->
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
-    """The source under the names that the format needs, unless somebody has chosen names. Lazy.
+    """The source under the names that the format needs, unless the user has chosen names. Lazy.
 
     Raises `CkptError` of the kind that fits for a model that cannot have these names.
     """
     if format.naming is None or any(isinstance(edit, UseNames) for edit in source.history):
         return source
-    # Tables of many models: not imported for a copy from one other format to another.
+    # Imported only here: it loads the tables of many models.
     from ckpt_formats.names import naming_of
 
     path = next(iter(format.input_files()), None)
@@ -70,7 +70,7 @@ def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | Non
 def _needed(
     source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None, chosen: bool
 ) -> Naming | None:
-    """The names without which a checkpoint of a format is of no use, if there is enough to find them."""
+    """The names that the format needs, if they differ from the current ones and can be derived; else None."""
     from ckpt_formats.names import table_for
     from ckpt_formats.names.from_arguments import ARGUMENTS
 

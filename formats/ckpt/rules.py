@@ -7,7 +7,7 @@ from ckpt_formats.core.layout import Layout, Rule
 
 
 def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:
-    """The rules by which the format read the tensors, or by which its engine would shard them. `own` come first."""
+    """The rules by which the format read the tensors, or by which its engine shards them. `own` rules come first."""
     if checkpoint.layout.rules:
         return checkpoint.layout
     if checkpoint.origin.engine == "megatron":

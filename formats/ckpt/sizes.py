@@ -1,4 +1,4 @@
-"""What the states of a checkpoint take, decoded and as they are stored: a row for each kind of state."""
+"""The bytes of a checkpoint's states, decoded and stored: a row for each kind of state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta, stored_delta
 
 PLAIN = "none"
-"""Said for a codec where values are stored as they are."""
+"""The name that stands for a codec if values are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class StateSizes:
 
     @property
     def ratio(self) -> float | None:
-        """None where nothing is stored: the values are derived from others."""
+        """Raw bytes by stored bytes; None if nothing is stored, because the values are derived from others."""
         return self.raw / self.stored if self.stored else None
 
     @property
     def bits(self) -> float:
-        """Stored, for each element."""
+        """Stored bits for each element."""
         return 8 * self.stored / max(self.elements, 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class StateSizes:
 
 
 def rows(checkpoint: Checkpoint) -> list[StateSizes]:
-    """Of a checkpoint as it is stored; the largest kinds first."""
+    """The rows of a checkpoint as it is stored; the largest first."""
     return merged(
         StateSizes(row_name(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
         for parameter, state, tensor in checkpoint.tensors()
@@ -60,18 +60,18 @@ def rows(checkpoint: Checkpoint) -> list[StateSizes]:
 
 
 def written_rows(entries: Iterable[ParameterEntry]) -> list[StateSizes]:
-    """The same of the entries of a manifest that has no deltas."""
+    """The rows of the entries of a manifest that has no deltas."""
     return merged(
         StateSizes(
             state if entry.role == "parameter" else entry.role,
-            made.dtype,
-            prod(made.shape),
-            prod(made.shape) * DTYPES[made.dtype].itemsize,
-            made.nbytes,
-            (PLAIN if made.codec is None else str(made.codec["name"]),),
+            stored_state.dtype,
+            prod(stored_state.shape),
+            prod(stored_state.shape) * DTYPES[stored_state.dtype].itemsize,
+            stored_state.nbytes,
+            (PLAIN if stored_state.codec is None else str(stored_state.codec["name"]),),
         )
         for entry in entries
-        for state, made in entry.states.items()
+        for state, stored_state in entry.states.items()
     )
 
 
@@ -94,7 +94,7 @@ def row_name(parameter: Parameter, state: str) -> str:
 
 
 def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
-    """How many bytes a tensor of a checkpoint takes in its file, and the codecs they are for."""
+    """The bytes that a tensor of a checkpoint takes in its file, and its codecs."""
     nbytes, codecs = 0, []
     for fragment in tensor.fragments:
         blob = fragment.blob
@@ -111,9 +111,9 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
 
 
 def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
-    """Of the bytes of a delta, which holds several states together: as large as the state's among their values."""
-    whole = sum(dtype.itemsize for dtype in delta.form.values())
-    return round(delta.nbytes * blob.dtype.itemsize / whole)
+    """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
+    full = sum(dtype.itemsize for dtype in delta.form.values())
+    return round(delta.nbytes * blob.dtype.itemsize / full)
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

@@ -1,13 +1,13 @@
-"""Where a new checkpoint grows until it is whole: a hidden folder beside the target.
+"""Where a new checkpoint is written until it is complete: a hidden folder next to the target.
 
     .NAME.ckpt-partial/
-        lock            held while a process writes
+        lock            locked while a process writes
         journal.jsonl   the plan's id, then the checksum and receipt of every finished part
         data/           what will be renamed to the target, last of all
-        published       from then on: if the target is there, the rest is to be removed
+        published       written before the rename: if it and the target exist, the folder can be removed
 
-A crash at any moment leaves the target absent or whole. What the journal lists
-and still verifies is not written again.
+After a crash at any moment, the target is absent or complete. Files that the journal lists, and that still match
+their checksums, are not written again.
 """
 
 import json
@@ -30,7 +30,7 @@ from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.text import PARTIAL
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
-"""The moments of a run between which a crash, or a change by another process, makes a difference."""
+"""The moments of a run at which tests inject crashes, and changes by other processes."""
 
 
 def _nothing(point: Point) -> None:
@@ -38,19 +38,19 @@ def _nothing(point: Point) -> None:
 
 
 reached: Callable[[Point], None] = _nothing
-"""Called at each of them, also by several threads at once. It does nothing; tests put their faults here."""
+"""Called at each point, also by several threads at once. It does nothing; tests replace it to inject faults."""
 
 _LOCK = "lock"
 _PUBLISHED = "published"
 _LARGE = 8 << 20
-"""Bytes from which a file is flushed as soon as it is written."""
+"""Files of at least so many bytes are flushed as soon as they are written."""
 _FLUSHES = 8
-"""At a time: each waits for the disk, also for a file that is clean, and those that wait together wait once."""
+"""Files that are flushed at the same time: each waits for the disk, even for a clean file."""
 
 
 @dataclass(frozen=True)
 class Staging:
-    """The folder in which one target grows."""
+    """The folder in which one target is written."""
 
     target: Path
     folder: Path
@@ -64,10 +64,10 @@ class Staging:
         return self.folder / "journal.jsonl"
 
     def begin(self, plan_id: str) -> None:
-        """Go on with the same plan, or start anew with another one."""
+        """Continue with the same plan, or remove what another plan wrote."""
         if self._plan_id() != plan_id:
             if os.path.lexists(self.data):
-                shutil.rmtree(self.data)  # what would stay would be published
+                shutil.rmtree(self.data)  # files that stay would be published
             with self.journal.open("w") as file:
                 file.write(json.dumps({"plan": plan_id}))
         with self.journal.open("a") as file:
@@ -75,7 +75,7 @@ class Staging:
         self.data.mkdir(exist_ok=True)
 
     def receipts(self) -> Iterator[Receipt]:
-        """Receipts of an earlier run whose files are still as they were written."""
+        """Receipts of an earlier run whose files still match their checksums."""
         with Reader(check=False) as reader:
             for line in self.journal.read_text("utf-8", "replace").splitlines()[1:]:
                 digest, _, text = line.partition(" ")
@@ -92,25 +92,25 @@ class Staging:
                     yield receipt
 
     def flush(self, receipt: Receipt) -> None:
-        """Bring a finished part's file to the disk; small ones wait for the end, where one commit takes many."""
+        """Flush a finished file to the disk. Small files are flushed at the end, where one commit covers many."""
         if receipt.nbytes >= _LARGE:
             _flush(self.data / receipt.file)
 
     def note(self, receipt: Receipt) -> None:
-        """Remember that a part is done."""
+        """Write the receipt of a finished file to the journal."""
         text = json.dumps(_json(receipt), separators=(",", ":"))
         with self.journal.open("a") as file:
             file.write(f"{xxh3_64_hexdigest(text.encode())} {text}\n")
 
     def publish(self, product: str | None) -> None:
-        """Flush everything to the disk, then make it the target by one rename."""
+        """Flush everything to the disk, then rename it to the target."""
         with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
             list(pool.map(_flush, (*self.data.rglob("*"), self.data)))
-        whole = self.data if product is None else self.data / product
+        complete = self.data if product is None else self.data / product
         self._published.touch()
         reached("before rename")
         try:
-            rename_new(whole, self.target)
+            rename_new(complete, self.target)
         except FileExistsError:
             raise exists(self.target) from None
         reached("renamed")
@@ -118,12 +118,12 @@ class Staging:
         self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the folder."""
         _remove(self.folder)
 
     @property
     def left_over(self) -> bool:
-        """Has a run been killed after it had published the target?"""
+        """Was a run killed after it had published the target?"""
         return self._published.exists() and os.path.lexists(self.target)
 
     @property
@@ -148,30 +148,30 @@ def staging(target: Path, locks: bool = True) -> Iterator[Staging]:
 
 
 def staging_folder(target: Path) -> Path:
-    """Where a target grows."""
+    """The staging folder of a target."""
     return target.parent / f".{target.name}{PARTIAL}"
 
 
 @contextmanager
 def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
-    """A folder, made if need be, that nobody else has meanwhile. Raises `Locked`, which names the target.
+    """A folder, created if necessary, that no other process uses meanwhile. Raises `Locked`, which names the target.
 
-    Without `locks`, a file system that cannot lock is trusted.
+    Without `locks`, a file system that cannot lock files is accepted.
     """
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise unwritable(error, target.parent) from error
     if folder.is_symlink():
-        raise OutputError("is a link, where a folder of ours should be", where=folder, hint="Remove it.")
+        raise OutputError("is a link; ckpt needs a folder here", where=folder, hint="Remove it.")
     with lock(folder / _LOCK, _locked(target), locks):
         yield
 
 
 def sweep(place: Path) -> None:
-    """Remove what runs left behind in a folder that were killed after they had published their targets.
+    """Remove the staging folders in a folder whose runs were killed after they had published their targets.
 
-    What another process holds, or cannot be removed, stays.
+    A folder that another process has locked, or that cannot be removed, stays.
     """
     for folder in place.glob(f".?*{PARTIAL}"):
         stage = Staging(place / folder.name[1 : -len(PARTIAL)], folder)
@@ -189,7 +189,9 @@ def check_target(target: Path, source: Path) -> None:
     here, there = target.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
         raise OutputError(
-            "the target and the source lie inside one another", where=target, hint="Choose another target."
+            "the target is inside the source, or the source inside the target",
+            where=target,
+            hint="Choose another target.",
         )
     if not target.parent.is_dir():
         raise OutputError(
@@ -208,7 +210,7 @@ def exists(target: Path) -> OutputError:
 
 
 def _remove(folder: Path) -> None:
-    """What says that it is to be removed goes last."""
+    """Remove a staging folder; its marker `published` and its lock last."""
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda path: path.name in (_PUBLISHED, _LOCK)):
             if path.is_dir() and not path.is_symlink():
@@ -240,11 +242,11 @@ def _seal_json(seal: Seal) -> list[Any]:
     return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label]
 
 
-def _receipt(said: Mapping[str, Any]) -> Receipt:
-    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in said["evidence"])
-    return Receipt(said["file"], said["nbytes"], tuple(map(_seal, said["seals"])), said["entry"], evidence)
+def _receipt(fields: Mapping[str, Any]) -> Receipt:
+    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in fields["evidence"])
+    return Receipt(fields["file"], fields["nbytes"], tuple(map(_seal, fields["seals"])), fields["entry"], evidence)
 
 
-def _seal(said: list[Any]) -> Seal:
-    path, offset, nbytes, kind, digest, label = said
+def _seal(fields: list[Any]) -> Seal:
+    path, offset, nbytes, kind, digest, label = fields
     return Seal(Path(path), offset, nbytes, kind, int(digest), label)

@@ -1,7 +1,7 @@
-"""A checkpoint that cannot be opened: every file of it on its own, so that all damage is named and not only the first.
+"""Check every file of a checkpoint that cannot be opened, so that all damage is named and not only the first.
 
-Files are known by their content or ending. What only makes sense together with others, such as the data of
-torch.distributed.checkpoint, is not looked at.
+Files are recognised by their content or ending. Files that can only be read together with others, such as the data of
+torch.distributed.checkpoint, are not checked.
 """
 
 import json
@@ -20,25 +20,25 @@ from ckpt_formats.core.files import Reader, open_regular, read_whole, seal_is_va
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 
-_MOST_FILES = 1 << 20
-_MOST_JSON = 1 << 26
+_MAX_FILES = 1 << 20
+_MAX_JSON = 1 << 26
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SEALED = (manifest.NAME, index.NAME)
 
 
 def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:
-    """Why a checkpoint cannot be opened, and what is wrong with its files, each once."""
-    found = [Finding("unreadable", error.what, error.where or str(path))]
+    """The error as a finding, and the findings of all files, each once."""
+    findings = [Finding("unreadable", error.what, error.where or str(path))]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         for several in run_tasks(pool, _examine, _files(_root(path, error)), 2 * resources.workers):
-            found += several
-    first = found[0].where
-    others = [one for one in found[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
-    return [found[0], *sorted(others, key=lambda finding: finding.where)]
+            findings += several
+    first = findings[0].where
+    remaining = [one for one in findings[1:] if one.kind != "unreadable" or not first.startswith(one.where)]
+    return [findings[0], *sorted(remaining, key=lambda finding: finding.where)]
 
 
 def _root(path: Path, error: CkptError) -> Path:
-    """The checkpoint's own folder: of a run's folder with several steps, the one that the error speaks of."""
+    """The checkpoint's own folder: of a run's folder with several steps, the one that the error names."""
     blamed = None if error.where is None else Path(error.where)
     if blamed is None or path not in blamed.parents or not path.is_dir():
         return path
@@ -51,7 +51,7 @@ def _files(root: Path) -> Iterator[Path]:
         yield root
         return
     for number, path in enumerate(sorted(root.rglob("*"))):
-        if number < _MOST_FILES and path.is_file():
+        if number < _MAX_FILES and path.is_file():
             yield path
 
 
@@ -85,7 +85,7 @@ def _safetensors(path: Path) -> Iterator[Finding]:
 
 def _json(path: Path) -> Iterator[Finding]:
     if path.name in _SEALED:
-        sealed_json.load(path, _MOST_JSON, "what its name says")
+        sealed_json.load(path, _MAX_JSON, "what its name says")
     else:
         _parse(path)
     return iter(())
@@ -93,7 +93,7 @@ def _json(path: Path) -> Iterator[Finding]:
 
 def _parse(path: Path) -> None:
     try:
-        json.loads(read_whole(path, _MOST_JSON))
+        json.loads(read_whole(path, _MAX_JSON))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON: {error}", where=path) from None
 
@@ -102,5 +102,5 @@ def _torch(path: Path) -> Iterator[Finding]:
     with Reader(check=False) as reader:
         for seal in open_file(path).seals():
             if not seal_is_valid(seal, reader):
-                what = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
-                yield Finding("checksum", what, str(path))
+                message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+                yield Finding("checksum", message, str(path))

@@ -163,7 +163,7 @@ def test_who_waits_at_a_terminal_is_told_what_is_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for watched in (True, False):
-        with progress.spoken("reading the headers of run ...", 0.01, lambda watched=watched: watched):
+        with progress.announced("reading the headers of run ...", 0.01, lambda watched=watched: watched):
             time.sleep(0.1)
         assert capsys.readouterr().err.count("reading the headers of run ...") == watched
 

@@ -23,7 +23,7 @@ def append(
     resources: Resources,
     progress: Progress | None = None,
 ) -> AppendResult:
-    """Write a state into a chain, which then has it or is as it was. The first state begins the chain."""
+    """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged."""
     check_complete(source)
     check_not_suspicious(source)
     with folder.locked(run, create=True, locks=resources.locks) as chain:
@@ -37,10 +37,12 @@ def append(
             earlier = open_member(run, chain, last)
             written = write_delta(source, run / name, step, earlier, run / last.folder, policy, resources, progress)
             if written.member.kind == "base":
-                notes += (Notice(f"nothing is smaller as a delta against step {last.step}: the state stands alone"),)
+                notes += (
+                    Notice(f"a delta against step {last.step} would not be smaller: the state is stored as a base"),
+                )
         before = chain or ChainIndex(())
         longer = ChainIndex((*before.members, written.member), before.segments)
-        open_member(run, longer, written.member)  # what cannot be opened is not listed
+        open_member(run, longer, written.member)  # a member that cannot be opened is not listed
         folder.replace(run, longer)
     return replace(written, notes=(*notes, *written.notes))
 
@@ -48,9 +50,9 @@ def append(
 def plan_append(
     run: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy
 ) -> tuple[int, Kind, Checkpoint | None, tuple[Notice, ...]]:
-    """The step that would be appended, how, against which state, and notes.
+    """The step that would be appended, its kind, the state that it is stored against, and notes.
 
-    Raises what `append` would raise before it writes.
+    Raises the errors that `append` raises before it writes.
     """
     check_complete(source)
     check_not_suspicious(source)
@@ -62,7 +64,7 @@ def plan_append(
 
 
 def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None = None) -> tuple[Notice, ...]:
-    """Remove what interrupted runs left in a chain's folder, but for what is `continued`; a note for each."""
+    """Remove what interrupted runs left in a chain's folder, except the folder `continued`. Returns a note for each."""
     leftovers = folder.leftovers(run, chain, continued)
     folder.remove(leftovers)
     return tuple(Notice(f"removed {printable(path.name)}, which an interrupted run left behind") for path in leftovers)
@@ -78,15 +80,19 @@ def _step(
 ) -> tuple[int, tuple[Notice, ...]]:
     step = source.origin.step if chosen is None else chosen
     if step is None:
-        raise Unsupported("the checkpoint does not state its step", where=source.path, hint="Give it: --step N.")
+        raise Unsupported(
+            "the checkpoint does not state its step", where=source.path, hint="State it with `step` (--step N)."
+        )
     notes: tuple[Notice, ...] = ()
     if source.origin.step not in (None, step):
         text = f"the checkpoint states that its step is {source.origin.step}; in the chain it is {step}"
         notes = (Notice(text, weight=Weight.UNSURE),)
     last = chain.members[-1].step if chain is not None and chain.members else None
     if last is not None and step <= last:
-        what = f"step {step} is there already" if step == last else f"step {step} comes before {last}, the chain's last"
+        message = (
+            f"step {step} exists already" if step == last else f"step {step} is before {last}, the chain's last step"
+        )
         raise Unsupported(
-            what, where=run, hint="A chain grows by later steps only. If the run began anew, begin another chain."
+            message, where=run, hint="Only later steps can be appended. If the run started again, start another chain."
         )
     return step, notes

@@ -63,9 +63,9 @@ class Chain(Mapping[int, Checkpoint]):
         resources: Resources | None = None,
         progress: Progress | None = None,
     ) -> AppendResult:
-        """Write a state at the end, as a base or as a delta against the last one. `step` None: as the state says.
+        """Write a state at the end, as a base or as a delta against the last one. `step` None: that of the state.
 
-        The chain then has it, or is as it was. Raises `CkptError` of the kind that fits.
+        If this fails, the chain is unchanged. Raises `CkptError` of the kind that fits.
         """
         return append(self.path, state, step, policy or DeltaPolicy(), resources or Resources(), progress)
 
@@ -90,7 +90,7 @@ class Chain(Mapping[int, Checkpoint]):
     def verify(
         self, *, replay: bool = False, resources: Resources | None = None, progress: Progress | None = None
     ) -> ChainReport:
-        """Check every member and every logged step; with `replay`, do the logged steps again and compare."""
+        """Check every member and every logged step; with `replay`, repeat the logged steps and compare."""
         return verify_chain(self.path, resources or Resources(), progress, replay)
 
     def compact(
@@ -101,5 +101,5 @@ class Chain(Mapping[int, Checkpoint]):
         resources: Resources | None = None,
         progress: Progress | None = None,
     ) -> CompactResult:
-        """Remove states, and write again what others depend on. A state that stays is bit for bit what it was."""
+        """Remove states, and write states again that depend on them. A state that stays keeps all its bits."""
         return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources(), progress)

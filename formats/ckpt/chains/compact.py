@@ -1,4 +1,4 @@
-"""Compact a chain: fewer members, and deltas folded into bases, without losing a state that stays."""
+"""Compact a chain: remove members, and replace deltas by bases. A state that stays does not change."""
 
 import os
 import re
@@ -20,30 +20,30 @@ from ckpt_formats.universal.chain.states import last_step, open_state, open_step
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays in a chain."""
+    """Which states and segments stay in a chain."""
 
     keep: tuple[str, ...] = ("all",)
     """Policies of states: `all`, `last:N`, `every:N`, or steps with commas."""
     gradients: int | None = None
     """How many segments of the log, the last ones; None: all."""
     upto: int | None = None
-    """The last step that stays; None: all do."""
+    """The last step that stays; None: all stay."""
 
 
 @dataclass(frozen=True)
 class KeptMember:
-    """A state that stays, and what becomes of it."""
+    """A state that stays, and how it is stored afterwards."""
 
     step: int
     member: Member | None
-    """None: one that is in the log alone."""
+    """None if the state is in the log only."""
     how: str
     """`as it is`, `base`, `delta` or `from log`."""
 
 
 @dataclass(frozen=True)
 class CompactPlan:
-    """What a chain is to become."""
+    """The states and segments that a chain has afterwards."""
 
     states: tuple[KeptMember, ...]
     segments: tuple[LoggedSteps, ...]
@@ -51,7 +51,7 @@ class CompactPlan:
 
 @dataclass(frozen=True)
 class CompactResult:
-    """What was done."""
+    """The chain before and after."""
 
     before: ChainIndex
     after: ChainIndex
@@ -59,7 +59,7 @@ class CompactResult:
 
     @property
     def freed(self) -> int:
-        """Bytes; negative, if bases take more than the deltas that they replace. Without those of the log."""
+        """Freed bytes, without those of the log; negative if bases take more than the deltas that they replace."""
         stored = [sum(member.stored_nbytes for member in chain.members) for chain in (self.before, self.after)]
         return stored[0] - stored[1]
 
@@ -100,9 +100,9 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
 def compact(
     run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: Progress | None = None
 ) -> CompactResult:
-    """Write again what would lose its parent, then replace the list, then remove what it no longer names."""
+    """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
     with folder.locked(run, locks=resources.locks) as chain:
-        assert chain is not None  # an existing one was asked for
+        assert chain is not None  # `locked` raises if there is none
         notes = remove_leftovers(run, chain)
         planned = plan(run, chain, retention, policy)
         members: list[Member] = []
@@ -118,7 +118,7 @@ def compact(
 
 
 def _drop_later_records(run: Path, chain: ChainIndex) -> None:
-    """Free what follows the end of a segment. The list says already that it does not count."""
+    """Truncate files after the end of a segment. The list states already that these records do not count."""
     for one in chain.segments:
         if one.step is not None:
             segment = open_steps(run, one)
@@ -144,7 +144,7 @@ def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
 
 
 def _reaches(run: Path, logged: LoggedSteps, step: int) -> bool:
-    """Has a segment this step, by itself or from a state that it stands on?"""
+    """Does a segment have this step, logged or as the state that it starts from?"""
     return logged.first <= step <= (open_steps(run, logged).last if logged.step is None else logged.step)
 
 
@@ -161,7 +161,7 @@ def _rewritten(
     resources: Resources,
     progress: Progress | None,
 ) -> Member:
-    """The same state, bit for bit, in a folder of its own: as a base, or against the last one that stays."""
+    """Write the same state, bit for bit, to a new folder: as a base, or as a delta against the last one that stays."""
     member, target = state.member, _unused_folder(run, state.step)
     if member is None:
         source = open_state(run, chain, state.step)
@@ -177,7 +177,7 @@ def _rewritten(
 
 
 def _opened(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
-    """A state that stays: as the chain has it, or as it was just written from the log."""
+    """A state that stays: stored in the chain, or just written from the log."""
     stored = any(one.step == member.step for one in chain.members)
     known = member_at(run, chain, member.step) if stored else member
     return open_member(run, chain, known)
@@ -198,8 +198,11 @@ def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:
         number = int(match[2])
         return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
-        raise Unsupported(f"--keep {keep!r:.60} is no policy", hint="Write last:N, every:N, all, or steps with commas.")
+        raise Unsupported(
+            f"{keep!r:.60} does not state which states to keep",
+            hint="Retention.keep and --keep take last:N, every:N, all, or steps with commas.",
+        )
     wanted = {int(step) for step in keep.split(",")}
     for step in wanted.difference(steps):
-        open_state(run, chain, step)  # says which steps there are
+        open_state(run, chain, step)  # raises `NotFound`, which lists the steps
     return wanted

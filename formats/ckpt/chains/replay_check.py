@@ -1,4 +1,4 @@
-"""Do the steps again: do the steps of the log lead to what the run had, and to the states that the chain stores?"""
+"""Repeat the steps of the log, and compare the results with the run and with the states that the chain stores."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ _SIZE = 4
 
 @dataclass(frozen=True)
 class SegmentCourse:
-    """A segment, the state where it begins, and the states that the chain stores on its way."""
+    """A segment, the state where it begins, and the states that the chain stores of its steps."""
 
     segment: Segment
     start: StartState
@@ -60,48 +60,50 @@ def _own_start(segment: Segment) -> dict[str, Parameter]:
     return dict(checkpoint_at(segment, segment.first, None).parameters)
 
 
-def check(course: SegmentCourse, resources: Resources, moved: CountBytes) -> list[Finding]:
-    """Do all steps of a segment again, and compare with its fingerprints and with the states on its way.
+def check(course: SegmentCourse, resources: Resources, count_bytes: CountBytes) -> list[Finding]:
+    """Repeat all steps of a segment, and compare with its fingerprints and with the states that the chain stores.
 
-    A state that is as the log has it is where the next steps begin; from any other nothing follows.
+    If a stored state is equal to that of the log, the next steps start from it; if not, they start where the last did.
     """
     findings: list[Finding] = []
     start = course.start
     for stop in course.stops:
-        found = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, resources, moved)
-        findings += found
-        start = start if found else stop
-    return findings + _check_leg(SegmentReplay(course.segment, course.segment.last, start), None, resources, moved)
+        problems = _check_leg(SegmentReplay(course.segment, stop.step, start), stop, resources, count_bytes)
+        findings += problems
+        start = start if problems else stop
+    return findings + _check_leg(
+        SegmentReplay(course.segment, course.segment.last, start), None, resources, count_bytes
+    )
 
 
 def _check_leg(
-    replay: SegmentReplay, arrival: StartState | None, resources: Resources, moved: CountBytes
+    replay: SegmentReplay, stop: StartState | None, resources: Resources, count_bytes: CountBytes
 ) -> list[Finding]:
     layout = replay.segment.layout
     chunks = [(rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count)]
-    stored = None if arrival is None else SegmentReplay(replay.segment, replay.step, arrival)
+    stored = None if stop is None else SegmentReplay(replay.segment, replay.step, stop)
 
     def check_chunk(chunk: tuple[int, int]) -> Finding | None:
         with Reader(check=False) as reader:
             finding = _check_chunk(replay, stored, *chunk, reader)
         low, high = layout.ranks[chunk[0]].chunk_bounds(chunk[1])
-        moved((high - low) * _SIZE * (replay.step - replay.start.step))
+        count_bytes((high - low) * _SIZE * (replay.step - replay.start.step))
         return finding
 
     with ThreadPoolExecutor(resources.workers) as pool:
-        found = list(run_tasks(pool, check_chunk, chunks, 2 * resources.workers))
-    return list(dict.fromkeys(finding for finding in found if finding is not None))
+        findings = list(run_tasks(pool, check_chunk, chunks, 2 * resources.workers))
+    return list(dict.fromkeys(finding for finding in findings if finding is not None))
 
 
 def _check_chunk(
-    replay: SegmentReplay, arrival: SegmentReplay | None, rank: int, index: int, reader: Reader
+    replay: SegmentReplay, stop: SegmentReplay | None, rank: int, index: int, reader: Reader
 ) -> Finding | None:
     segment = replay.segment
     try:
         states = replay.chunk(rank, index, reader)
-        if arrival is None or not segment.is_exact:
+        if stop is None or not segment.is_exact:
             return None
-        stored = arrival.chunk(rank, index, reader)
+        stored = stop.chunk(rank, index, reader)
     except CkptError as error:
         return Finding("replay", error.what, error.where or str(segment.folder))
     for name, values in states.items():
@@ -115,9 +117,9 @@ def _check_chunk(
                 for one in segment.layout.ranks[rank].ranges(index)
                 if one.offset <= first < one.offset + one.size
             )
-            what = (
-                f"step {replay.step}: {name!r} of `{tensor}` is stored otherwise than the log gives it: "
+            message = (
+                f"step {replay.step}: {name!r} of `{tensor}` differs from what the log gives: "
                 f"{int(unequal.sum()):,} of {unequal.size:,} values of a chunk differ"
             )
-            return Finding("replay", what, str(segment.folder), (tensor,))
+            return Finding("replay", message, str(segment.folder), (tensor,))
     return None

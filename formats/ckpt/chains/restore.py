@@ -1,4 +1,4 @@
-"""Restore the whole state of a step, in any format."""
+"""Restore the full state of a step, in any format."""
 
 import shutil
 from contextlib import suppress
@@ -24,7 +24,7 @@ from ckpt_formats.universal.write_replayed import stored_delta_of
 
 @dataclass(frozen=True)
 class ChainState:
-    """What will be restored; `member` and `chain` only where it is a member of one."""
+    """A state to restore; `chain` and `member` are None if it is not a member of a chain."""
 
     checkpoint: Checkpoint
     run: Path
@@ -33,11 +33,15 @@ class ChainState:
 
 
 def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
-    """The state of a step of a chain; or any checkpoint, where there is only one step."""
+    """The state of a step of a chain. The path may also be that of any checkpoint, which has one step."""
     named = address.parse(path)
     if named is not None:
         if step not in (None, named.step):
-            raise NotFound(f"the path names another step than --step {step}", where=path, hint="Name one of them.")
+            raise NotFound(
+                f"the path names another step than {step}",
+                where=path,
+                hint="Name the step in the path or with `step` (--step).",
+            )
         path, step = named.run, states.step_of(index.load(named.run / index.NAME), named)
     if not (path / index.NAME).is_file():
         checkpoint = open_checkpoint(path, options)
@@ -54,7 +58,7 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
 
 
 def plan(state: ChainState, target: Path, format: WritableFormat) -> Plan:
-    """The files that `restore` writes, with a note about the space that it needs for a while."""
+    """The files that `restore` writes, with a note about the temporary space that it needs."""
     job = Job(state.checkpoint, target, format)
     return job.plan() if isinstance(format, Universal) else _with_note(job.plan(), state.checkpoint)
 
@@ -62,7 +66,7 @@ def plan(state: ChainState, target: Path, format: WritableFormat) -> Plan:
 def restore(
     state: ChainState, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None = None
 ) -> Result:
-    """Write the state. An error names the last step before it that can be restored, where there is one."""
+    """Write the state. The hint of an error names the last earlier step that can be restored, if there is one."""
     check_target(target, state.run)
     try:
         return _restore(state.checkpoint, target, format, resources, progress)
@@ -75,21 +79,22 @@ def restore(
 def _restore(
     source: Checkpoint, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None
 ) -> Result:
-    """Formats that read state after state would replay each delta several times, so it is replayed to a folder first.
+    """Write the state; for formats that read one tensor after the other, replay it to a folder first.
 
-    That folder is in the staging folder of the target, and is removed with it.
+    Otherwise each delta would be replayed several times. The folder is in the staging folder of the target, and is
+    removed with it.
     """
     if isinstance(format, Universal):
         return Job(source, target, _with_content(source, format)).run(resources, progress)
     job = Job(source, target, format)
     if not _replays(source):
         return job.run(resources, progress)
-    needed = pipeline.space_needed(job.plan().files)  # and refuses what cannot be done, before anything is done
+    needed = pipeline.space_needed(job.plan().files)  # raises for jobs that cannot succeed, before anything is written
     replayed = _replayed(source, target, needed, resources, progress)
     try:
         return Job(replayed, target, format).run(resources, progress)
     except CkptError as error:
-        if not isinstance(error, OutputError):  # else an equal job can go on
+        if not isinstance(error, OutputError):  # after an OutputError, an equal job can continue
             shutil.rmtree(staging_folder(target), ignore_errors=True)
         raise
 
@@ -112,14 +117,14 @@ def _replayed(
             raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
         except CkptError:
             with suppress(OSError):
-                stage.rmdir()  # unless an equal job can go on with what is in it
+                stage.rmdir()  # fails if it is not empty: then an equal job can continue
             raise
     replayed = Universal().read(folder, ReadOptions())
     return replace(replayed, history=source.history)
 
 
 def _name_of(source: Checkpoint) -> str:
-    """Tells a state from others of its run: by its content, or by the step of the log that it follows from."""
+    """A name that differs from those of the run's other states: from the content id, or from the step of the log."""
     path = source.path / manifest.NAME
     if path.is_file():
         return manifest.load(path).content.removeprefix("blake2b-256:")[:16]
@@ -129,7 +134,9 @@ def _name_of(source: Checkpoint) -> str:
 def _with_note(plan: Plan, source: Checkpoint) -> Plan:
     if not _replays(source):
         return plan
-    text = f"the state is replayed next to the target first, into {format_nbytes(_universal_nbytes(source))} more"
+    text = (
+        f"the state is first replayed next to the target, which takes {format_nbytes(_universal_nbytes(source))} more"
+    )
     return Plan(plan.files, plan.dropped, (*plan.notes, Notice(text)), plan.single_file)
 
 
@@ -138,20 +145,20 @@ def _universal_nbytes(source: Checkpoint) -> int:
 
 
 def _check_space(target: Path, stage: Path, needed: int) -> None:
-    """What an interrupted run has written is not written again."""
+    """Raise `NoSpace` if there is too little space. Bytes that an interrupted run wrote are not written again."""
     written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
     free = shutil.disk_usage(target.parent).free
     if needed > free + written:
         raise NoSpace(
-            f"restoring takes {format_nbytes(needed)}: the state is replayed next to the target first; "
+            f"restoring takes {format_nbytes(needed)}: the state is first replayed next to the target; "
             f"{format_nbytes(free)} are free",
             where=target,
-            hint="Free some; or restore it as universal, which takes no more than the state.",
+            hint="Free some; or restore it as universal, which needs no temporary space.",
         )
 
 
 def _with_content(source: Checkpoint, format: Universal) -> Universal:
-    """The format, which must come to the same content id where the source has one."""
+    """The format, with the content id of the source if it has one: the result must have the same."""
     path = source.path / manifest.NAME
     if not path.is_file() or type(format) is not Universal or format.codec is not None:
         return format
@@ -159,6 +166,6 @@ def _with_content(source: Checkpoint, format: Universal) -> Universal:
 
 
 def _replays(source: Checkpoint) -> bool:
-    """Would reading one state after the other replay chunks several times?"""
+    """Are chunks replayed several times if one tensor is read after the other?"""
     replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
     return any(replay is not None and replay.chunking.count > 1 for replay in replays)

@@ -1,4 +1,4 @@
-"""The segments of a chain's log of gradients, each as far as it can be read."""
+"""The segments of a chain's log of gradients; those that cannot be read have an error."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class SegmentView:
 
     @property
     def has_ended(self) -> bool:
-        """Was it closed, or was its end written down when the next one began?"""
+        """Is its end known: was it closed, or did the next one begin?"""
         return self.logged.step is not None or (self.segment is not None and self.segment.has_ended)
 
     @property
@@ -37,14 +37,14 @@ def open_segments(run: Path, chain: ChainIndex, check: bool = False) -> list[Seg
 def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
     try:
         segment = open_steps(run, logged, check)
-        segment.last  # noqa: B018  # reads what each record says
+        segment.last  # noqa: B018  # reads the header of each record
     except CkptError as error:
         return SegmentView(logged, None, error)
     return SegmentView(logged, segment)
 
 
 def gradient_nbytes(segment: Segment) -> int:
-    """Bytes of the gradients of all steps that count, without what else their records hold."""
+    """Bytes of the gradients of all steps that count, without the other fields of their records."""
     total, count = 0, segment.last - segment.first
     with Reader(check=False) as reader:
         for rank, steps in enumerate(segment.updates):

@@ -1,4 +1,4 @@
-"""Search the coarsest quantiser whose state the user's own evaluation still accepts."""
+"""Search the largest step size of the quantizer whose state the user's evaluation accepts."""
 
 import shutil
 import subprocess
@@ -20,11 +20,11 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
 
 PLACEHOLDER = "{}"
-"""Is replaced by the path of a state in the command."""
+"""In the command, the path of a state replaces it."""
 _MAX_LINE = 1 << 16
-"""Characters of a line that is still read as one."""
+"""Bytes of a line that is read as one."""
 _TRIAL = ".ckpt-trial"
-"""Ends the name of the folder where states are evaluated. What is in it is complete, unlike what is staged."""
+"""The ending of the folder where states are evaluated. Its content is complete, unlike that of a staging folder."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Trial:
     """One state that was evaluated."""
 
     step_size: float | None
-    """The quantiser's; None for the exact state."""
+    """The quantizer's step size; None for the exact state."""
     loss: float
     increase: float
     """Over the loss of the exact state."""
@@ -55,9 +55,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class AcceptedStep:
-    """The step size of the quantiser, and the losses of its state and of the exact one."""
+    """The step size of the quantizer, and the losses of its state and of the exact one."""
 
-    step: float
+    step_size: float
     loss: float
     exact: float
 
@@ -95,16 +95,16 @@ def search_step(
     if step is None:
         finest = min(losses)
         raise Unsupported(
-            f"even the finest step, {finest:g}, increases the loss from {exact:.6g} to {losses[finest]:.6g}, "
+            f"even the smallest step size, {finest:g}, increases the loss from {exact:.6g} to {losses[finest]:.6g}, "
             f"by more than {evaluation.max_increase:g}",
-            hint="Allow more with --max-loss-increase; or leave it out, and nothing is lost.",
+            hint="Allow more: `max_increase` (--max-loss-increase); or give no evaluation, and nothing is lost.",
         )
     return codec.at(step), AcceptedStep(step, losses[step], exact)
 
 
 @contextmanager
 def _trial_folder(target: Path, locks: bool) -> Iterator[Path]:
-    """A folder for trials, which is removed. What a run that was killed left in it is removed before.
+    """A folder for trials, which is removed afterwards. What a killed run left in it is removed first.
 
     Raises `Locked` if another process tries something for the same target.
     """
@@ -131,7 +131,7 @@ def _evaluate(
 
 
 def _run(evaluation: Evaluation, state: Path) -> float:
-    """The number in the last line that the command prints. No shell sees it; its stderr is ours."""
+    """The number in the last line that the command prints. It runs without a shell, and shares our stderr."""
     command = [word.replace(PLACEHOLDER, str(state)) for word in evaluation.command]
     last = ""
     try:
@@ -141,7 +141,7 @@ def _run(evaluation: Evaluation, state: Path) -> float:
                 while line := process.stdout.readline(_MAX_LINE):
                     last = line.decode("utf-8", "replace").strip() or last
             except KeyboardInterrupt:
-                process.terminate()  # the signal may not have reached it
+                process.terminate()  # the signal may not have reached the command
                 raise
     except OSError as error:
         raise _refused(evaluation, f"cannot be run: {error.strerror or error}") from None
@@ -150,11 +150,12 @@ def _run(evaluation: Evaluation, state: Path) -> float:
     try:
         return float(last)
     except ValueError:
-        raise _refused(evaluation, f"ended with the line {last[:80]!r}, which is no number") from None
+        raise _refused(evaluation, f"ended with the line {last[:80]!r}, which is not a number") from None
 
 
-def _refused(evaluation: Evaluation, what: str) -> Unsupported:
+def _refused(evaluation: Evaluation, problem: str) -> Unsupported:
     return Unsupported(
-        f"--eval-cmd: {printable(evaluation.command[0])} {what}",
-        hint=f"It gets the path of a universal checkpoint for {PLACEHOLDER}; its last line is the loss, a number.",
+        f"the evaluation command {printable(evaluation.command[0])} {problem}",
+        hint=f"In the command (--eval-cmd), the path of a universal checkpoint replaces {PLACEHOLDER}. "
+        "Its last line is the loss, a number.",
     )

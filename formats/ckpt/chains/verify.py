@@ -1,4 +1,4 @@
-"""Verify a chain: every member of a chain, each stored byte and each decoded chunk once."""
+"""Verify every member of a chain; each stored byte is read once, and each chunk is decoded once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,12 +27,12 @@ _Place = tuple[Path, int]
 
 @dataclass(frozen=True)
 class ChainReport:
-    """What was checked of a chain, and what is wrong."""
+    """The result of the check of a chain."""
 
     chain: ChainIndex
     findings: tuple[Finding, ...]
     bad_steps: tuple[int, ...]
-    """The steps that depend on what is damaged."""
+    """The steps that cannot be restored, because they depend on damaged bytes."""
     checksums: int
     segments: tuple[SegmentView, ...]
     notes: tuple[Notice, ...]
@@ -41,12 +41,12 @@ class ChainReport:
 def verify_chain(
     run: Path, resources: Resources, progress: Progress | None = None, replay: bool = False
 ) -> ChainReport:
-    """Check all of a chain. With `replay`, its logged steps are done again, too."""
+    """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
     chain = index.read(run)
     opened, findings = open_all(run, chain)
     load_kernels()
-    moved = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
-    findings += examine(opened, resources, moved)
+    count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
+    findings += examine(opened, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
     if replay:
@@ -59,25 +59,25 @@ def verify_chain(
 
 
 def _of_segments(views: list[SegmentView]) -> list[Finding]:
-    """Segments that cannot be read, or have fewer steps than the chain says."""
+    """Segments that cannot be read, or have fewer steps than the chain states."""
     findings = []
     for view in views:
         if view.segment is None:
             assert view.error is not None
             findings.append(Finding("unreadable", view.error.what, view.error.where or view.logged.folder))
         elif view.logged.step is not None and view.segment.last < view.logged.step:
-            lost = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
+            lost_steps = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in view.segment.torn.items())
-            findings.append(Finding("log", f"{lost}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
+            findings.append(Finding("log", f"{lost_steps}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
     return findings
 
 
 def _torn(views: list[SegmentView]) -> Iterator[Notice]:
-    """Tails of logs that a killed run left: no damage, but what follows does not count."""
+    """A note for each incomplete end of a log, which a killed run left. This is not damage."""
     for view in views:
         if view.segment is not None and view.logged.step is None:
             for path, reason in view.segment.torn.items():
-                yield Notice(f"{path.name}: what follows step {view.segment.last} does not count: {reason}")
+                yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
 
 
 def _replay_findings(run: Path, chain: ChainIndex, resources: Resources, progress: Progress | None) -> list[Finding]:
@@ -85,8 +85,8 @@ def _replay_findings(run: Path, chain: ChainIndex, resources: Resources, progres
         courses = list(replay_check.courses(run, chain))
     except CkptError as error:
         return [Finding("replay", error.what, error.where or str(run))]
-    moved = count_to(sum(course.nbytes for course in courses), progress)
-    return [finding for course in courses for finding in replay_check.check(course, resources, moved)]
+    count_bytes = count_to(sum(course.nbytes for course in courses), progress)
+    return [finding for course in courses for finding in replay_check.check(course, resources, count_bytes)]
 
 
 def _approximate(chain: ChainIndex) -> Iterator[Notice]:
@@ -96,9 +96,9 @@ def _approximate(chain: ChainIndex) -> Iterator[Notice]:
 
 
 def open_all(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding]]:
-    """Every state that can be opened, the last first, and why the others cannot.
+    """Every state that can be opened, the last first, and a finding for each other one.
 
-    Of each, only what those after it do not stand on: what is replayed for a later state has been checked on the way.
+    Each state has only the seals and digests that no later state has: replaying a later state checks the others.
     """
     opened, findings = [], []
     sealed, replayed = set[Seal](), set[_Place]()
@@ -116,12 +116,12 @@ def open_all(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Findi
     return opened, findings
 
 
-def examine(opened: list[Checkpoint], resources: Resources, moved: CountBytes) -> list[Finding]:
-    """Everything that is wrong with them, each thing once."""
-    found = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, resources, moved))
-    broken = {finding.where for finding in found if finding.kind == "checksum"}
-    # What cannot be decoded since its bytes, or those of an ancestor, are damaged is no finding of its own.
-    return [f for f in found if f.kind != "values" or not broken & set(f.where.split(", "))]
+def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBytes) -> list[Finding]:
+    """All findings of several states, each once."""
+    findings = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, resources, count_bytes))
+    broken = {finding.where for finding in findings if finding.kind == "checksum"}
+    # If bytes of a state or of an ancestor are damaged, values that cannot be decoded are not reported again.
+    return [f for f in findings if f.kind != "values" or not broken & set(f.where.split(", "))]
 
 
 def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place]) -> Checkpoint:
@@ -134,7 +134,7 @@ def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place])
 
 
 def _own(blob: Blob) -> Iterator[_Place]:
-    """Where a blob's chunks are."""
+    """The file and the offset of a blob's chunks."""
     if (delta := stored_delta(blob)) is not None:
         yield delta.path, delta.offset
     if isinstance(blob, EncodedBlob):
@@ -142,7 +142,7 @@ def _own(blob: Blob) -> Iterator[_Place]:
 
 
 def _places(blob: Blob) -> Iterator[_Place]:
-    """Where all chunks are that are decoded, and checked, on the way to a blob that is replayed."""
+    """The places of all chunks that are decoded and checked to replay a blob."""
     if (delta := stored_delta(blob)) is not None:
         for replay in delta.lineage():
             yield replay.path, replay.offset
@@ -151,7 +151,7 @@ def _places(blob: Blob) -> Iterator[_Place]:
 
 
 def _bad_steps(run: Path, chain: ChainIndex, findings: list[Finding]) -> list[int]:
-    """The steps that stand on what is damaged."""
+    """The steps that depend on damaged files."""
     where = [Path(one) for finding in findings for one in finding.where.split(", ")]
     bad = {m.folder for m in chain.members if any(p == run / m.folder or run / m.folder in p.parents for p in where)}
     return [m.step for m in chain.members if any(one.folder in bad for one in chain.upto(m.step))]

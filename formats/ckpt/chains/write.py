@@ -36,25 +36,25 @@ from ckpt_formats.universal.manifest import Manifest, Parent
 
 @dataclass(frozen=True)
 class DeltaPolicy:
-    """How states are appended to a chain: with which codec, and which of them stand alone."""
+    """How states are appended to a chain: with which codec, and which of them are bases."""
 
     codec: DeltaCodec | str = AUTO
-    """A delta codec, or its text, such as `subspace:step_size=0.5`; `auto` is the best that loses nothing."""
+    """A delta codec, or its text, such as `subspace:step_size=0.5`; `auto` is the best lossless one."""
     exact: tuple[str, ...] = ()
     """Patterns of the names of parameters in which nothing may be lost."""
     base_every: int | None = None
     """A base after so many members; None: only the first state is one."""
     base: Literal["exact", "coded"] = "exact"
-    """Whether bases are stored without loss, or by the codec too."""
+    """Whether bases are stored without loss (`exact`), or with the codec (`coded`)."""
     check: bool = True
-    """Decode what was encoded, and compare, before it is trusted."""
+    """Decode what was encoded and compare, before the state is listed."""
     evaluation: Evaluation | None = None
     """A command that decides how much may be lost."""
 
     def __post_init__(self) -> None:
         for pattern in self.exact:
-            safe_pattern(pattern, "--exact")
-        self.delta_codec  # noqa: B018  # a codec that does not exist is an error here
+            safe_pattern(pattern, "exact (--exact)")
+        self.delta_codec  # noqa: B018  # raises if the codec does not exist
 
     @property
     def delta_codec(self) -> DeltaCodec:
@@ -64,22 +64,24 @@ class DeltaPolicy:
         try:
             return parse_delta(DEFAULT_DELTA if self.codec == AUTO else self.codec)
         except CodecError as error:
-            raise Unsupported(f"--codec: {error}", hint="Leave it out, and nothing is lost.") from None
+            raise Unsupported(
+                f"codec {self.codec!r:.80}: {error}", hint="Without `codec` (--codec), nothing is lost."
+            ) from None
 
     @property
     def encoding(self) -> EncodingOptions:
-        """Of states that are stored alone."""
+        """The encoding of states that are stored without a parent."""
         return EncodingOptions(check=self.check)
 
     def needs_base(self, chain: ChainIndex | None) -> bool:
-        """Does the next member stand alone?"""
+        """Is the next member a base?"""
         if chain is None or not chain.members:
             return True
         since = next(i for i, member in enumerate(reversed(chain.members), 1) if member.kind == "base")
         return self.base_every is not None and since >= self.base_every
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
-        """The codec of each parameter. What is not trained, and what `exact` names, stays exact."""
+        """The codec of each parameter. Parameters that are not trained, or that `exact` names, stay exact."""
         lossless, chosen = parse_delta(DEFAULT_DELTA), self.lossy_parameters(source)
         names = (parameter.name for parameter in source.parameters.values() if parameter.role != "extra")
         return {name: self.delta_codec if name in chosen else lossless for name in names}
@@ -133,12 +135,12 @@ def write_base(
     progress: Progress | None = None,
     content: str | None = None,
 ) -> AppendResult:
-    """Write a state that stands alone: exact, or coded by the policy's codec. `content` is the id that must result."""
+    """Write a state without a parent: exact, or with the policy's codec. `content` is the content id it must get."""
     if policy.base == "coded":
         return _write_coded(source, target, step, None, None, policy, resources, progress)
     notes: tuple[Notice, ...] = ()
     if policy.evaluation is not None:
-        notes = (Notice("this state is stored whole and exact, so there is nothing to evaluate"),)
+        notes = (Notice("this state is stored as an exact base, so there is nothing to evaluate"),)
     exact = Universal(codec=AUTO, check=policy.check, content=content)
     return replace(_write(source, exact, target, step, resources, progress), notes=notes)
 
@@ -154,7 +156,7 @@ def write_delta(
     progress: Progress | None = None,
     content: str | None = None,
 ) -> AppendResult:
-    """Write a state against an earlier one, whose folder is `parent`. `content` is the id that must result."""
+    """Write a state as a delta against an earlier one, in the folder `parent`. `content` is the id that it must get."""
     return _write_coded(source, target, step, earlier, parent, policy, resources, progress, content)
 
 
@@ -169,7 +171,7 @@ def _write_coded(
     progress: Progress | None,
     content: str | None = None,
 ) -> AppendResult:
-    """With the policy's codec, after it was fitted to the checkpoint, and the evaluation has chosen its step size."""
+    """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size."""
 
     def write(codec: DeltaCodec, folder: Path) -> AppendResult:
         stored_against = None if parent is None else _parent(parent, folder)
@@ -182,7 +184,7 @@ def _write_coded(
     codec = policy.delta_codec
     if codec.lossless:
         return write(codec, target)
-    pipeline.plan(source, target, Universal())  # refuses what cannot be done, before anything is read
+    pipeline.plan(source, target, Universal())  # raises for jobs that cannot succeed, before anything is read
     with Reader(max_files=resources.files) as reader:
         transfer = Transfer(reader, resources.slab)
         fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)

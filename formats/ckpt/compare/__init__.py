@@ -1,7 +1,7 @@
-"""What differs between two checkpoints, whatever engines and layouts wrote them.
+"""The differences of two checkpoints, of any engines and layouts.
 
-`select` chooses what is compared, `pairs` compares it, `sums` holds the figures of two tensors and `values` those of
-all else. `groups` adds up, `to_json` gives all of it as plain data.
+`select` chooses the tensors, `pairs` compares them, `sums` has the figures of two tensors, and `values` compares all
+other values. `groups` adds figures up, `to_json` returns all of it as plain data.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def diff(
 
     `only` and `skip` are patterns of names, `states` names of states (`weight`, `exp_avg`, ...). With `tensors_only`,
     extras, counters and the optimizer's options are left out. Raises `NotFound` for a pattern that matches nothing,
-    `Incomplete` or `Corrupt` if a checkpoint is.
+    `Incomplete` or `Corrupt` if a checkpoint is incomplete or damaged.
     """
     a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
     return diff_selected(a, b, states, tensors_only, resources or Resources(), progress)
@@ -60,7 +60,7 @@ def diff_selected(
     resources: Resources,
     progress: Progress | None,
 ) -> Diff:
-    """Everything that differs between two checkpoints of which `select_both` gave what is compared."""
+    """Everything that differs between two checkpoints that `select_both` returned."""
     for checkpoint in (first, second):
         check_complete(checkpoint)
     pairs = pair_tensors(first, second, states)

@@ -1,4 +1,4 @@
-"""Pairs of tensors added up: by layer, by role in the layer, by state, by kind."""
+"""Sums over pairs of tensors: by layer, by role in the layer, by state, by kind."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +23,8 @@ def layer_of(name: str) -> str:
     >>> layer_of("model.layers.11.mlp.up.weight")
     'model.layers.11'
     """
-    found = _LAYER.match(name)
-    return found[1] if found else name.rpartition(".")[0] or name
+    match = _LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0] or name
 
 
 def role_of(name: str) -> str:
@@ -35,12 +35,12 @@ def role_of(name: str) -> str:
     >>> role_of("model.layers.11.mlp.experts.3.up.weight")
     'mlp.experts.*.up.weight'
     """
-    found = _LAYER.match(name)
-    return _NUMBER.sub("*", name[found.end() :]) if found else name
+    match = _LAYER.match(name)
+    return _NUMBER.sub("*", name[match.end() :]) if match else name
 
 
 def grouped(pairs: Iterable[TensorDiff], by: Sequence[str]) -> list[tuple[tuple[str, ...], DiffSums]]:
-    """Pairs added up by all that `by` says together: norms and cosines are those of all tensors of a group as one."""
+    """Sums over groups of pairs, by the keys `by`. Norms and cosines are those of a group's tensors as one vector."""
     totals: dict[tuple[str, ...], DiffSums] = {}
     for pair in pairs:
         key = tuple(GROUPINGS[how](pair) for how in by)

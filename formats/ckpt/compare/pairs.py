@@ -26,7 +26,7 @@ from ckpt_formats.core.transfer import Transfer
 Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
 """`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
 COMPARED: tuple[Kind, ...] = ("equal", "changed", "retyped")
-"""The kinds of which there are numbers."""
+"""The kinds that have figures."""
 
 Key = tuple[str, str]
 """A parameter and a state."""
@@ -40,13 +40,16 @@ class TensorPairs:
 
     first: Checkpoint
     second: Checkpoint
-    ours: Mapping[Key, Tensor]
-    theirs: Mapping[Key, Tensor]
+    first_tensors: Mapping[Key, Tensor]
+    second_tensors: Mapping[Key, Tensor]
 
     @property
     def nbytes(self) -> int:
-        """What comparing them reads."""
-        both = ((self.ours[key], self.theirs[key]) for key in self.ours.keys() & self.theirs.keys())
+        """Bytes that the comparison reads."""
+        both = (
+            (self.first_tensors[key], self.second_tensors[key])
+            for key in self.first_tensors.keys() & self.second_tensors.keys()
+        )
         return sum(a.nbytes + b.nbytes for a, b in both if a.shape == b.shape)
 
 
@@ -63,14 +66,14 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """All that was compared, and what else differs."""
+    """The pairs that were compared, and all other differences."""
 
     pairs: tuple[TensorDiff, ...]
     values: tuple[str, ...] = ()
-    """Numbers kept of single parameters, options of groups and their members, and extras, in words."""
+    """Differences of numbers of parameters, options of groups, and extras, as text."""
     same_step: bool = True
     tensors_only: bool = False
-    """Nothing but tensors was compared."""
+    """Only tensors were compared."""
 
     @property
     def same(self) -> bool:
@@ -79,35 +82,49 @@ class Diff:
 
     @property
     def compared(self) -> tuple[TensorDiff, ...]:
-        """Those of which there are numbers."""
+        """The pairs that have figures."""
         return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
 
 
 def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:
     """The tensors of both, all or those of some states. Raises `NotFound` for a state that neither has."""
-    ours, theirs = _tensors(first), _tensors(second)
-    known = {state for _, state in (*ours, *theirs)}
+    first_tensors, second_tensors = _tensors(first), _tensors(second)
+    known = {state for _, state in (*first_tensors, *second_tensors)}
     for state in states:
         if state not in known:
             hint = f"There are: {', '.join(map(printable, sorted(known)))}."
             raise NotFound(f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
-        ours, theirs = ({key: t for key, t in tensors.items() if key[1] in states} for tensors in (ours, theirs))
-    return TensorPairs(first, second, ours, theirs)
+        first_tensors, second_tensors = (
+            {key: t for key, t in tensors.items() if key[1] in states} for tensors in (first_tensors, second_tensors)
+        )
+    return TensorPairs(first, second, first_tensors, second_tensors)
 
 
 def compare(
-    both: TensorPairs, resources: Resources, moved: CountBytes = lambda nbytes: None, tensors_only: bool = False
+    both: TensorPairs, resources: Resources, count_bytes: CountBytes = lambda nbytes: None, tensors_only: bool = False
 ) -> Diff:
-    """Everything that differs. Reads each byte of both once."""
-    ours, theirs = both.ours, both.theirs
-    pairs = [TensorDiff(*key, "missing", _described(tensor)) for key, tensor in ours.items() if key not in theirs]
-    pairs += [TensorDiff(*key, "added", _described(tensor)) for key, tensor in theirs.items() if key not in ours]
-    with interruptible(moved) as count:
-        work = [partial(_pair, *key, a, theirs[key], resources, count) for key, a in ours.items() if key in theirs]
+    """Everything that differs. Reads each byte of both checkpoints once."""
+    first_tensors, second_tensors = both.first_tensors, both.second_tensors
+    pairs = [
+        TensorDiff(*key, "missing", _described(tensor))
+        for key, tensor in first_tensors.items()
+        if key not in second_tensors
+    ]
+    pairs += [
+        TensorDiff(*key, "added", _described(tensor))
+        for key, tensor in second_tensors.items()
+        if key not in first_tensors
+    ]
+    with interruptible(count_bytes) as count:
+        work = [
+            partial(_pair, *key, a, second_tensors[key], resources, count)
+            for key, a in first_tensors.items()
+            if key in second_tensors
+        ]
         with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
             pairs += run_tasks(pool, lambda job: job(), work, 2 * resources.workers)
-    order = {key: number for number, key in enumerate(dict.fromkeys((*ours, *theirs)))}
+    order = {key: number for number, key in enumerate(dict.fromkeys((*first_tensors, *second_tensors)))}
     pairs.sort(key=lambda pair: order[pair.name, pair.state])
     if tensors_only:
         return Diff(tuple(pairs), tensors_only=True)
@@ -116,14 +133,14 @@ def compare(
 
 
 def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
-    """Every tensor by parameter and state, under names that do not depend on who wrote them. Ties count once a name."""
-    found: dict[Key, Tensor] = {}
+    """Every tensor by parameter and state, under names that do not depend on the engine; tied ones by each name."""
+    tensors: dict[Key, Tensor] = {}
     for name, parameter in source.parameters.items():
-        found |= {(name, state): tensor for state, tensor in _states(parameter)}
+        tensors |= {(name, state): tensor for state, tensor in _states(parameter)}
     for alias, name in source.aliases.items():
         if name in source.parameters:
-            found[alias, WEIGHT] = _weight(source.parameters[name])
-    return found
+            tensors[alias, WEIGHT] = _weight(source.parameters[name])
+    return tensors
 
 
 def _states(parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
@@ -144,12 +161,12 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _pair(name: str, state: str, a: Tensor, b: Tensor, resources: Resources, moved: CountBytes) -> TensorDiff:
+def _pair(name: str, state: str, a: Tensor, b: Tensor, resources: Resources, count_bytes: CountBytes) -> TensorDiff:
     if a.shape != b.shape:
         return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
     total = DiffSums()
     with Reader(check=False, max_files=resources.files) as reader:
-        transfer = Transfer(reader, resources.slab, moved)
+        transfer = Transfer(reader, resources.slab, count_bytes)
         for box in transfer.boxes(a):
             total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
     if a.dtype != b.dtype:

@@ -13,34 +13,34 @@ from ckpt_formats.core.text import printable
 class Selection:
     """Parameters whose names match one of `keep` (all, if empty) and none of `drop`.
 
-    Patterns are regular expressions, found anywhere in a name.
+    Patterns are regular expressions that match anywhere in a name.
     """
 
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     extras: bool = True
-    """Tensors among the extras, too, whatever they are called."""
+    """Compare tensors among the extras too, whatever their names."""
 
     def takes(self, name: str, role: str) -> bool:
         if role == "extra":
             return self.extras
-        kept = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
-        return kept and not any(re.search(pattern, name) for pattern in self.drop)
+        is_chosen = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
+        return is_chosen and not any(re.search(pattern, name) for pattern in self.drop)
 
 
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
-    """Both with what is chosen. Raises `NotFound` for a pattern that matches in neither: it is mistyped."""
+    """Both checkpoints with the parameters that are chosen. Raises `NotFound` for a pattern that matches in neither."""
     names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
     for pattern in (*choice.keep, *choice.drop):
-        safe_pattern(pattern, "--only or --skip")
+        safe_pattern(pattern, "only or skip (--only, --skip)")
         if not any(re.search(pattern, name) for name in names):
             raise NotFound(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
     return _chosen(first, choice), _chosen(second, choice)
 
 
 def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
-    """Of tied names, the first that is chosen holds the values, though in the source another may."""
-    kept: dict[str, Parameter] = {}
+    """The chosen parameters. Of tied names, the first chosen one has the values, whichever has them in the source."""
+    parameters: dict[str, Parameter] = {}
     aliases: dict[str, str] = {}
     holders: dict[str, str] = {}
     for name, owner in {**{name: name for name in source.parameters}, **source.aliases}.items():
@@ -49,12 +49,12 @@ def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
             continue
         if parameter is not None and owner not in holders:
             holders[owner] = name
-            kept[name] = replace(parameter, name=name)
+            parameters[name] = replace(parameter, name=name)
         else:
             aliases[name] = holders.get(owner, owner)
     return replace(
         source,
-        parameters=kept,
+        parameters=parameters,
         aliases=aliases,
         groups=tuple(Group(g.options, tuple(holders[n] for n in g.names if n in holders)) for g in source.groups),
         errors={(holders[name], state): loss for (name, state), loss in source.errors.items() if name in holders},

@@ -1,4 +1,4 @@
-"""What is told of two tensors: sums that add up over their blocks, in one pass over both."""
+"""Figures of two tensors: sums over their blocks, in one pass over both."""
 
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -9,9 +9,9 @@ from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import as_bytes
 
-_PIECE = 1 << 13
-"""Elements compared at once. What is computed of them stays in a core's cache, and OpenBLAS, which gives longer vectors
-to threads of its own, leaves the threads to us."""
+_BLOCK = 1 << 13
+"""Elements that are compared at once. Their float64 values stay in a core's cache, and OpenBLAS starts no threads for
+vectors of this length."""
 _BIAS, _EXPONENTS = 1023, 2048
 """Of float64."""
 
@@ -37,7 +37,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class DiffSums:
-    """What adds up over the blocks of a pair. An element that is not finite on both sides is only counted."""
+    """Sums over the blocks of a pair. Elements that are not finite in both tensors are only counted."""
 
     elements: int = 0
     changed: int = 0
@@ -67,17 +67,17 @@ class DiffSums:
 
     @property
     def rms(self) -> float:
-        """Root of the mean squared difference."""
+        """The root mean square of the differences."""
         return sqrt(self.squares / self.elements) if self.elements else 0.0
 
     @property
     def relative(self) -> float | None:
-        """Norm of the difference over the norm of the first; None where that is 0."""
+        """The norm of the difference by the norm of the first tensor; None if the latter is 0."""
         return sqrt(self.squares / self.first) if self.first else None
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between the two; None where one is 0."""
+        """The cosine of the angle between the two tensors; None if one is 0."""
         norm = sqrt(self.first) * sqrt(self.second)
         if norm and not self.changed:
             return 1.0
@@ -85,21 +85,24 @@ class DiffSums:
 
 
 def diff_sums(a: Array, b: Array) -> DiffSums:
-    """Compare two blocks of one shape: bit for bit if they have one type, else by value."""
+    """Compare two blocks of one shape: bit for bit if they have the same type, else by value.
+
+    a, b: arrays of one shape, of any types of numbers or booleans.
+    """
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
     total, counts = DiffSums(), np.zeros(_EXPONENTS, np.int64)
     with np.errstate(over="ignore", invalid="ignore"):
-        for at in range(0, a.size, _PIECE):
-            total += _sums_of(a[at : at + _PIECE], b[at : at + _PIECE], counts)
-    held = np.flatnonzero(counts)
-    if not held.size:
+        for at in range(0, a.size, _BLOCK):
+            total += _sums_of(a[at : at + _BLOCK], b[at : at + _BLOCK], counts)
+    exponents = np.flatnonzero(counts)
+    if not exponents.size:
         return total
-    lowest, highest = int(held[0]), int(held[-1])
+    lowest, highest = int(exponents[0]), int(exponents[-1])
     return replace(total, histogram=Histogram(lowest - _BIAS, tuple(counts[lowest : highest + 1].tolist())))
 
 
 def _sums_of(a: Array, b: Array, counts: Array) -> DiffSums:
-    """All but the histogram; differences are added to `counts`, by their exponents."""
+    """All sums except the histogram. `counts`, (2048,) int64, is increased: the differences by their exponents."""
     x, y = _numbers(a), _numbers(b)
     changed = _unequal_bits(a, b) if a.dtype == b.dtype else _unequal_values(x, y)
     finite = np.isfinite(x) & np.isfinite(y)
@@ -129,7 +132,7 @@ def _unequal_values(x: Array, y: Array) -> int:
 
 
 def _numbers(values: Array) -> Array:
-    """As float64, or complex128."""
+    """The values as float64 or complex128; the shape is unchanged."""
     if values.dtype.kind == "c":
         return values.astype(np.complex128)
     assert is_float(values.dtype) or values.dtype.kind in "iub", values.dtype

@@ -1,4 +1,4 @@
-"""All that was found, as plain data: what `--json` prints and what the page draws."""
+"""A comparison as plain data, which `--json` prints and the HTML page shows."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -11,37 +11,37 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import detect
 
 
-def facts(first: Checkpoint, second: Checkpoint, found: Diff, by: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything, in the first checkpoint's order. `docs/diff.md` says what each of it is."""
+def facts(first: Checkpoint, second: Checkpoint, diff: Diff, by: Sequence[str] = ()) -> dict[str, Any]:
+    """All fields, in the order of the first checkpoint. `docs/diff.md` describes them."""
     both = (first, second)
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "first": str(first.path),
         "second": str(second.path),
-        "same": found.same,
+        "same": diff.same,
         "steps": [c.origin.step for c in both],
         "formats": [detect(c.path).name for c in both],
         "engines": [c.origin.engine for c in both],
         "versions": [c.origin.version for c in both],
         "layouts": [_layout(c) for c in both],
         "approximate": [len(c.errors) for c in both],
-        "total": numbers(sum((pair.sums for pair in found.compared), DiffSums())),
-        "tensors": [_row(pair) for pair in found.pairs],
-        "tensors_only": found.tensors_only,
-        "values": list(found.values),
+        "total": numbers(sum((pair.sums for pair in diff.compared), DiffSums())),
+        "tensors": [_row(pair) for pair in diff.pairs],
+        "tensors_only": diff.tensors_only,
+        "values": list(diff.values),
     }
     if by:
-        said["groups"] = totals(found, by)
-    return said
+        fields["groups"] = totals(diff, by)
+    return fields
 
 
-def totals(found: Diff, by: Sequence[str]) -> list[dict[str, Any]]:
-    """What was compared, added up in groups."""
-    groups = grouped(found.compared, by)
+def totals(diff: Diff, by: Sequence[str]) -> list[dict[str, Any]]:
+    """The sums over groups of the tensors that were compared."""
+    groups = grouped(diff.compared, by)
     return [{**dict(zip(by, key, strict=True)), **numbers(total)} for key, total in groups]
 
 
 def numbers(sums: DiffSums) -> dict[str, Any]:
-    """What is told of a pair or of several; null where there is no such number."""
+    """The figures of one pair or of several; null if a figure does not exist."""
     return {
         "elements": sums.elements,
         "changed": sums.changed,
@@ -60,8 +60,8 @@ def _row(pair: TensorDiff) -> dict[str, Any]:
 
 
 def _layout(source: Checkpoint) -> str:
-    said = {key: value for key, value in source.origin.layout.items() if isinstance(value, (int, str))}
-    return ", ".join(f"{key} {value}" for key, value in said.items())
+    layout = {key: value for key, value in source.origin.layout.items() if isinstance(value, (int, str))}
+    return ", ".join(f"{key} {value}" for key, value in layout.items())
 
 
 def _plain(value: float | None) -> float | None:

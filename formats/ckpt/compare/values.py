@@ -1,4 +1,4 @@
-"""What differs besides tensors: counters, options of the optimizer, extras. In words."""
+"""Differences besides tensors: counters, options of the optimizer, extras. As text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,64 +9,64 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value, brief
 
-"""Characters of a value."""
-
 
 def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """All of them. What only one of two engines keeps of a parameter or of a group is no difference."""
+    """A line for each difference. A value of a parameter or group that only one of two engines stores is none."""
     yield from _numbers(first, second)
     yield from _options(first, second)
     yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), "extras")
 
 
 def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """What is kept of single parameters beside tensors, such as the steps that they have seen."""
-    ours, theirs = _kept(first), _kept(second)
+    """Differences of the numbers of parameters, such as their step counts."""
+    a, b = _numbers_of(first), _numbers_of(second)
     apart: dict[str, list[str]] = {}
-    for name in ours.keys() & theirs.keys():
-        for key in ours[name].keys() & theirs[name].keys():
-            if encode(ours[name][key]) != encode(theirs[name][key]):
+    for name in a.keys() & b.keys():
+        for key in a[name].keys() & b[name].keys():
+            if encode(a[name][key]) != encode(b[name][key]):
                 apart.setdefault(key, []).append(name)
     for key, names in sorted(apart.items()):
         name = min(names)
-        values = f"{brief(encode(ours[name][key]))} -> {brief(encode(theirs[name][key]))}"
+        values = f"{brief(encode(a[name][key]))} -> {brief(encode(b[name][key]))}"
         yield f"{key} of {len(names)} parameters, such as `{name}`: {values}"
 
 
-def _kept(source: Checkpoint) -> dict[str, dict[str, Value]]:
-    """By parameter. A `step` is a number, whether a tensor tells or a number."""
-    found: dict[str, dict[str, Value]] = {}
+def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
+    """The numbers of each parameter. A `step` is a number, whether it is stored as a tensor or as a number."""
+    numbers: dict[str, dict[str, Value]] = {}
     with Reader(check=False) as reader:
         for name, parameter in source.parameters.items():
-            kept = found[name] = dict(parameter.values)
-            step, tensor = kept.get("step"), parameter.states.get("step")
+            own = numbers[name] = dict(parameter.values)
+            step, tensor = own.get("step"), parameter.states.get("step")
             if tensor is not None and tensor.shape == ():
-                kept["step"] = _plain(float(read(tensor, reader)))
+                own["step"] = _plain(float(read(tensor, reader)))
             elif isinstance(step, (int, float)):
-                kept["step"] = _plain(step)
-    return found
+                own["step"] = _plain(step)
+    return numbers
 
 
 def _plain(step: float) -> float:
-    """A whole number as such, so that 3.0 and 3 are the same step."""
+    """An int if the value is a whole number, so that 3.0 and 3 are the same step."""
     return int(step) if step == step // 1 else float(step)
 
 
 def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """Options of the groups that parameters are in, since groups have no names."""
-    ours, theirs = ({name: group.options for group in c.groups for name in group.names} for c in (first, second))
-    said: dict[str, list[str]] = {}
-    for name in ours.keys() & theirs.keys():
-        for key in sorted(ours[name].keys() & theirs[name].keys()):
-            a, b = encode(ours[name][key]), encode(theirs[name][key])
+    """Differences of the options of groups, by their parameters, since groups have no names."""
+    first_options, second_options = (
+        {name: group.options for group in c.groups for name in group.names} for c in (first, second)
+    )
+    changes: dict[str, list[str]] = {}
+    for name in first_options.keys() & second_options.keys():
+        for key in sorted(first_options[name].keys() & second_options[name].keys()):
+            a, b = encode(first_options[name][key]), encode(second_options[name][key])
             if a != b and _listed(a) != _listed(b):
-                said.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
-    for what, names in sorted(said.items()):
-        yield f"option of the optimizer for {len(names)} parameters, {what}"
+                changes.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
+    for change, names in sorted(changes.items()):
+        yield f"option of the optimizer for {len(names)} parameters, {change}"
 
 
 def _listed(value: Any) -> Any:
-    """Lists and tuples of the same items are the same option."""
+    """The items of a tuple as a list, since lists and tuples of the same items are the same option."""
     return value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
 
 

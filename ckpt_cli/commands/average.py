@@ -1,0 +1,25 @@
+"""`ckpt average`: the average of the weights of several checkpoints."""
+
+from typing import TYPE_CHECKING
+
+from ckpt_cli.options.combine import averaged
+from ckpt_cli.options.command import command, dry_run, resources
+from ckpt_cli.options.target import target
+
+if TYPE_CHECKING:
+    from ckpt.pipeline import Resources
+    from ckpt_cli.options.target import Target
+    from ckpt_formats.core.checkpoint import Checkpoint
+
+
+@command("average")
+@averaged
+@target("universal")
+@dry_run
+@resources()
+def average(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
+    from ckpt.job import Job
+    from ckpt_cli.views import job
+
+    work = Job(source, target.path, target.format("universal"))
+    job.write("averaging", work, dry_run, resources, as_json)

@@ -1,0 +1,101 @@
+"""Checkpoints that are computed from several others: their arguments, and how they are combined."""
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.source import only, skip, source
+from ckpt_cli.options.types import WeightsType
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.checkpoint import Checkpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WEIGHTS = click.option(
+    "--weights",
+    type=WeightsType(),
+    metavar="W,W,...",
+    help="A weight for each CHECKPOINT, such as 1,2,1; they are divided by their sum.  [default: all the same]",
+)
+_EMA = click.option(
+    "--ema",
+    type=click.FloatRange(0, 1, max_open=True),
+    metavar="DECAY",
+    help="Exponential moving average, the oldest CHECKPOINT first: DECAY * average + (1 - DECAY) * next.",
+)
+_SCALE = click.option(
+    "--scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="X",
+    help="Factor for the scale of each low-rank update, which is lora_alpha / r.",
+)
+
+
+def averaged(command: F) -> F:
+    """`CHECKPOINT...`, `--weights`, `--ema`, `--only` and `--skip`; the command gets the average as `source`."""
+
+    @wraps(command)
+    def combined(
+        *args: Any,
+        checkpoints: "tuple[Checkpoint, ...]",
+        weights: tuple[float, ...] | None,
+        ema: float | None,
+        only: tuple[str, ...],
+        skip: tuple[str, ...],
+        **arguments: Any,
+    ) -> Any:
+        from ckpt.combine import average
+
+        numbers = _weights(len(checkpoints), weights, ema)
+        selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
+        return command(*args, source=_noted(average(selected, numbers)), **arguments)
+
+    decorated: Any = combined
+    for option in (skip, only, _EMA, _WEIGHTS):
+        decorated = option(decorated)
+    return cast(F, source("checkpoints", several="CHECKPOINT...")(decorated))
+
+
+def merged_lora(command: F) -> F:
+    """`MODEL`, `ADAPTER` and `--scale`; the command gets the merged model as `source`."""
+
+    @wraps(command)
+    def combined(*args: Any, model: "Checkpoint", adapter: "Checkpoint", scale: float, **arguments: Any) -> Any:
+        from ckpt.combine import merge_lora
+
+        if not math.isfinite(scale):
+            raise click.UsageError("--scale is a number such as 0.5.")
+        return command(*args, source=_noted(merge_lora(model, adapter, scale)), **arguments)
+
+    return cast(F, source("model", "adapter")(_SCALE(combined)))
+
+
+def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None) -> list[float] | None:
+    """The weights of so many checkpoints; None: all are the same. Raises `UsageError`."""
+    from ckpt.combine import ema_weights
+
+    if weights is not None and decay is not None:
+        raise click.UsageError("--weights and --ema both state the weights: give one of them.")
+    if decay is not None:
+        if math.isnan(decay):
+            raise click.UsageError("--ema is a number such as 0.9.")
+        return ema_weights(count, decay)
+    if weights is not None and len(weights) != count:
+        raise click.UsageError(f"--weights has {len(weights)} numbers for {count} checkpoints: give one for each.")
+    if weights is not None and math.fsum(weights) <= 0:
+        raise click.UsageError("the sum of --weights must be above zero.")
+    return None if weights is None else list(weights)
+
+
+def _noted(checkpoint: "Checkpoint") -> "Checkpoint":
+    """The checkpoint; its notices become notes."""
+    from ckpt_cli import notes
+
+    notes.note(*checkpoint.notices)
+    return checkpoint

@@ -1,0 +1,104 @@
+"""The options of formats on the command line are the fields of the formats; commands are short."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.main import COMMANDS
+from ckpt_cli.options.target import FORMAT_OPTIONS
+from ckpt_formats.registry import FORMATS, ONLY_READ, writable
+from damage import SAMPLES, ckpt
+
+ROOT = Path(__file__).parents[1]
+ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
+WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
+MAX_LINES = 45
+
+WITHOUT_OPTION = {
+    "rules": "--rules, an option of the source",
+    "codec": "`ckpt compress` has it",
+    "level": "`ckpt compress` has it",
+    "check": "`ckpt compress` has it",
+    "content": "the id of a chain's state",
+    "single_file": "follows from the name of the target",
+    "original": "`ckpt decompress` sets it",
+}
+"""Fields of formats that have no option of `convert`, and why."""
+
+VALUES = {"keys": "nested", "stages": "0,1", "config": "config.json", "shard_nbytes": "1G"}
+
+
+def fields_of(name: str) -> set[str]:
+    return {field.name for field in fields(writable(name))}
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_the_options_of_a_format_are_its_fields(name: str) -> None:
+    listed = {field for field, option in FORMAT_OPTIONS.items() if name in option.formats}
+    assert listed == fields_of(name) - WITHOUT_OPTION.keys()
+
+
+def test_every_option_belongs_to_a_format_and_every_exception_to_a_field() -> None:
+    known = set().union(*map(fields_of, WRITABLE))
+    assert set(FORMAT_OPTIONS) | WITHOUT_OPTION.keys() == known
+    assert not FORMAT_OPTIONS.keys() & WITHOUT_OPTION.keys()
+    for option in FORMAT_OPTIONS.values():
+        assert option.formats
+        assert set(option.formats) <= set(WRITABLE)
+        assert len(set(option.formats)) == len(option.formats)
+
+
+def test_the_default_of_a_field_is_that_of_no_option() -> None:
+    """None means: as the source has it. Sizes of files have their default in the help text."""
+    for name in WRITABLE:
+        for field in fields(writable(name)):
+            if field.name in FORMAT_OPTIONS:
+                assert field.default is None or field.name == "shard_nbytes", (name, field.name)
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_an_option_of_another_format_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    for field, option in FORMAT_OPTIONS.items():
+        if name in option.formats:
+            continue
+        value = VALUES.get(field, "1")
+        done = ckpt("convert", ZERO1, tmp_path / "out", "--to", name, option.flag, value)
+        assert done.code == 22, (option.flag, done.err)
+        assert f"format {name} has no option {option.flag}" in done.err
+        for other in FORMAT_OPTIONS.values():
+            if name in other.formats:
+                assert other.flag in done.err.partition("hint:")[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["reshard", "decompress", "restore", "average"])
+def test_other_commands_refuse_it_too(command: str, tmp_path: Path) -> None:
+    places = (ZERO1, ZERO1, tmp_path / "out") if command == "average" else (ZERO1, tmp_path / "out")
+    done = ckpt(command, *places, "--to", "torch", "--zero", "1", "--json")
+    assert done.code == 22, done.err
+    error = json.loads(done.out)["error"]
+    assert (error["code"], error["what"]) == (22, "format torch has no option --zero")
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_the_library_refuses_a_field_of_another_format(name: str) -> None:
+    from ckpt_formats.core.errors import Unsupported
+
+    with pytest.raises(Unsupported, match=f"format {name} has no option "):
+        writable(name, no_such_field=1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ckpt_cli" / "commands").glob("*.py")), ids=lambda path: path.stem)
+def test_a_command_is_short_and_formatted(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert "fmt:" not in text
+    assert "noqa" not in text
+
+
+def test_every_command_has_a_module_and_a_help_text() -> None:
+    modules = {path.stem for path in (ROOT / "ckpt_cli" / "commands").glob("*.py")} - {"__init__"}
+    assert {name.replace("-", "_") for name in COMMANDS} == modules
+    assert set(COMMANDS) == {path.stem for path in (ROOT / "ckpt_cli" / "help").glob("*.txt")}
