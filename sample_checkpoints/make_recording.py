@@ -72,8 +72,8 @@ class Net(nn.Module):
         nn.init.normal_(self.table.weight[:3])
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.table(rows))) * self.scale[0]
-        return found
+        logits: torch.Tensor = self.head(self.norm(self.table(rows))) * self.scale[0]
+        return logits
 
 
 class Run:
@@ -105,13 +105,13 @@ class Run:
 
     def state(self, name: str, state: str) -> Array:
         tensor = self.named[name]
-        held = next(one.state[tensor] for one in self.optimizers if tensor in one.state or one is self.optimizers[-1])
-        values = tensor if state == "param" else held.get(state)
+        states = next(one.state[tensor] for one in self.optimizers if tensor in one.state or one is self.optimizers[-1])
+        values = tensor if state == "param" else states.get(state)
         return np.zeros(tensor.shape, np.float32) if values is None else values.detach().numpy().copy()
 
     def count(self, name: str) -> int:
-        held = next((one.state[self.named[name]] for one in self.optimizers if self.named[name] in one.state), {})
-        return int(held.get("step", 1)) if held else 0
+        states = next((one.state[self.named[name]] for one in self.optimizers if self.named[name] in one.state), {})
+        return int(states.get("step", 1)) if states else 0
 
     def layout(self, first: int, parent: str | None) -> SegmentLayout:
         tensors = tuple(LoggedTensor(name, "float32", tuple(one.shape)) for name, one in self.named.items())
@@ -252,8 +252,8 @@ def expected(run: Run, step: int) -> dict[str, Any]:
         name = run.names[id(tensor)]
         states = ("param", "momentum_buffer") if number else ("param", "exp_avg", "exp_avg_sq")
         tensors[name] = {state: xxhash.xxh3_128_hexdigest(run.state(name, state).tobytes()) for state in states}
-    for name, held in [*run.net.named_buffers(), ("scale", run.net.scale)]:
-        tensors[name] = {"param": xxhash.xxh3_128_hexdigest(held.detach().numpy().tobytes())}
+    for name, tensor in [*run.net.named_buffers(), ("scale", run.net.scale)]:
+        tensors[name] = {"param": xxhash.xxh3_128_hexdigest(tensor.detach().numpy().tobytes())}
     counts = {name: run.count(name) for name in run.named if not name.startswith("norm")}
     rates = [group["lr"] for one in run.optimizers for group in one.param_groups]
     return {"step": step, "tensors": tensors, "counts": counts, "rates": rates, "seen": step * 6}
@@ -286,8 +286,8 @@ def base_of(run: Run, step: int, scratch: Path) -> Path:
         for optimizer in run.optimizers
         for group in optimizer.param_groups
     ]
-    kept = {"model": run.net.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": step}
-    torch.save(kept, scratch / "base.pt")
+    content = {"model": run.net.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": step}
+    torch.save(content, scratch / "base.pt")
     sys.argv = ["ckpt", "append", str(scratch / "base.chain"), str(scratch / "base.pt")]
     try:
         command()
