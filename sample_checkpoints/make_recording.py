@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,7 @@ def main() -> None:
     first.end(BASE)
     with tempfile.TemporaryDirectory() as scratch:
         base = base_of(run, BASE, Path(scratch))
-        member = index.load(base / index.NAME).members[0]
+        member = replace(index.load(base / index.NAME).members[0], time=TIME)
         shutil.copytree(base / member.folder, chain / member.folder)
     second = Recording(chain, run, BASE, member.content)
     for step in range(BASE + 1, LAST + 1):
