@@ -319,7 +319,7 @@ def test_steps_only_grow(tmp_path: Path) -> None:
     assert ckpt("append", run, saved[1]).code == 0
     before = sorted(os.listdir(run))
     for path, told, words in (
-        (saved[1], (), "step 2 is there already"),
+        (saved[1], (), "step 2 exists already"),
         (saved[0], (), "step 1 comes before 2"),
         (saved[2], ("--step", "1"), "step 1 comes before 2"),
     ):

@@ -421,10 +421,10 @@ COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))
     [
         ("no-such-command {}", "no-such-command cannot be run"),
         (f"{sys.executable} -c 'raise SystemExit(7)' {{}}", "ended with 7"),
-        (f"{sys.executable} -c 'print(1); print(\"good\")' {{}}", "the line 'good', which is no number"),
-        (f"{sys.executable} -c pass {{}}", "the line '', which is no number"),
+        (f"{sys.executable} -c 'print(1); print(\"good\")' {{}}", "the line 'good', which is not a number"),
+        (f"{sys.executable} -c pass {{}}", "the line '', which is not a number"),
         (f"{sys.executable} -c 'print(float(\"nan\"))' {{}}", "the loss of the exact state is nan"),
-        (f"{sys.executable} -c '{COUNTING}' {{}}", "even the finest step, 0.25"),
+        (f"{sys.executable} -c '{COUNTING}' {{}}", "even the smallest step size, 0.25"),
     ],
 )
 def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, saved: list[Path], tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tm
             "--max-loss-increase is a number",
         ),
         (("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "e"), "needs {}"),
-        (("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "'e {}"), "no command"),
+        (("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "'e {}"), "not a valid command"),
         (
             ("append", "c", "a", "--max-loss-increase", "1", "--eval-cmd", "e {}", "--max-abs-err", "1"),
             "one of them",

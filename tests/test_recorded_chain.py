@@ -288,7 +288,7 @@ def test_damaged_gradients_are_found_and_steps_before_are_offered(recorded, run:
     assert not (tmp_path / "out").exists()
     assert "step 9" in done.err
     assert "--step 8" in done.err
-    assert "what follows step 8 does not count" in ckpt("verify", run).err
+    assert "records after step 8 do not count" in ckpt("verify", run).err
     assert ckpt("restore", run, tmp_path / "out", "--step", 8).code == 0
     check_state(tmp_path / "out", recorded[1][8])
 

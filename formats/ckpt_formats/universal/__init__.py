@@ -17,11 +17,11 @@ from ckpt_formats.core.text import file_stem, printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import manifest, parameter_file
+from ckpt_formats.universal import read_states as stored_states
 from ckpt_formats.universal.delta_plan import DeltaBase
 from ckpt_formats.universal.entry import ParameterEntry, entry_json, entry_of
 from ckpt_formats.universal.lineage import lineage
 from ckpt_formats.universal.manifest import Manifest, Parent
-from ckpt_formats.universal.read_states import read_states, seals
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Universal(WritableFormat):
             stated.extras,
             stated.aliases,
             tuple(SourceFile(file, entry.nbytes, entry.role) for file, entry in stored),
-            tuple(seal for file, entry in stored for seal in seals(file, entry)),
+            tuple(seal for file, entry in stored for seal in stored_states.seals(file, entry)),
             _notices(errors),
             digests={
                 key: hash_number(state.values)
@@ -123,7 +123,9 @@ class Universal(WritableFormat):
         parameter = part.parameters[0]
         (folder / part.file).parent.mkdir(exist_ok=True)
         entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding, against)
-        file_seals = tuple(replace(seal, path=Path(part.file)) for seal in seals(folder / part.file, entry))
+        file_seals = tuple(
+            replace(seal, path=Path(part.file)) for seal in stored_states.seals(folder / part.file, entry)
+        )
         return Receipt(part.file, entry.nbytes, file_seals, entry_json(entry), transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -156,7 +158,7 @@ def _parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None) ->
         raise unreadable(error, path) from error
     if nbytes != entry.nbytes:
         raise Corrupt(f"the file of `{entry.name}` has {nbytes} bytes, the manifest says {entry.nbytes}", where=path)
-    return Parameter(entry.name, entry.role, read_states(path, entry, parent), entry.values)
+    return Parameter(entry.name, entry.role, stored_states.read_states(path, entry, parent), entry.values)
 
 
 def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
