@@ -745,7 +745,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "groups without a learning rate": (("RATELESS", "out", *TO), 22, "learning rate"),
     "experts": (("EXPERT", "out", *TO), 22, "experts"),
     "a target that exists": (("ZERO1", "EMPTY", "--dp", 4), 30, "exists already"),
-    "a target within the source": (("ZERO1", "ZERO1/new", "--dp", 4), 30, "lie inside one another"),
+    "a target within the source": (("ZERO1", "ZERO1/new", "--dp", 4), 30, "the target is inside the source"),
     "a target without a folder": (("ZERO1", "gone/out", "--dp", 4), 30, "does not exist"),
 }
 

@@ -1,4 +1,4 @@
-"""`ckpt restore`: the whole state of any step of a chain."""
+"""`ckpt restore`: the full state of any step of a chain."""
 
 from typing import TYPE_CHECKING
 

@@ -71,7 +71,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
-    click.echo(f"layout      {printable(laid_out) or 'one piece'}")
+    click.echo(f"layout      {printable(laid_out) or 'not sharded'}")
     roles: dict[str, list[Parameter]] = {}
     for parameter in checkpoint.parameters.values():
         roles.setdefault(parameter.role, []).append(parameter)
@@ -98,7 +98,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         for key, value in checkpoint.extras.items():
             click.echo(f"  {printable(key)}: {printable(brief(value, 1 << 20 if extras else _MAX_VALUE))}")
     if any(shard.rank for shard in checkpoint.files):
-        click.echo("\nwho holds what" + " " * 18 + "first parameter … last")
+        click.echo("\nfiles" + " " * 27 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
 

@@ -73,7 +73,7 @@ def show_result(result: Result, as_json: bool) -> None:
         return
     resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
     checked = (
-        f"; {result.checksums} checksums of the source hold" if result.checksums else "; the source has no checksums"
+        f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"

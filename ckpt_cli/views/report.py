@@ -42,13 +42,12 @@ def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float
         say(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {printable(str(checkpoint.path))}")
     else:
         checked = (
-            f"{len(checkpoint.seals)} checksums over {format_nbytes(read)} hold"
+            f"{len(checkpoint.seals)} checksums over {format_nbytes(read)} match"
             if checkpoint.seals
-            else "the files hold no checksums"
+            else "the files have no checksums"
         )
-        say(
-            f"ok: {printable(str(checkpoint.path))}: {tensors} tensors whole, {checked}, copies agree ({seconds:.1f} s)"
-        )
+        facts = f"{tensors} tensors complete, {checked}, copies are equal"
+        say(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 
 def unreadable(path: Path, error: CkptError, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:

@@ -66,10 +66,10 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost_steps}")
         return False
     members = result.chain.members
-    facts = [f"{len(members)} states whole, {result.checksums} checksums hold"] if members else []
+    facts = [f"{len(members)} states complete, {result.checksums} checksums match"] if members else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
-        facts.append(f"{logged} steps of gradients whole{' and replayed' if replay else ''}")
+        facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")
     report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
     return True
 

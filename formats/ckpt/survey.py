@@ -85,7 +85,7 @@ def _safetensors(path: Path) -> Iterator[Finding]:
 
 def _json(path: Path) -> Iterator[Finding]:
     if path.name in _SEALED:
-        sealed_json.load(path, _MAX_JSON, "what its name says")
+        sealed_json.load(path, _MAX_JSON, "the kind that its name states")
     else:
         _parse(path)
     return iter(())

@@ -546,9 +546,9 @@ class Wrong:
 
 
 WRONG = {
-    "a pipe as source": Wrong(["convert", "-", "out"], "not through a pipe"),
-    "a pipe as target": Wrong(["convert", "a.pt", "-"], "not through a pipe"),
-    "a pipe to look at": Wrong(["inspect", "-"], "not through a pipe"),
+    "a pipe as source": Wrong(["convert", "-", "out"], "a pipe cannot be used"),
+    "a pipe as target": Wrong(["convert", "a.pt", "-"], "a pipe cannot be used"),
+    "a pipe to look at": Wrong(["inspect", "-"], "a pipe cannot be used"),
     "several sources": Wrong(["convert", "a.pt", "out", "b.pt", "c.pt"], "b.pt, c.pt"),
     "several to verify": Wrong(["verify", "a.pt", "b.pt"], "b.pt"),
     "no type": Wrong(["convert", "a.pt", "out", "--dtype", "banana"], "banana"),

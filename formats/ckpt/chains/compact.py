@@ -128,7 +128,7 @@ def _drop_later_records(run: Path, chain: ChainIndex) -> None:
 
 
 def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
-    """The chain without what comes after a step. Raises `NotFound` if it has no such step."""
+    """The chain without the members and logged steps after a step. Raises `NotFound` if it has no such step."""
     if upto is None:
         return chain
     open_state(run, chain, upto)
