@@ -320,8 +320,8 @@ def test_steps_only_grow(tmp_path: Path) -> None:
     before = sorted(os.listdir(run))
     for path, told, words in (
         (saved[1], (), "step 2 exists already"),
-        (saved[0], (), "step 1 comes before 2"),
-        (saved[2], ("--step", "1"), "step 1 comes before 2"),
+        (saved[0], (), "step 1 is before 2"),
+        (saved[2], ("--step", "1"), "step 1 is before 2"),
     ):
         done = ckpt("append", run, path, *told)
         assert done.code == 22
