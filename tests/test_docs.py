@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -125,6 +126,15 @@ def test_every_module_has_its_place_in_the_architecture():
             name = path.stem if path.suffix == ".py" else path.name
             if not name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").exists()):
                 assert f"`{name}`" in told, f"{package}/{name}"
+
+
+def test_the_nouns_of_the_architecture_are_where_it_says():
+    section = (DOCS / "architecture.md").read_text("utf-8").partition("## The nouns")[2].partition("\n#")[0]
+    rows = [re.findall(r"`([\w.]+)`", cell) for cell in re.findall(r"^(\| `.*?\|.*?)\|", section, re.MULTILINE)]
+    assert len(rows) > 30
+    for *nouns, module in rows:
+        for noun in nouns:
+            assert isinstance(getattr(import_module(module), noun), type), f"{module}.{noun}"
 
 
 def test_rules_in_the_page_are_rules(tmp_path):

@@ -80,6 +80,12 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
         ("hf", *_MEGATRON),
     ),
+    "separator": FormatOption(
+        "--separator",
+        click.Choice([".", "/", ""]),
+        "Where names are split into keys of nested dicts.  [default: as the source, else .]",
+        ("flax",),
+    ),
 }
 """The options by the name of the field. A field that is not here has no option on the command line."""
 

@@ -29,6 +29,7 @@ FORMATS: dict[str, str] = {
     "fsdp-ranks": "ckpt_formats.engines.fsdp_ranks:FsdpRanks",
     "dcp": "ckpt_formats.engines.dcp:DCP",
     "safetensors": "ckpt_formats.engines.safetensors:Safetensors",
+    "flax": "ckpt_formats.engines.flax:Flax",
     "torch": "ckpt_formats.engines.torch_save:Torch",
     "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }

@@ -454,7 +454,6 @@ def test_of_the_trainers_checkpoints_the_newest_is_read_with_a_note(tmp_path: Pa
     ("file", "said"),
     [
         ("tf_model.h5", "Keras"),
-        ("flax_model.msgpack", "Flax"),
         ("model.gguf", "GGUF"),
         ("model.onnx", "ONNX"),
         ("weights.npz", "NumPy"),

@@ -67,5 +67,6 @@ def diff_selected(
     if uses_codecs(first) or uses_codecs(second):
         load_kernels()
     result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only)
-    check_unchanged({**first.identities, **second.identities})
+    for checkpoint in (first, second):
+        check_unchanged(checkpoint.identities)
     return result

@@ -12,7 +12,6 @@ from ckpt_formats.core.text import printable
 _KINDS = (
     (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow"),
     (r".*\.ckpt\.(index|meta)|.*\.data-\d{5}-of-\d{5}|saved_model\.pb|.*\.tflite", "a checkpoint of TensorFlow"),
-    (r".*\.msgpack", "weights of Flax"),
     (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
     (r".*\.gguf|ggml-.*\.bin", "weights of llama.cpp (GGUF), most often quantised"),
     (r".*\.onnx|.*\.onnx_data", "a graph of ONNX"),
