@@ -27,7 +27,7 @@ WITHOUT_OPTION = {
 }
 """Fields of formats that have no option of `convert`, and why."""
 
-VALUES = {"keys": "nested", "stages": "0,1", "config": "config.json", "shard_nbytes": "1G"}
+VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json", "shard_nbytes": "1G"}
 
 
 def fields_of(name: str) -> set[str]:

@@ -83,7 +83,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "separator": FormatOption(
         "--separator",
         click.Choice([".", "/", ""]),
-        "Where names are split into keys of nested dicts.  [default: as the source, else .]",
+        "Separator at which names are split into keys of nested dicts.  [default: that of the source, else .]",
         ("flax",),
     ),
 }
