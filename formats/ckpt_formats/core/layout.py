@@ -144,12 +144,12 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
         if any(shard.shape != shards[0].shape for shard in shards):
             raise BadRules(f"tensor `{name}` should be complete on every rank ({rule}), but its shapes differ")
         if rule.how == "replicated":
-            whole = with_replicas(shards)
+            merged = with_replicas(shards)
         elif rule.how == "unique":
             return stacked(shards)
         else:
-            whole = Tensor.of(MeanBlob(tuple(shards))) if rule.how == "averaged" else shards[0]
-        _check_length(name, whole.shape, rule, 1)
+            merged = Tensor.of(MeanBlob(tuple(shards))) if rule.how == "averaged" else shards[0]
+        _check_length(name, merged.shape, rule, 1)
     else:
         shape, blocks = _blocks_of(name, [shard.shape for shard in shards], rule)
         _check_length(name, shape, rule, len(shards))
@@ -157,31 +157,31 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
         copies = (
             [(shard, *shard.replicas)[min(i, len(shard.replicas))] for shard in shards] for i in range(max_replicas + 1)
         )
-        whole = with_replicas(
+        merged = with_replicas(
             [from_fragments(shape, _placed_fragments(copy, blocks), shards[0].dtype) for copy in copies]
         )
-    if rule.vocabulary is None or not whole.shape:
-        return whole
-    if rule.vocabulary > whole.shape[0]:
-        raise BadRules(f"tensor `{name}` has {whole.shape[0]} rows, fewer than its vocabulary of {rule.vocabulary}")
-    return whole.crop(slab(whole.shape, 0, 0, rule.vocabulary))
+    if rule.vocabulary is None or not merged.shape:
+        return merged
+    if rule.vocabulary > merged.shape[0]:
+        raise BadRules(f"tensor `{name}` has {merged.shape[0]} rows, fewer than its vocabulary of {rule.vocabulary}")
+    return merged.crop(slab(merged.shape, 0, 0, rule.vocabulary))
 
 
-def split(name: str, whole: Tensor, rule: Rule, ranks: int, rows: int | None = None) -> list[Tensor]:
+def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = None) -> list[Tensor]:
     """The shards of a full tensor by tensor-parallel rank: the inverse of `merge`. Lazy.
 
     `rows` is the number of rows of a vocabulary's table with its padding; None: the smallest
     number that divides. Raises `BadRules` if the tensor does not divide.
     """
     if rule.how == "unique":
-        if not whole.shape or whole.shape[0] != ranks:
-            raise BadRules(f"tensor `{name}` of shape {list(whole.shape)} is not one tensor for each of {ranks} ranks")
-        return [unstacked(whole, rank) for rank in range(ranks)]
-    if (rule.vocabulary is not None or rule.padded) and whole.shape:
-        rows = max(whole.shape[0], rows or 0)
-        whole = _padded(whole, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
-    blocks = cuts(name, whole.shape, rule, ranks)
-    return [whole] * ranks if rule.how in _COPIES else [_shard(whole, placed) for placed in blocks]
+        if not tensor.shape or tensor.shape[0] != ranks:
+            raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+        return [unstacked(tensor, rank) for rank in range(ranks)]
+    if (rule.vocabulary is not None or rule.padded) and tensor.shape:
+        rows = max(tensor.shape[0], rows or 0)
+        tensor = _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    blocks = cuts(name, tensor.shape, rule, ranks)
+    return [tensor] * ranks if rule.how in _COPIES else [_shard(tensor, placed) for placed in blocks]
 
 
 def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
@@ -294,19 +294,19 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
             f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be concatenated along axis {axis}"
         )
     table = lengths(name, rule, [shape[axis] for shape in shapes])
-    whole = (*shapes[0][:axis], sum(map(sum, table)), *shapes[0][axis + 1 :])
-    return whole, [tuple(place(whole, axis, table, rank)) for rank in range(len(shapes))]
+    full_shape = (*shapes[0][:axis], sum(map(sum, table)), *shapes[0][axis + 1 :])
+    return full_shape, [tuple(place(full_shape, axis, table, rank)) for rank in range(len(shapes))]
 
 
-def _shard(whole: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
-    shape = tuple(max((p.shard.stop[axis] for p in blocks), default=0) for axis in range(len(whole.shape)))
-    return from_fragments(shape, (Fragment(p.shard, whole.crop(p.full)) for p in blocks), whole.dtype)
+def _shard(tensor: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
+    shape = tuple(max((p.shard.stop[axis] for p in blocks), default=0) for axis in range(len(tensor.shape)))
+    return from_fragments(shape, (Fragment(p.shard, tensor.crop(p.full)) for p in blocks), tensor.dtype)
 
 
-def _padded(whole: Tensor, rows: int) -> Tensor:
-    padding = slab((rows, *whole.shape[1:]), 0, whole.shape[0], rows)
-    parts = (Fragment(Box.whole(whole.shape), whole), Fragment(padding, ZeroBlob(padding.shape, whole.dtype)))
-    return from_fragments((rows, *whole.shape[1:]), parts, whole.dtype)
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    padding = slab((rows, *tensor.shape[1:]), 0, tensor.shape[0], rows)
+    parts = (Fragment(Box.whole(tensor.shape), tensor), Fragment(padding, ZeroBlob(padding.shape, tensor.dtype)))
+    return from_fragments((rows, *tensor.shape[1:]), parts, tensor.dtype)
 
 
 def _placed_fragments(shards: Sequence[Tensor], blocks: Sequence[Sequence[ShardBlock]]) -> Iterator[Fragment]:

@@ -10,32 +10,33 @@ from pathlib import Path
 from ckpt_formats.core.errors import Locked, NoSpace, OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
-def lock(file: Path, taken: Locked, required: bool = True) -> Iterator[None]:
+def lock(file: Path, error_if_locked: Locked, required: bool = True) -> Iterator[None]:
     """Within, hold the lock of a file, which is created if it does not exist.
 
-    Raises `taken` if another process holds it, `OutputError` if the file system cannot lock and a lock is `required`.
+    Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is
+    `required`.
     """
     try:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise unwritable(error, file) from error
     try:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _TAKEN:
-                raise taken from None
+            if error.errno in _LOCKED:
+                raise error_if_locked from None
             if required:
                 raise _unable(error, file) from error
-        if not _is(file, opened):
-            raise taken  # the process that had the lock has just removed or replaced the file
+        if not _is(file, descriptor):
+            raise error_if_locked  # the process that had the lock has just removed or replaced the file
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def unwritable(error: OSError, place: Path) -> OutputError:

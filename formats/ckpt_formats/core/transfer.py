@@ -38,7 +38,11 @@ class Transfer:
         return slabs(tensor.shape, max(1, self._slab_nbytes // max(tensor.dtype.itemsize, 4)))
 
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Array]]:
-        """All values of a tensor, in storage order: pairs of a block and its values, an array of the tensor's dtype."""
+        """All values of a tensor, in storage order: pairs of a block and its values.
+
+        The values are an array of the same shape as the block, and of the tensor's dtype. They are valid until
+        the next block.
+        """
         for box in self.boxes(tensor):
             yield box, self.fetch(tensor, box)
 
@@ -48,7 +52,7 @@ class Transfer:
             yield as_bytes(values).data
 
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
-        """The values of one block: an array of the block's shape and the tensor's dtype.
+        """The values of one block: an array of the same shape as the block, and of the tensor's dtype.
 
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
         progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
