@@ -1,8 +1,8 @@
 """Write the golden compressed checkpoint: `python sample_checkpoints/make_compressed.py`. No engine is needed.
 
-`universal-v2/` has states coded by every codec at every level, of one chunk and of several, beside states that are
-stored as they are. `universal-v2.expected.json` holds what it must read as: the XXH3-128 of every state's values, as
-computed here before anything was coded. A golden file of a version once released is never made again.
+`universal-1-coded/` has states encoded by every codec at every level, with one chunk and with several, and states that
+are stored as they are. `universal-1-coded.expected.json` has the XXH3-128 of every state's values, computed here before
+anything is encoded. A golden file of a released version is never written again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import StatesContent, Universal
 
 HERE = Path(__file__).resolve().parent
-NAME = "universal-v2"
+NAME = "universal-1-coded"
 
 
 def drawn(dtype: str, *shape: int, seed: int = 0, scale: float = 0.02) -> Array:
-    """Normally distributed; MT19937's stream is fixed for ever."""
+    """Normally distributed values. The stream of MT19937 never changes."""
     values = np.random.RandomState(seed).standard_normal(shape) * scale
     return values.astype(np.float64).astype(DTYPES[dtype])
 
 
 def trained(rows: int, columns: int, seed: int) -> dict[str, Array]:
-    """A master, its copy, and moments that go together, as training leaves them."""
+    """A master, its copy, and moments that are correlated as after training."""
     master = drawn("float32", rows, columns, seed=seed)
     columnwise = np.exp(drawn("float32", columns, seed=seed + 1, scale=1.0))
     second = ((drawn("float32", rows, columns, seed=seed + 2, scale=1e-4)) * columnwise).astype(np.float32) ** 2
@@ -51,15 +51,15 @@ def trained(rows: int, columns: int, seed: int) -> dict[str, Array]:
 
 
 def sparse(dtype: str, *shape: int, seed: int = 0) -> Array:
-    """Zeros but for a few: several chunks in a small file."""
-    made = np.zeros(int(np.prod(shape)), DTYPES[dtype])
-    places = np.random.RandomState(seed).randint(0, made.size, 300)
-    made[places] = drawn("float32", 300, seed=seed, scale=3.0).astype(made.dtype)
-    return made.reshape(shape)
+    """300 random values, all others zero: several chunks in a small file."""
+    values = np.zeros(int(np.prod(shape)), DTYPES[dtype])
+    places = np.random.RandomState(seed).randint(0, values.size, 300)
+    values[places] = drawn("float32", 300, seed=seed, scale=3.0).astype(values.dtype)
+    return values.reshape(shape)
 
 
 def odd(dtype: str) -> Array:
-    """Both zeros, the least denormal, infinities, NaNs of two signs with a payload, over and over."""
+    """Both zeros, the smallest denormal, infinities, NaNs of both signs with a payload, repeated."""
     bits = {
         "float32": [0, 1 << 31, 1, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0001, 0xFFA0_0001],
         "bfloat16": [0, 1 << 15, 1, 0x7F80, 0xFF80, 0x7FC1, 0xFFA1],
@@ -68,7 +68,7 @@ def odd(dtype: str) -> Array:
 
 
 def parameters() -> Iterator[tuple[str, dict[str, Array], EncodingOptions]]:
-    """Name, states and coding of each."""
+    """Name, states and options of encoding of each parameter."""
     for level in LEVELS:
         yield f"trained.{level}", trained(40, 96, 1), EncodingOptions(level=level)
         several = {"fp32": sparse("float32", 700, 900, seed=1), "param": sparse("bfloat16", 700, 900, seed=2)}
@@ -80,11 +80,11 @@ def parameters() -> Iterator[tuple[str, dict[str, Array], EncodingOptions]]:
     for name, codec in CODECS.items():
         if codec.lossless and name != "rounded":
             for dtype in ("float32", "bfloat16", "int32"):
-                held = {
+                moments = {
                     "exp_avg": drawn(dtype, 30, 70, scale=2.0),
                     "exp_avg_sq": drawn(dtype, 30, 70, seed=1, scale=2.0),
                 }
-                yield f"by.{name}.{dtype}", held, EncodingOptions(codec().config())
+                yield f"by.{name}.{dtype}", moments, EncodingOptions(codec().config())
     for dtype in SAFETENSORS_TAGS:
         yield f"type.{dtype}", {"param": drawn(dtype, 17, 100, scale=4.0)}, EncodingOptions()
     yield "odd.float32", {"param": odd("float32"), "exp_avg": odd("float32")}, EncodingOptions()
@@ -101,24 +101,24 @@ def main() -> None:
     out = HERE / NAME
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    found = {name: (states, coding) for name, states, coding in parameters()}
-    held = {
+    cases = {name: (states, encoding) for name, states, encoding in parameters()}
+    tensors = {
         name: Parameter(name, "parameter", {s: Tensor.of(ArrayBlob(a)) for s, a in states.items()}, {"step": 7})
-        for name, (states, _) in found.items()
+        for name, (states, _) in cases.items()
     }
-    group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(held))
-    source = Checkpoint(out, Origin("golden", "2", 7), held, (group,), {"epoch": 3})
+    group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(tensors))
+    source = Checkpoint(out, Origin("golden", "2", 7), tensors, (group,), {"epoch": 3})
     format = Universal()
     receipts = []
     for part in format.plan(source).files:
         (parameter,) = part.parameters
-        coding = found[parameter.name][1]
+        content = StatesContent(cases[parameter.name][1])
         with Reader() as reader:
-            receipts.append(format.write(out, replace(part, content=StatesContent(coding)), Transfer(reader)))
+            receipts.append(format.write(out, replace(part, content=content), Transfer(reader)))
     format.commit(out, source, receipts)
     expected = {
         f"{name}/{state}": [tensor.dtype.name, list(tensor.shape), xxhash.xxh3_128_hexdigest(read(tensor).tobytes())]
-        for name, parameter in held.items()
+        for name, parameter in tensors.items()
         for state, tensor in parameter.states.items()
     }
     out.with_suffix(".expected.json").write_text(json.dumps(expected, indent=0) + "\n")

@@ -83,9 +83,9 @@ def _gathered(
     everyone: list[dict[str, Tensor]] = [{} for _ in range(WORLD)]
     distributed.all_gather_object(everyone, mine)
     out = {}
-    for place in dict.fromkeys(place for theirs in everyone for place in theirs):
+    for place in dict.fromkeys(place for tensors_of_rank in everyone for place in tensors_of_rank):
         name, _, key = place.rpartition("/")
-        pieces = [theirs[place] for theirs in everyone if place in theirs]
+        pieces = [tensors_of_rank[place] for tensors_of_rank in everyone if place in tensors_of_rank]
         out[place] = pieces[0] if key == "step" else torch.cat(pieces).reshape(shapes[name])
     return out
 

@@ -35,7 +35,9 @@ def main() -> None:
         truth = torch.load("run/optimizer.truth.pt")
         shutil.rmtree(HERE / NAME, ignore_errors=True)
         shutil.copytree(f"run/checkpoint-{STEPS}", HERE / NAME)
-    states = {f"{name}/{state}": t for name, held in truth["states"].items() for state, t in held.items()}
+    states = {
+        f"{name}/{state}": t for name, states_of_name in truth["states"].items() for state, t in states_of_name.items()
+    }
     weights = {f"{name}/param": t for name, t in truth["weights"].items() if name != "lm_head.weight"}
     save_file({name: t.contiguous() for name, t in (states | weights).items()}, HERE / f"{NAME}.truth.safetensors")
 

@@ -1,11 +1,11 @@
 """Write the golden log of gradients: `python sample_checkpoints/make_recording.py`. The recorder is not needed.
 
-`recorded-v1/run.chain` is a run of real torch as two ranks would have recorded it, written through the format's own
-functions: a segment that holds its own start, a base at its end, and a segment that stands on that base. It has two
+`recorded-1/run.chain` is a run of real torch as two ranks would record it, written with the functions of the format:
+a segment that stores its first state, a base at its end, and a segment that begins at that base. It has two
 optimizers, whose calls are the two parts of each step; a step that was left out; one in which a tensor had no gradient;
-fingerprints, notes, buffers, a frozen tensor and states of random number generators. `recorded-v1/expected.json` has
-what must be restored at each step: the XXH3-128 of every state, as torch itself had it. A golden file of a version once
-released is never made again.
+fingerprints, notes, buffers, a frozen tensor and states of random number generators. `recorded-1/expected.json` has
+the expected values of each step: the XXH3-128 of every state, computed from the tensors of torch. A golden file of a
+released version is never written again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from ckpt_formats.universal.gradients.layout import (
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.universal.gradients.segment import rank_file
 
-TARGET = Path(__file__).resolve().parent / "recorded-v1"
+TARGET = Path(__file__).resolve().parent / "recorded-1"
 BASE, LAST = 3, 6
 """Where the second segment begins, and where it ends."""
 SKIPPED, WITHOUT_HEAD = 2, 5
@@ -72,8 +73,8 @@ class Net(nn.Module):
         nn.init.normal_(self.table.weight[:3])
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.table(rows))) * self.scale[0]
-        return found
+        logits: torch.Tensor = self.head(self.norm(self.table(rows))) * self.scale[0]
+        return logits
 
 
 class Run:
@@ -105,13 +106,13 @@ class Run:
 
     def state(self, name: str, state: str) -> Array:
         tensor = self.named[name]
-        held = next(one.state[tensor] for one in self.optimizers if tensor in one.state or one is self.optimizers[-1])
-        values = tensor if state == "param" else held.get(state)
+        states = next(one.state[tensor] for one in self.optimizers if tensor in one.state or one is self.optimizers[-1])
+        values = tensor if state == "param" else states.get(state)
         return np.zeros(tensor.shape, np.float32) if values is None else values.detach().numpy().copy()
 
     def count(self, name: str) -> int:
-        held = next((one.state[self.named[name]] for one in self.optimizers if self.named[name] in one.state), {})
-        return int(held.get("step", 1)) if held else 0
+        states = next((one.state[self.named[name]] for one in self.optimizers if self.named[name] in one.state), {})
+        return int(states.get("step", 1)) if states else 0
 
     def layout(self, first: int, parent: str | None) -> SegmentLayout:
         tensors = tuple(LoggedTensor(name, "float32", tuple(one.shape)) for name, one in self.named.items())
@@ -252,8 +253,8 @@ def expected(run: Run, step: int) -> dict[str, Any]:
         name = run.names[id(tensor)]
         states = ("param", "momentum_buffer") if number else ("param", "exp_avg", "exp_avg_sq")
         tensors[name] = {state: xxhash.xxh3_128_hexdigest(run.state(name, state).tobytes()) for state in states}
-    for name, held in [*run.net.named_buffers(), ("scale", run.net.scale)]:
-        tensors[name] = {"param": xxhash.xxh3_128_hexdigest(held.detach().numpy().tobytes())}
+    for name, tensor in [*run.net.named_buffers(), ("scale", run.net.scale)]:
+        tensors[name] = {"param": xxhash.xxh3_128_hexdigest(tensor.detach().numpy().tobytes())}
     counts = {name: run.count(name) for name in run.named if not name.startswith("norm")}
     rates = [group["lr"] for one in run.optimizers for group in one.param_groups]
     return {"step": step, "tensors": tensors, "counts": counts, "rates": rates, "seen": step * 6}
@@ -286,8 +287,8 @@ def base_of(run: Run, step: int, scratch: Path) -> Path:
         for optimizer in run.optimizers
         for group in optimizer.param_groups
     ]
-    kept = {"model": run.net.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": step}
-    torch.save(kept, scratch / "base.pt")
+    content = {"model": run.net.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": step}
+    torch.save(content, scratch / "base.pt")
     sys.argv = ["ckpt", "append", str(scratch / "base.chain"), str(scratch / "base.pt")]
     try:
         command()
@@ -310,7 +311,7 @@ def main() -> None:
     first.end(BASE)
     with tempfile.TemporaryDirectory() as scratch:
         base = base_of(run, BASE, Path(scratch))
-        member = index.load(base / index.NAME).members[0]
+        member = replace(index.load(base / index.NAME).members[0], time=TIME)
         shutil.copytree(base / member.folder, chain / member.folder)
     second = Recording(chain, run, BASE, member.content)
     for step in range(BASE + 1, LAST + 1):

@@ -1,10 +1,9 @@
 """Write the golden universal checkpoint: `python sample_checkpoints/make_universal.py`. No engine is needed.
 
-`universal-v1/` has one of everything that version 1 of the format can say. Beside
-it lies what it must read as, by other means than ours: the tensors' values in
-`universal-v1.tensors.safetensors` (keys `<parameter>/<state>`, written by the
-safetensors library) and all else in `universal-v1.expected.json`. The same bytes
-come out each time; a golden file of a version once released is never made again.
+`universal-1-plain/` has states that are stored as they are, one of every kind. The expected values are next to it,
+written without the code of ckpt: those of the tensors in `universal-1-plain.tensors.safetensors` (keys
+`<parameter>/<state>`, written by the safetensors library), everything else in `universal-1-plain.expected.json`.
+The script writes the same bytes each time. A golden file of a released version is never written again.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, 
 from ckpt_formats.universal import Universal
 
 HERE = Path(__file__).resolve().parent
-NAME = "universal-v1"
+NAME = "universal-1-plain"
 ODD = "odd/../name \N{LATIN SMALL LETTER E WITH ACUTE}\n\N{RIGHT-TO-LEFT OVERRIDE}"
 
 
 def ramp(dtype: str, *shape: int) -> Array:
-    """Bits that no formula of ours has touched: 0x00, 0x25, 0x4a, ... over the array's bytes."""
+    """An array whose bytes are 0x00, 0x25, 0x4a, ...: bits that no arithmetic has changed."""
     kind = DTYPES[dtype]
     count = int(np.prod(shape, dtype=int)) * kind.itemsize
     raw = (np.arange(count) * 37 % 251).astype(np.uint8)
@@ -50,7 +49,7 @@ def floats(*shape: int) -> Array:
 
 
 def special(dtype: str) -> Array:
-    """Both zeros, the least denormal, infinities, and NaNs of two signs with a payload."""
+    """Both zeros, the smallest denormal, infinities, and NaNs of both signs with a payload."""
     kind = DTYPES[dtype]
     bits = {"float32": [0, 1 << 31, 1, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0001, 0xFFA0_0001]}
     bits["bfloat16"] = [one >> 16 for one in bits["float32"][:2]] + [1, 0x7F80, 0xFF80, 0x7FC1, 0xFFA1]
@@ -63,7 +62,7 @@ def states() -> dict[str, tuple[str, dict[str, Array], dict[str, Value]]]:
     master, other = floats(4, 3), floats(5)
     differing = other.astype(bfloat16)
     differing[4] += bfloat16.type(1)
-    made: dict[str, tuple[str, dict[str, Array], dict[str, Value]]] = {
+    result: dict[str, tuple[str, dict[str, Array], dict[str, Value]]] = {
         "derived": (
             "parameter",
             {"fp32": master, "param": master.astype(bfloat16), "exp_avg": floats(4, 3) * 2, "exp_avg_sq": master**2},
@@ -83,12 +82,12 @@ def states() -> dict[str, tuple[str, dict[str, Array], dict[str, Value]]]:
         "lr": ("extra", {"param": np.array(0.001, np.float64)}, {}),
     }
     for dtype in SAFETENSORS_TAGS:
-        made[f"types.{dtype}"] = ("buffer", {"param": ramp(dtype, 2, 3)}, {})
-    return made
+        result[f"types.{dtype}"] = ("buffer", {"param": ramp(dtype, 2, 3)}, {})
+    return result
 
 
 def extras() -> dict[str, Value]:
-    """Every kind of value that typed JSON can say."""
+    """Every kind of value that typed JSON can express."""
     defaults = StdDict(Global("collections", "defaultdict"), Global("builtins", "int"))
     defaults["a"] = 1
     ordered = StdDict()
@@ -127,10 +126,12 @@ def extras() -> dict[str, Value]:
 
 
 def main() -> None:
-    made = states()
+    cases = states()
     parameters = {
-        name: Parameter(name, role, {state: Tensor.of(ArrayBlob(values)) for state, values in held.items()}, values_of)  # type: ignore[arg-type]
-        for name, (role, held, values_of) in made.items()
+        name: Parameter(
+            name, role, {state: Tensor.of(ArrayBlob(values)) for state, values in arrays.items()}, values_of
+        )  # type: ignore[arg-type]
+        for name, (role, arrays, values_of) in cases.items()
     }
     groups = (
         Group({"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1}, ("derived", "differing", "master.only")),
@@ -144,17 +145,17 @@ def main() -> None:
     save(source, HERE / NAME, Universal(), Resources(1))
 
     tensors = {
-        f"{name}/{state}": _torch(values) for name, (_, held, _) in made.items() for state, values in held.items()
+        f"{name}/{state}": _torch(values) for name, (_, arrays, _) in cases.items() for state, values in arrays.items()
     }
     save_file(tensors, HERE / f"{NAME}.tensors.safetensors")
     expected: dict[str, Any] = {
         "parameters": {
             name: {
                 "role": role,
-                "states": {s: [v.dtype.name, list(v.shape)] for s, v in held.items()},
+                "states": {s: [v.dtype.name, list(v.shape)] for s, v in arrays.items()},
                 "values": values_of,
             }
-            for name, (role, held, values_of) in made.items()
+            for name, (role, arrays, values_of) in cases.items()
         },
         "groups": [list(group.names) for group in groups],
         "aliases": aliases,

@@ -148,7 +148,7 @@ def of_chains(folder: Path, values: bool) -> Iterator[tuple[str, list[str | None
         codes += [run("restore", chain, t, "--step", i, "--to", "safetensors")[0] for i, t in enumerate(restored)]
         members = [] if values else [digest(member) for member in sorted(chain.iterdir()) if member.is_dir()]
         yield f"chain {name}", [*codes, *members, *map(digest, restored)]
-    code, out = run("diff", SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "universal-v1")
+    code, out = run("diff", SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "universal-1-plain")
     yield "diff", [code, hashlib.blake2b(out.encode()).hexdigest()]
 
 

@@ -181,7 +181,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a delta of a state that is not there": lambda s: entry(s)["delta"]["states"].append("none"),
     "a delta of a state twice": lambda s: entry(s)["delta"]["states"].append(entry(s)["delta"]["states"][0]),
     "a delta without a state": lambda s: entry(s)["delta"]["states"].pop(),
-    "a delta against what is not in it": lambda s: entry(s)["delta"]["before"].append("none"),
+    "a delta against what is not in it": lambda s: entry(s)["delta"]["parent_states"].append("none"),
     "a delta in no chunks": lambda s: entry(s)["delta"].update(chunk=[0]),
     "a delta in huge chunks": lambda s: entry(s)["delta"].update(chunk=[1 << 40]),
     "a delta in other chunks": lambda s: entry(s)["delta"].update(chunk=[7]),

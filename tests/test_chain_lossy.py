@@ -69,7 +69,7 @@ def at(run: Path, step: int) -> Checkpoint:
 
 def loss(run: Path, state: str = WEIGHTS) -> dict[str, float]:
     """What the chain says of its last member."""
-    return dict(index.read(run).members[-1].losses[state])  # type: ignore[arg-type]
+    return dict(index.read(run).members[-1].errors[state])  # type: ignore[arg-type]
 
 
 def norm(values: Array) -> float:
@@ -424,7 +424,7 @@ COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))
         (f"{sys.executable} -c 'print(1); print(\"good\")' {{}}", "the line 'good', which is not a number"),
         (f"{sys.executable} -c pass {{}}", "the line '', which is not a number"),
         (f"{sys.executable} -c 'print(float(\"nan\"))' {{}}", "the loss of the exact state is nan"),
-        (f"{sys.executable} -c '{COUNTING}' {{}}", "even the finest step, 0.25"),
+        (f"{sys.executable} -c '{COUNTING}' {{}}", "even the smallest step size, 0.25"),
     ],
 )
 def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, saved: list[Path], tmp_path: Path) -> None:

@@ -289,8 +289,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
     ),
     "itself": (lambda said: said["form"]["views"][0].update(attrs={"a": {"$tensor": "/0"}}), BROKEN),
     "a view of nothing": (lambda said: said["form"]["tree"].update(x={"$tensor": "/99"}), BROKEN),
-    "a run of nothing": (lambda said: said["form"]["views"][0].update(run=99), BROKEN),
-    "outside": (lambda said: said["form"]["views"][0].update(at=1 << 40), BROKEN),
+    "a storage of nothing": (lambda said: said["form"]["views"][0].update(storage=99), BROKEN),
+    "outside": (lambda said: said["form"]["views"][0].update(offset=1 << 40), BROKEN),
     "strides": (lambda said: said["form"]["views"][0].update(strides=[-1, 1]), BROKEN),
     "strides without end": (lambda said: said["form"]["views"][0].update(strides=[1 << 70, 1]), BROKEN),
     "other fields": (lambda said: said["form"]["views"][0].update(base="a"), BROKEN),
@@ -309,7 +309,7 @@ def test_a_hostile_note_is_refused_in_the_right_words(kind: str, tmp_path: Path)
     path = tmp_path / "small" / manifest.NAME
     said = json.loads(path.read_bytes())
     del said["checksum"]
-    edit(said["saved_as"])
+    edit(said["original"])
     path.write_bytes(sealed_json.dump(said))
     ran = ckpt("decompress", tmp_path / "small", tmp_path / "again.pt")
     assert ran.code == code, ran.err
@@ -323,7 +323,7 @@ def test_a_format_that_is_not_known_any_more_is_no_obstacle(tmp_path: Path) -> N
     path = tmp_path / "small" / manifest.NAME
     said = json.loads(path.read_bytes())
     del said["checksum"]
-    said["saved_as"] = {"format": "of tomorrow"}
+    said["original"] = {"format": "of tomorrow"}
     path.write_bytes(sealed_json.dump(said))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     assert (tmp_path / "again" / manifest.NAME).is_file()

@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
 SAMPLES = sorted(path for path in (ROOT / "sample_checkpoints").glob("deepspeed-*") if path.is_dir())
 
 
-def held(array):
+def tensor_of(array):
     return Tensor.of(ArrayBlob(array))
 
 
@@ -39,7 +39,7 @@ def example(folder):
     """The checkpoint that the page writes out in full."""
     master = np.array([0.5, -1.25], np.float32)
     states = {"fp32": master, "exp_avg": np.zeros(2, np.float32), "param": master.astype(DTYPES["bfloat16"])}
-    w = Parameter("w", "parameter", {name: held(array) for name, array in states.items()}, {"step": 3})
+    w = Parameter("w", "parameter", {name: tensor_of(array) for name, array in states.items()}, {"step": 3})
     group = Group({"lr": 0.1, "betas": (0.9, 0.95)}, ("w",))
     return Checkpoint(folder, Origin("example", None, 3), {"w": w}, (group,), {"seed": 7}, {"tied.w": "w"})
 
@@ -51,11 +51,11 @@ def block(mark):
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_a_reader_of_the_page_reads_what_we_write(sample, tmp_path):
     source = open_checkpoint(sample)
-    found = UniversalReader(universal(source, tmp_path / "u"))
-    assert list(found.entries) == list(source.parameters)
+    reader = UniversalReader(universal(source, tmp_path / "u"))
+    assert list(reader.entries) == list(source.parameters)
     for parameter, state, tensor in source.tensors():
-        assert found.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
-        assert found.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
+        assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        assert reader.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
 
 
 def decode(codec, data, shape, dtype, base, base_dtype):
@@ -74,32 +74,35 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
         "exp_avg_sq": random.standard_normal((700, 400)).astype(np.float32) ** 2,
     }
     large["param"] = large["fp32"].astype(DTYPES["bfloat16"])
-    parameters = {**source.parameters, "large": Parameter("large", "parameter", {s: held(a) for s, a in large.items()})}
+    parameters = {
+        **source.parameters,
+        "large": Parameter("large", "parameter", {s: tensor_of(a) for s, a in large.items()}),
+    }
     source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
     save(source, tmp_path / "u", writable("universal", codec="auto"), Resources())
-    found = UniversalReader(tmp_path / "u", decode)
-    assert found.manifest["version"] == 2
+    reader = UniversalReader(tmp_path / "u", decode)
+    assert any("chunk" in state for entry in reader.entries.values() for state in entry["states"].values())
     for parameter, state, tensor in source.tensors():
-        assert found.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
 
 
 def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):
     source = example(tmp_path / "none")
     odd = np.array([1e-8, 1e6, -1e6, 65519.996, 65520, -0.0, 1 + 2**-11, 6.1e-5, np.inf], np.float32)
-    wide = Parameter("w", "parameter", {"fp32": held(odd)})
+    wide = Parameter("w", "parameter", {"fp32": tensor_of(odd)})
     for dtype in ("fp16", "bf16"):
         halved = cast(Checkpoint(source.path, source.origin, {"w": wide}), dtype)
-        found = UniversalReader(universal(halved, tmp_path / dtype))
-        assert "offset" not in found.entries["w"]["states"]["param"]
+        reader = UniversalReader(universal(halved, tmp_path / dtype))
+        assert "offset" not in reader.entries["w"]["states"]["param"]
 
 
 def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path):
     source = example(tmp_path / "none")
     other = np.array([0.5, -1.2578125], DTYPES["bfloat16"])
-    states = {**source.parameters["w"].states, "param": held(other)}
+    states = {**source.parameters["w"].states, "param": tensor_of(other)}
     changed = Checkpoint(source.path, source.origin, {"w": Parameter("w", "parameter", states)})
-    found = UniversalReader(universal(changed, tmp_path / "u"))
-    assert found.values("w", "param") == other.tobytes()
+    reader = UniversalReader(universal(changed, tmp_path / "u"))
+    assert reader.values("w", "param") == other.tobytes()
 
 
 def test_the_example_of_the_page_is_what_we_write(tmp_path):
@@ -107,10 +110,10 @@ def test_the_example_of_the_page_is_what_we_write(tmp_path):
     written = (folder / "manifest.json").read_text("utf-8")
     shown = block("manifest")
 
-    def settled(text):
+    def without_writer(text):
         return re.sub(r'"written_by": ".*"', "", text[57:])
 
-    assert settled(written) == settled(shown)
+    assert without_writer(written) == without_writer(shown)
     (folder / "manifest.json").write_text(shown, "utf-8")
     UniversalReader(folder)
     length, header, _, *data = block("file").splitlines()
@@ -121,13 +124,13 @@ def test_the_example_of_the_page_is_what_we_write(tmp_path):
 
 def test_names_and_texts_of_all_kinds_survive(tmp_path):
     names = ("", ".", "../../etc", "Größe/Ω", "a" * 300, "A", "\x00\n\u202e", "😀", "con", "-", "\u017f", "\ue000")
-    one = held(np.zeros((), np.int16))
+    one = tensor_of(np.zeros((), np.int16))
     parameters = {name: Parameter(name, "buffer", {"param": one}) for name in names}
     extras = {name: name for name in names}
     source = Checkpoint(tmp_path / "none", Origin("example"), parameters, (), extras)
-    found = UniversalReader(universal(source, tmp_path / "u"))
-    assert set(found.entries) == set(names)
-    assert found.manifest["extras"] == extras
+    reader = UniversalReader(universal(source, tmp_path / "u"))
+    assert set(reader.entries) == set(names)
+    assert reader.manifest["extras"] == extras
 
 
 def test_the_page_names_every_element_type():

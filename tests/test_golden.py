@@ -1,6 +1,6 @@
-"""What version 1 of the universal format once wrote reads for ever as it did.
+"""The golden checkpoint with plain states is read with the same values by each version of this program.
 
-`sample_checkpoints/make_universal.py` made it; no test does.
+`sample_checkpoints/make_universal.py` wrote it; no test does.
 """
 
 import json
@@ -25,7 +25,7 @@ from ckpt_formats.universal import Universal, manifest
 from held import plain
 
 SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
-GOLDEN = SAMPLES / "universal-v1"
+GOLDEN = SAMPLES / "universal-1-plain"
 CONTENT = "blake2b-256:914a85dcc8958378117693e3c2ae7f720ec78474784b16cbb0598630be1ad6f4"
 
 
@@ -42,10 +42,10 @@ def expected() -> Any:
 def std(
     cls: str, items: dict[str, Value], factory: Global | None = None, attrs: dict[str, Value] | None = None
 ) -> StdDict:
-    made = StdDict(Global("collections", cls), factory)
-    made.update(items)
-    made.attrs = attrs or {}
-    return made
+    result = StdDict(Global("collections", cls), factory)
+    result.update(items)
+    result.attrs = attrs or {}
+    return result
 
 
 def double(bits: str) -> float:
@@ -116,9 +116,9 @@ def test_it_is_told_by_its_content() -> None:
 
 def test_every_bit_of_every_state_is_what_the_safetensors_library_says(golden: Checkpoint) -> None:
     truth = load_file(GOLDEN.with_suffix(".tensors.safetensors"))
-    found = {f"{p.name}/{state}": tensor for p, state, tensor in golden.tensors()}
-    assert found.keys() == truth.keys()
-    for name, tensor in found.items():
+    tensors = {f"{p.name}/{state}": tensor for p, state, tensor in golden.tensors()}
+    assert tensors.keys() == truth.keys()
+    for name, tensor in tensors.items():
         values = truth[name]
         assert (tensor.dtype.name, tensor.shape) == (str(values.dtype)[6:], tuple(values.shape)), name
         assert read(tensor).tobytes() == values.reshape(-1).view(torch.uint8).numpy().tobytes(), name
@@ -126,12 +126,12 @@ def test_every_bit_of_every_state_is_what_the_safetensors_library_says(golden: C
 
 def test_names_roles_shapes_types_and_values_are_as_recorded(golden: Checkpoint, expected: Any) -> None:
     assert list(golden.parameters) == list(expected["parameters"])
-    for name, said in expected["parameters"].items():
+    for name, fields in expected["parameters"].items():
         parameter = golden.parameters[name]
-        assert (parameter.name, parameter.role) == (name, said["role"])
-        assert {s: [t.dtype.name, list(t.shape)] for s, t in parameter.states.items()} == said["states"]
-        assert list(parameter.states) == list(said["states"])
-        assert plain(dict(parameter.values)) == plain(said["values"])
+        assert (parameter.name, parameter.role) == (name, fields["role"])
+        assert {s: [t.dtype.name, list(t.shape)] for s, t in parameter.states.items()} == fields["states"]
+        assert list(parameter.states) == list(fields["states"])
+        assert plain(dict(parameter.values)) == plain(fields["values"])
     assert [list(group.names) for group in golden.groups] == expected["groups"]
     assert golden.aliases == expected["aliases"]
 
@@ -159,18 +159,18 @@ def _file(golden: Checkpoint, name: str) -> Path:
 
 
 def test_it_has_one_of_everything(golden: Checkpoint) -> None:
-    """So that it stays worth its name: every element type, role and kind of value."""
+    """Every element type, role and kind of value."""
     assert {t.dtype.name for _, _, t in golden.tensors()} == set(SAFETENSORS_TAGS)
     assert {p.role for p in golden.parameters.values()} == {"parameter", "frozen", "buffer", "extra"}
     kinds = set()
 
-    def look(said: Any) -> None:
-        if isinstance(said, dict):
-            kinds.update(key for key in said if key.startswith("$") and len(said) == 1)
-        for inner in said.values() if isinstance(said, dict) else said if isinstance(said, list) else ():
-            look(inner)
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            kinds.update(key for key in value if key.startswith("$") and len(value) == 1)
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            collect(inner)
 
-    look(json.loads((GOLDEN / manifest.NAME).read_text())["extras"])
+    collect(json.loads((GOLDEN / manifest.NAME).read_text())["extras"])
     from ckpt_formats.containers.typed_json import _READERS
 
     assert kinds == set(_READERS)
@@ -185,11 +185,11 @@ def test_it_is_undamaged(golden: Checkpoint) -> None:
 
 
 def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
-    """Today's writer and that of version 1 do not differ, but for who wrote, and the spaces of the manifest."""
+    """Today's writer gives the same bytes, except for its version in the manifest, and spaces there."""
     save(golden, tmp_path / "again", Universal(), Resources(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):
         assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
-    ours, theirs = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))
-    assert list(ours) == list(theirs)
-    differing = {key for key in ours if json.dumps(ours[key]) != json.dumps(theirs[key])}
+    written, stored = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))
+    assert list(written) == list(stored)
+    differing = {key for key in written if json.dumps(written[key]) != json.dumps(stored[key])}
     assert differing <= {"checksum", "written_by"}

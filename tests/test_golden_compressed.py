@@ -1,6 +1,6 @@
-"""What version 2 of the universal format once wrote, with every codec at every level, reads for ever as it did.
+"""The golden checkpoint with coded states, of every codec and level: each version of this program decodes it alike.
 
-`sample_checkpoints/make_compressed.py` made it; no test does.
+`sample_checkpoints/make_compressed.py` wrote it; no test does.
 """
 
 import json
@@ -23,7 +23,7 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chunked import EncodedBlob
 from damage import SAMPLES
 
-GOLDEN = SAMPLES / "universal-v2"
+GOLDEN = SAMPLES / "universal-1-coded"
 CONTENT = "blake2b-256:b090603626c6e5e99dc13c262281287bf9b002b18daf1352f42ccbd6dd01878a"
 
 
@@ -38,11 +38,11 @@ def expected() -> Any:
 
 
 def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Checkpoint, expected: Any) -> None:
-    found = {
+    hashes = {
         f"{p.name}/{state}": [t.dtype.name, list(t.shape), xxhash.xxh3_128_hexdigest(read(t).tobytes())]
         for p, state, t in golden.tensors()
     }
-    assert found == expected
+    assert hashes == expected
 
 
 def test_it_is_undamaged(golden: Checkpoint) -> None:
@@ -54,7 +54,7 @@ def test_its_content_id_is_as_it_was() -> None:
 
 
 def test_it_has_one_of_everything(golden: Checkpoint) -> None:
-    """So that it stays worth its name: every codec, level and element type, one chunk and several."""
+    """Every codec, level and element type, one chunk and several."""
     blobs = [tensor.fragments[0].blob for _, _, tensor in golden.tensors()]
     coded = [blob.store for blob in blobs if isinstance(blob, EncodedBlob)]
     assert {store.codec.name for store in coded} == CODECS.keys() - {"rounded"}

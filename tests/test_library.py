@@ -32,7 +32,7 @@ ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 DESIGNED = "756d41f617ceda1c25fa9df9af637595f4eaadc870d30e8ab776ae10e87868c4"
 """SHA-256 of the example as it was designed. Whoever changes the example changes what users rely on."""
 CHECKPOINTS = sorted(
-    path for path in SAMPLES.iterdir() if path.is_dir() and path.name not in ("damaged", "recorded-v1", "__pycache__")
+    path for path in SAMPLES.iterdir() if path.is_dir() and path.name not in ("damaged", "recorded-1", "__pycache__")
 )
 FORMATS: dict[str, type[ckpt.WritableFormat]] = {
     name: getattr(ckpt, name)
@@ -187,7 +187,7 @@ def bits(values: Any) -> np.ndarray:
     return np.frombuffer(array.tobytes(), np.uint8)
 
 
-@pytest.mark.parametrize("path", [*CHECKPOINTS, SAMPLES / "recorded-v1" / "run.chain"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*CHECKPOINTS, SAMPLES / "recorded-1" / "run.chain"], ids=lambda path: path.name)
 def test_every_sample_is_a_mapping_of_arrays(path: Path) -> None:
     run = ckpt.open(path)
     assert len(list(run)) == len(run) > 0
@@ -391,7 +391,7 @@ def test_edits_read_nothing_until_a_slice_is_read(
 def most_for_a_row(edit: str, run: ckpt.Checkpoint, parameter: ckpt.Parameter) -> int:
     """Bytes that a row of an edited weight may cost: a row of float32, or all chunks that encode it."""
     row, sources = 4 * parameter.shape[1], 2 if edit in ("average", "merge_lora") else 1
-    if run.format == "universal":
+    if run.format == "universal" or (run.path / "chain.json").is_file():
         return 2 * sources * parameter.nbytes
     return sources * row + (4 if edit == "merge_lora" else 0)  # of the adapter: all of A, a row of B
 

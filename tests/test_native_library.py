@@ -22,8 +22,8 @@ from ckpt_codecs.native.sources import find_sources, hash_sources
 from damage import SAMPLES
 
 ROOT = Path(__file__).parents[1]
-COMPRESSED = SAMPLES / "universal-v2"
-PLAIN = SAMPLES / "universal-v1"
+COMPRESSED = SAMPLES / "universal-1-coded"
+PLAIN = SAMPLES / "universal-1-plain"
 LEVEL = "from ckpt_codecs.native import library; print(library.level())"
 X86 = platform.machine() in ("x86_64", "AMD64")
 V3 = {"sse4_2", "popcnt", "ssse3", "cx16", "lahf_lm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}

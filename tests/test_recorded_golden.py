@@ -16,7 +16,7 @@ from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import Kind
 from damage import SAMPLES, ckpt
 
-GOLDEN = SAMPLES / "recorded-v1"
+GOLDEN = SAMPLES / "recorded-1"
 RUN = GOLDEN / "run.chain"
 EXPECTED: list[dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text())
 
@@ -24,31 +24,31 @@ EXPECTED: list[dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text
 @pytest.mark.parametrize("step", range(len(EXPECTED)))
 def test_every_step_of_the_golden_log_is_that_of_the_run(step: int) -> None:
     wanted = EXPECTED[step]
-    found = states.open_state(RUN, index.load(RUN / index.NAME), step)
+    checkpoint = states.open_state(RUN, index.load(RUN / index.NAME), step)
     hashes = {
         name: {
             state: xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
             for state, tensor in parameter.states.items()
             if state != "step"
         }
-        for name, parameter in found.parameters.items()
+        for name, parameter in checkpoint.parameters.items()
     }
     if step == 0:  # a state of zeros may be left out where no step was done
-        hashes = {name: {**wanted["tensors"][name], **held} for name, held in hashes.items()}
+        hashes = {name: {**wanted["tensors"][name], **states} for name, states in hashes.items()}
     assert hashes == wanted["tensors"]
-    assert {name: _count(found.parameters[name]) for name in wanted["counts"]} == wanted["counts"]
-    assert [group.options["lr"] for group in found.groups] == wanted["rates"]
-    assert found.parameters["scale"].role == "frozen"
-    assert found.aliases == {"tied": "head.bias"} or step >= 3
+    assert {name: _count(checkpoint.parameters[name]) for name in wanted["counts"]} == wanted["counts"]
+    assert [group.options["lr"] for group in checkpoint.groups] == wanted["rates"]
+    assert checkpoint.parameters["scale"].role == "frozen"
+    assert checkpoint.aliases == {"tied": "head.bias"} or step >= 3
     if step in (1, 2, 4, 5, 6):
-        assert found.extras["seen"] == wanted["seen"]
-        assert found.extras["schedule"] == {"last": step, "warm": (1, 2)}
-        random = found.extras["random_states"]
+        assert checkpoint.extras["seen"] == wanted["seen"]
+        assert checkpoint.extras["schedule"] == {"last": step, "warm": (1, 2)}
+        random = checkpoint.extras["random_states"]
         assert isinstance(random, dict)
         for rank in range(2):
-            kept = random[f"rank-{rank:05d}"]
-            assert kept["seed"] == step
-            assert np.array_equal(kept["torch"], np.arange(step, step + 16, dtype=np.uint8) + rank)
+            of_rank = random[f"rank-{rank:05d}"]
+            assert of_rank["seed"] == step
+            assert np.array_equal(of_rank["torch"], np.arange(step, step + 16, dtype=np.uint8) + rank)
 
 
 def _count(parameter: Parameter) -> float:

@@ -110,7 +110,7 @@ def test_log_tells_the_worst_of_all_tensors(whole: Path) -> None:
     member = index.read(whole / "run").members[-1]
     losses = {"fp32": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
     for order in (losses, dict(reversed(losses.items()))):
-        assert accuracy(replace(member, losses=order)) == "approximate: rel 0.5, max 3"
+        assert accuracy(replace(member, errors=order)) == "approximate: rel 0.5, max 3"
     assert accuracy(member) == "exact"
 
 

@@ -92,7 +92,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
                 "stored_nbytes": member.stored_nbytes,
                 "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
                 "exact": member.exact,
-                "losses": {state: dict(loss) for state, loss in member.losses.items()},
+                "errors": {state: dict(error) for state, error in member.errors.items()},
                 "seconds": round(result.seconds, 3),
                 "checksums_verified": result.checksums,
                 **({} if accepted is None else {"evaluation": _accepted_json(accepted)}),

@@ -121,13 +121,13 @@ def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
         "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
         "restore": {"reads_nbytes": _stored(needed), "deltas": len(needed) - 1},
         "exact": member.exact,
-        "losses": {state: dict(loss) for state, loss in member.losses.items()},
+        "errors": {state: dict(error) for state, error in member.errors.items()},
     }
 
 
 def _largest(member: Member, key: str) -> float | None:
     """The largest of a figure; None if no state has it."""
-    values = (loss.get(key) for loss in member.losses.values())
+    values = (error.get(key) for error in member.errors.values())
     return max((float(value) for value in values if isinstance(value, (int, float))), default=None)
 
 

@@ -379,7 +379,7 @@ def _gone(*names: str) -> Callable[[Path], None]:
         ("deepspeed-*-zero1*", _gone("latest"), "DeepSpeed"),
         ("deepspeed-*-tp2-pp2", _gone("mp_rank*", "*zero_pp_rank*"), "DeepSpeed"),
         ("ds_to_universal*zero1*", _gone("optimizer_state.pt"), "DeepSpeed"),
-        ("universal-v2", _gone("manifest.json"), "manifest.json is missing"),
+        ("universal-1-coded", _gone("manifest.json"), "manifest.json is missing"),
     ],
 )
 def test_what_is_left_of_an_engines_checkpoint_is_incomplete(

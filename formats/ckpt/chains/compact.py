@@ -173,7 +173,7 @@ def _rewritten(
         last = before[-1]
         earlier, parent = _opened(run, chain, last), run / last.folder
         written = write_delta(source, target, member.step, earlier, parent, policy, resources, progress, member.content)
-    return replace(written.member, time=member.time, losses=member.losses)
+    return replace(written.member, time=member.time, errors=member.errors)
 
 
 def _opened(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:

@@ -233,6 +233,6 @@ def _errors(written: Manifest) -> Mapping[str, ErrorFigures]:
     figures: dict[str, list[ErrorFigures]] = {}
     for entry in written.entries:
         for name, state in entry.states.items():
-            if state.loss is not None:
-                figures.setdefault(name, []).append(state.loss)
+            if state.error is not None:
+                figures.setdefault(name, []).append(state.error)
     return {name: worst(of_state) for name, of_state in figures.items()}

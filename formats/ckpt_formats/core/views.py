@@ -110,11 +110,11 @@ class LayersBlob(Blob):
         axes = len(self.lengths)
         rest = Box(box.start[axes:], box.stop[axes:])
         cut = Box(box.start[:axes], box.stop[:axes])
-        held = {
+        tensors = {
             tuple(i - first for i, first in zip(place, cut.start, strict=True)): self.tensors[place].crop(rest)
             for place in product(*map(range, cut.start, cut.stop))
         }
-        return LayersBlob(cut.shape, held)
+        return LayersBlob(cut.shape, tensors)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         for place, tensor in self.tensors.items():
@@ -184,7 +184,7 @@ def unstacked_all(tensor: Tensor) -> list[Tensor]:
             one = fragment.crop(slab(tensor.shape, 0, i, i + 1))
             if one is not None:
                 parts[i].append(Fragment(Box(one.box.start[1:], one.box.stop[1:]), _unstacked(one.blob)))
-    return [Tensor(shape, tensor.dtype, tuple(held)) for held in parts]
+    return [Tensor(shape, tensor.dtype, tuple(fragments)) for fragments in parts]
 
 
 def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:

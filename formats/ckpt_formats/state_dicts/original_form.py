@@ -1,16 +1,17 @@
 """The original form of a file of torch.save: a description of its tree, from which the tree is rebuilt.
 
-    {'tree': value, 'extras': [key, ...], 'device': text, 'runs': [[tensor, ...], ...], 'views': [{...}, ...],
-     'twins': [tensor, ...]}
+    {'tree': value, 'extras': [key, ...], 'device': text, 'storages': [[tensor, ...], ...],
+     'views': [{...}, ...], 'aliases': [tensor, ...]}
 
 A tensor is named by its state and its parameter, `param/layers.0.weight`. In its place `tree` has a `TensorName` with
 this name, or with `/3`, which means view number 3. A value of the top level that the checkpoint's extras have under the
-same key is not stored twice: `extras` lists such keys, and `tree` has None there. `twins` are tensors that `tree` has
-under the name of another tensor, because both were at the same place. A view has what torch stores for a tensor besides
-its values:
+same key is not stored twice: `extras` lists such keys, and `tree` has None there. `aliases` are tensors that `tree`
+has under the name of another tensor, because both were at the same place. A view has what torch stores for a tensor
+besides its values:
 
     tensor      the name of the tensor with the values
-    run, at     the number of the run (concatenated tensors) that contains it, and its first element in the run
+    storage, offset    the number of the item of `storages` (concatenated tensors) that contains it, and its first
+                element in this storage
     strides     in elements, unless they are those of C order
     device, requires_grad, parameter, attrs    unless they are the usual ones
 """
@@ -37,7 +38,7 @@ def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mappin
 
 
 def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
-    name_by_place, twins = names_by_place(parameters.values())
+    name_by_place, aliases = names_by_place(parameters.values())
     references: dict[int, tuple[TensorRef, Place]] = {}
     bare_storages: list[Value] = []
 
@@ -53,7 +54,7 @@ def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapp
     if bare_storages or not all(at in name_by_place for _, at in references.values()):
         return None
     common_device = _most_common(ref.storage.location for ref, _ in references.values())
-    runs, layouts = find_shared({at: name_by_place[at] for _, at in references.values()})
+    storages, layouts = find_shared({at: name_by_place[at] for _, at in references.values()})
     views: list[dict[str, Value]] = []
     names: dict[int, TensorName] = {}
 
@@ -73,7 +74,14 @@ def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapp
     if isinstance(tree, dict):
         in_extras = [key for key in tree if isinstance(key, str) and key in extras and same(tree[key], extras[key])]
         tree.update(dict.fromkeys(in_extras))
-    return {"tree": tree, "extras": in_extras, "device": common_device, "runs": runs, "views": views, "twins": twins}
+    return {
+        "tree": tree,
+        "extras": in_extras,
+        "device": common_device,
+        "storages": storages,
+        "views": views,
+        "aliases": aliases,
+    }
 
 
 def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
@@ -92,7 +100,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
 
 
 def _rebuild(form: Mapping[str, Value], source: Checkpoint) -> Value:
-    layout = StorageLayout(source, form["runs"], form.get("twins", ()))
+    layout = StorageLayout(source, form["storages"], form.get("aliases", ()))
     views: dict[str, Value] = {}
 
     def leaf(value: Value) -> Value:

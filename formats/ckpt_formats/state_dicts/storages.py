@@ -1,8 +1,8 @@
 """Which tensors of a file of torch.save share a storage, and how to restore that when the file is written again.
 
 In a checkpoint, a tensor has only values. This module stores which tensors share memory, and which have permuted axes:
-contiguous tensors that follow one another without gaps are a run, and a tensor inside a run is a view of it. Elements
-of a storage that belong to no tensor are not stored.
+contiguous tensors that follow one another without gaps are a run, which becomes one storage, and a tensor inside a run
+is a view of it. Elements of a storage that belong to no tensor are not stored.
 """
 
 from bisect import bisect_right
@@ -46,13 +46,13 @@ def place(tensor: Tensor) -> Place:
 def names_by_place(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
     """Place -> name `state/parameter` of the tensor there; and the names of further tensors at the same places."""
     names: dict[Place, str] = {}
-    twins: list[str] = []
+    aliases: list[str] = []
     for parameter in parameters:
         for state, tensor in parameter.states.items():
             name, at = f"{state}/{parameter.name}", place(tensor)
             if state and "/" not in state and at != NOWHERE and names.setdefault(at, name) != name:
-                twins.append(name)
-    return names, twins
+                aliases.append(name)
+    return names, aliases
 
 
 @dataclass
@@ -81,7 +81,7 @@ def find_shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place
     shared_runs = [number for number, places in places_by_run.items() if len(places) > 1]
     for index, number in enumerate(shared_runs):
         for offset, shape, strides, dtype in places_by_run[number]:
-            view: dict[str, Value] = {"run": index, "at": (offset - runs[number].start) // dtype.itemsize}
+            view: dict[str, Value] = {"storage": index, "offset": (offset - runs[number].start) // dtype.itemsize}
             if strides != c_strides(shape, dtype.itemsize):
                 view["strides"] = _elements(strides, dtype)
             layouts[offset, shape, strides, dtype] = view
@@ -91,11 +91,11 @@ def find_shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place
 class StorageLayout:
     """Views of the tensors of a checkpoint with their original layout. Records which tensors were requested."""
 
-    def __init__(self, source: Checkpoint, runs: Sequence[Sequence[str]], twins: Iterable[str]) -> None:
+    def __init__(self, source: Checkpoint, storages: Sequence[Sequence[str]], aliases: Iterable[str]) -> None:
         self._source = source
-        self._runs = runs
+        self._storages = storages
         self._bases: dict[Value, Tensor] = {}
-        self._requested = set(twins)
+        self._requested = set(aliases)
 
     @property
     def is_all(self) -> bool:
@@ -105,8 +105,8 @@ class StorageLayout:
     def view(
         self,
         tensor: str,
-        run: int | None = None,
-        at: int = 0,
+        storage: int | None = None,
+        offset: int = 0,
         strides: Sequence[int] | None = None,
         device: str = "cpu",
         requires_grad: bool = False,
@@ -115,8 +115,8 @@ class StorageLayout:
     ) -> StorageView:
         """A tensor as it is written. Raises `TensorChanged`, or `ValueError` for an impossible layout."""
         own = self._tensor(tensor)
-        if run is not None:
-            base = self._base(run, lambda: _concatenate([self._tensor(name) for name in self._runs[run]]))
+        if storage is not None:
+            base = self._base(storage, lambda: _concatenate([self._tensor(name) for name in self._storages[storage]]))
         elif strides is not None:
             base = self._base((tensor, "permuted"), lambda: _permuted(own, strides))
         else:
@@ -124,10 +124,10 @@ class StorageLayout:
         if base.dtype != own.dtype:
             raise TensorChanged
         steps = c_strides(own.shape, 1) if strides is None else tuple(strides)
-        last = at + sum((n - 1) * step for n, step in zip(own.shape, steps, strict=True))
-        if not is_natural(at) or not all(map(is_natural, steps)) or (own.size and last >= base.size):
+        last = offset + sum((n - 1) * step for n, step in zip(own.shape, steps, strict=True))
+        if not is_natural(offset) or not all(map(is_natural, steps)) or (own.size and last >= base.size):
             raise ValueError(f"{tensor} is not inside its storage")
-        return StorageView(base, at, own.shape, steps, requires_grad, parameter, attrs, device)
+        return StorageView(base, offset, own.shape, steps, requires_grad, parameter, attrs, device)
 
     def _base(self, key: Value, construct: Callable[[], Tensor]) -> Tensor:
         if key not in self._bases:

@@ -26,41 +26,41 @@ from ckpt_formats.universal.manifest import Manifest, Parent
 
 @dataclass(frozen=True)
 class StatesContent:
-    """How the states of a parameter are stored."""
+    """How the states of a parameter are to be stored."""
 
     encoding: EncodingOptions | None = None
-    """How values are encoded; None: as they are."""
+    """How values are encoded; None: they are stored as they are."""
     codec: Mapping[str, Any] | None = None
-    """The configuration of a delta codec; None: the states stand alone."""
+    """The configuration of a delta codec; None: the states are stored without a parent."""
     step: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of the way from the parent to this state: the fields of `StepInfo`."""
+    """What is known of the steps from the parent to this state: the fields of `StepInfo`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Universal(WritableFormat):
-    """One file for each parameter with all its states, and a manifest."""
+    """The universal format: one file for each parameter with all its states, and a manifest."""
 
     name = "universal"
     summary = "one safetensors file per parameter with all its states, and a JSON manifest"
     needs_model = False
 
     codec: str | None = None
-    """Encode the states: `auto` is the best codec for each, else one codec by its text, such as `planes:level=max`."""
+    """The codec of the states: `auto` is the best one for each, else the text of one, such as `planes:level=max`."""
     level: Level = "default"
-    """How hard an encoder tries."""
+    """The level of compression: a higher one needs more time."""
     check: bool = True
-    """Decode what was encoded, and compare, before it is trusted."""
+    """Whether encoded values are decoded and compared before they are stored."""
     content: str | None = None
-    """The content id that must come out, where it is known: that of the source, when nothing is to change."""
+    """The content id that the result must have, if it is known: that of the source, if no values change."""
 
     @property
     def parent(self) -> Parent | None:
-        """What the deltas that are written are against."""
+        """The parent of the deltas that are written; None if none are."""
         return None
 
     @property
     def encoding(self) -> EncodingOptions | None:
-        """How values are encoded. Raises `Unsupported` for a codec that does not exist."""
+        """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
         if self.codec is None:
             return None
         return EncodingOptions.of(self.codec, self.level, self.check)
@@ -70,31 +70,31 @@ class Universal(WritableFormat):
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         ancestors = lineage(path)
-        said, known = ancestors[-1].said, dict[str, Parameter]()
+        stated, parameters = ancestors[-1].manifest, dict[str, Parameter]()
         for ancestor in ancestors:
-            known = {
-                entry.name: _parameter(ancestor.folder, entry, known.get(entry.name)) for entry in ancestor.entries
+            parameters = {
+                entry.name: _parameter(ancestor.folder, entry, parameters.get(entry.name)) for entry in ancestor.entries
             }
         stored = [(ancestor.folder / entry.file, entry) for ancestor in ancestors for entry in ancestor.entries]
-        states = {(entry.name, name): state for entry in said.entries for name, state in entry.states.items()}
-        losses = {key: state.loss for key, state in states.items() if state.loss is not None}
+        states = {(entry.name, name): state for entry in stated.entries for name, state in entry.states.items()}
+        errors = {key: state.error for key, state in states.items() if state.error is not None}
         return Checkpoint(
             path,
-            said.origin,
-            known,
-            said.groups,
-            said.extras,
-            said.aliases,
+            stated.origin,
+            parameters,
+            stated.groups,
+            stated.extras,
+            stated.aliases,
             tuple(SourceFile(file, entry.nbytes, entry.role) for file, entry in stored),
             tuple(seal for file, entry in stored for seal in stored_states.seals(file, entry)),
-            _notices(losses),
+            _notices(errors),
             digests={
                 key: hash_number(state.values)
                 for key, state in states.items()
                 if state.chunk is not None or (state.codec is None and state.offset is None)
             },
-            errors=losses,
-            original=said.original,
+            errors=errors,
+            original=stated.original,
         )
 
     def plan(self, source: Checkpoint) -> Plan:
@@ -123,73 +123,74 @@ class Universal(WritableFormat):
         parameter = part.parameters[0]
         (folder / part.file).parent.mkdir(exist_ok=True)
         entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding, against)
-        found = stored_states.seals(folder / part.file, entry)
-        seals = tuple(replace(seal, path=Path(part.file)) for seal in found)
-        return Receipt(part.file, entry.nbytes, seals, entry_json(entry), transfer.reader.evidence())
+        file_seals = tuple(
+            replace(seal, path=Path(part.file)) for seal in stored_states.seals(folder / part.file, entry)
+        )
+        return Receipt(part.file, entry.nbytes, file_seals, entry_json(entry), transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        entries = tuple(_carried(entry_of(receipt.entry, folder), source.errors) for receipt in receipts)
-        stands = any(entry.delta is not None and entry.delta.before for entry in entries)
-        said = Manifest(
+        entries = tuple(_with_source_errors(entry_of(receipt.entry, folder), source.errors) for receipt in receipts)
+        needs_parent = any(entry.delta is not None and entry.delta.parent_states for entry in entries)
+        result = Manifest(
             source.origin,
             entries,
             source.groups,
             source.aliases,
             source.extras,
             WRITTEN_BY,
-            self.parent if stands else None,
+            self.parent if needs_parent else None,
             source.original,
         )
-        if self.content not in (None, said.content):
-            raise _changed(said, source)
+        if self.content not in (None, result.content):
+            raise _changed(result, source)
         draft = folder / f"{manifest.NAME}.tmp"
-        draft.write_bytes(manifest.dump(said))
+        draft.write_bytes(manifest.dump(result))
         os.replace(draft, folder / manifest.NAME)
 
 
-def _parameter(folder: Path, entry: ParameterEntry, earlier: Parameter | None) -> Parameter:
+def _parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None) -> Parameter:
     path = folder / entry.file
     try:
-        found = path.stat().st_size
+        nbytes = path.stat().st_size
     except FileNotFoundError:
         raise Incomplete(f"the file of `{entry.name}` is missing", where=path) from None
     except OSError as error:
         raise unreadable(error, path) from error
-    if found != entry.nbytes:
-        raise Corrupt(f"the file of `{entry.name}` has {found} bytes, the manifest says {entry.nbytes}", where=path)
-    return Parameter(entry.name, entry.role, stored_states.read_states(path, entry, earlier), entry.values)
+    if nbytes != entry.nbytes:
+        raise Corrupt(f"the file of `{entry.name}` has {nbytes} bytes, the manifest says {entry.nbytes}", where=path)
+    return Parameter(entry.name, entry.role, stored_states.read_states(path, entry, parent), entry.values)
 
 
-def _changed(said: Manifest, source: Checkpoint) -> Corrupt:
-    """What was read is not what was once written: name the first state that shows it."""
-    states = ((entry.name, name, state) for entry in said.entries for name, state in entry.states.items())
-    wrong = (
-        (name, state)
-        for name, state, found in states
-        if source.digests.get((name, state)) not in (None, hash_number(found.values))
+def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
+    """The error for values that are not those that were once written. It names the first state that differs."""
+    states = ((entry.name, name, state) for entry in result.entries for name, state in entry.states.items())
+    differing = (
+        (parameter, name)
+        for parameter, name, state in states
+        if source.digests.get((parameter, name)) not in (None, hash_number(state.values))
     )
-    name, state = next(wrong, ("the checkpoint", "as a whole"))
+    name, state = next(differing, ("the checkpoint", "as a whole"))
     return Corrupt(
         f"{printable(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path
     )
 
 
-def _carried(entry: ParameterEntry, losses: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
-    """The entry with what its source says was lost before, where nothing more was."""
-    if not losses:
+def _with_source_errors(entry: ParameterEntry, errors: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
+    """The entry with the error figures of its source, for states that have no figures of their own."""
+    if not errors:
         return entry
     states = {
-        name: replace(state, loss=losses.get((entry.name, name))) if state.loss is None else state
+        name: replace(state, error=errors.get((entry.name, name))) if state.error is None else state
         for name, state in entry.states.items()
     }
     return replace(entry, states=states)
 
 
-def _notices(losses: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
-    if not losses:
+def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
+    if not errors:
         return ()
-    kinds = ", ".join(sorted({state for _, state in losses}))
-    text = f"approximate: {len(losses)} states are not bit for bit what was saved ({kinds}); `--json` has the losses"
+    kinds = ", ".join(sorted({state for _, state in errors}))
+    text = f"approximate: {len(errors)} states are not bit for bit what was saved ({kinds}); `--json` has the errors"
     return (Notice(text, weight=Weight.LOST),)
 
 

@@ -16,7 +16,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ENTRY
 from ckpt_formats.universal.encode_state import choose_for, flat
-from ckpt_formats.universal.entry import MOST_JOINT
+from ckpt_formats.universal.entry import MAX_DELTA_CHUNK_NBYTES
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.replay import DeltaBlob
 
@@ -136,7 +136,7 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
     chunking = _chunking(shape, against.earlier)
     states = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
     nbytes = chunking.chunk_size * sum(tensor.dtype.itemsize for tensor in states.values())
-    if not prod(shape) or nbytes > MOST_JOINT or parameter.role == "extra":
+    if not prod(shape) or nbytes > MAX_DELTA_CHUNK_NBYTES or parameter.role == "extra":
         return
     if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunking, transfer):
         states.pop(MODEL, None)

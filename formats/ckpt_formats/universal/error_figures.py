@@ -1,4 +1,4 @@
-"""What a manifest says of states that are not as they were saved."""
+"""The error figures of states whose values differ from those that were to be saved, as a manifest stores them."""
 
 from collections.abc import Callable, Mapping
 from operator import add
@@ -6,34 +6,35 @@ from operator import add
 from ckpt_codecs import lossy
 from ckpt_formats.core.checkpoint import ErrorFigures
 
-_TOGETHER: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
+_COMBINE: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
+"""How two values of a figure are combined, where the result is not the larger one."""
 
 
 def figures(
     measured: lossy.ErrorStats, changed: bool, promised: Mapping[str, float] | None = None
 ) -> ErrorFigures | None:
-    """None if every bit is as it was saved; else the numbers that `docs/format.md` names, and what was promised.
+    """The figures that `docs/format.md` names, and those in `promised`; None if all bits are equal.
 
-    `changed` is whether there was a state before, to which the error can be compared.
+    `changed`: whether there is an earlier state, to whose change the error can be compared.
     """
     if not measured.differing:
         return None
-    said = {
+    result = {
         "differing": measured.differing,
         "elements": measured.elements,
         "max_abs": measured.max_abs,
         "rel": measured.of_values,
     }
     if changed and measured.change:
-        said |= {"rel_change": measured.relative, "progress": measured.progress}
-    return said | dict(promised or {})
+        result |= {"rel_change": measured.relative, "progress": measured.progress}
+    return result | dict(promised or {})
 
 
-def worst(losses: list[ErrorFigures]) -> ErrorFigures:
-    """Of the losses of several tensors, together: sums of counts, the least progress, the largest of all else."""
-    said: dict[str, int | float] = {}
-    for loss in losses:
-        for key, value in loss.items():
+def worst(errors: list[ErrorFigures]) -> ErrorFigures:
+    """The figures of several tensors in one: sums of counts, the smallest progress, the largest of all others."""
+    result: dict[str, int | float] = {}
+    for error in errors:
+        for key, value in error.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                said[key] = _TOGETHER.get(key, max)(said[key], value) if key in said else value
-    return said
+                result[key] = _COMBINE.get(key, max)(result[key], value) if key in result else value
+    return result

@@ -1,4 +1,4 @@
-"""From a delta to the base that it stands on: which folders, and what of each is needed."""
+"""The ancestors of a delta up to its base: their folders, and the entries that are needed of each."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,55 +12,55 @@ from ckpt_formats.universal.manifest import Manifest, Parent
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
 _REMOVED = (
-    "The chain there has no such state any more, since `ckpt compact` removed it: take the chain from a copy, "
+    "The chain there does not have this state any more, because `ckpt compact` removed it: take the chain from a copy, "
     "or write the delta again with `ckpt diff CHAIN CHECKPOINT -o DELTA`. `ckpt compact --keep STEP` keeps a state."
 )
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A folder, and those of its entries that what is read stands on."""
+    """A folder, its manifest, and those of its entries that are needed."""
 
     folder: Path
-    said: Manifest
+    manifest: Manifest
     entries: tuple[ParameterEntry, ...]
 
 
 def lineage(folder: Path) -> tuple[Ancestor, ...]:
-    """The checkpoint in a folder and all that it stands on, the base first.
+    """The checkpoint in a folder and all its ancestors, the base first.
 
     Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
     """
-    said = manifest.load(folder / manifest.NAME)
-    found = [Ancestor(folder, said, said.entries)]
-    seen, places = {folder.resolve()}, _FolderIndex({})
-    while needed := _needed(found[-1].entries):
-        child = found[-1]
-        assert child.said.parent is not None  # the manifest saw to it
-        above, said = _parent(child.folder, child.said.parent, places)
+    stated = manifest.load(folder / manifest.NAME)
+    ancestors = [Ancestor(folder, stated, stated.entries)]
+    seen, folders = {folder.resolve()}, _FolderIndex({})
+    while needed := _needed(ancestors[-1].entries):
+        child = ancestors[-1]
+        assert child.manifest.parent is not None  # `manifest.load` checks it
+        above, stated = _parent(child.folder, child.manifest.parent, folders)
         if above.resolve() in seen:
             raise Corrupt("it is its own ancestor", where=above)
         seen.add(above.resolve())
-        found.append(Ancestor(above, said, tuple(entry for entry in said.entries if entry.name in needed)))
-    return tuple(found[::-1])
+        ancestors.append(Ancestor(above, stated, tuple(entry for entry in stated.entries if entry.name in needed)))
+    return tuple(ancestors[::-1])
 
 
 def _needed(entries: Iterable[ParameterEntry]) -> set[str]:
     """Names of the parameters that are needed of the parent."""
-    return {entry.name for entry in entries if entry.delta is not None and entry.delta.before}
+    return {entry.name for entry in entries if entry.delta is not None and entry.delta.parent_states}
 
 
 @dataclass(frozen=True)
 class _FolderIndex:
-    """Where chains have what, each chain asked once."""
+    """The folders of chains by content id. Each `chain.json` is read once."""
 
     known: dict[Path, Mapping[str, Path]]
 
     def find(self, run: Path, content: str) -> Path | None:
+        """The folder of a chain that has this content."""
         return self._of(run).get(content)
 
-    def any(self, run: Path) -> bool:
-        """Is this a chain?"""
+    def is_chain(self, run: Path) -> bool:
         return bool(self._of(run))
 
     def _of(self, run: Path) -> Mapping[str, Path]:
@@ -69,25 +69,31 @@ class _FolderIndex:
         return self.known[run]
 
 
-def _parent(folder: Path, parent: Parent, places: _FolderIndex) -> tuple[Path, Manifest]:
-    """Where the parent is now, and its manifest. In a chain, its own or the parent's, the chain says where it is."""
-    named = folder / parent.path
-    runs = (folder.parent, named.parent)
-    above = next((found for run in runs if (found := places.find(run, parent.content)) is not None), named)
+def _parent(folder: Path, parent: Parent, folders: _FolderIndex) -> tuple[Path, Manifest]:
+    """The folder of the parent now, and its manifest.
+
+    It is looked for in the chain around `folder`, then in the chain around the stated path, then at that path.
+    """
+    stated_path = folder / parent.path
+    runs = (folder.parent, stated_path.parent)
+    matches = (folders.find(run, parent.content) for run in runs)
+    above = next((match for match in matches if match is not None), stated_path)
     try:
-        said = manifest.load(above / manifest.NAME)
+        stated = manifest.load(above / manifest.NAME)
     except CkptError as error:
         if (above / manifest.NAME).is_file():
             raise
+        is_removed = folder.parent != stated_path.parent and folders.is_chain(stated_path.parent)
         raise Incomplete(
             f"the parent of {folder.name}, {parent.content[:24]}…, is missing",
             where=above,
-            hint=_REMOVED if folder.parent != named.parent and places.any(named.parent) else _HINT,
+            hint=_REMOVED if is_removed else _HINT,
         ) from error
-    if said.content != parent.content:
+    if stated.content != parent.content:
         raise Corrupt(
-            f"the wrong parent: {folder.name} stands on {parent.content[:24]}…, and this is {said.content[:24]}…",
+            f"the wrong parent: {folder.name} is stored against {parent.content[:24]}…, and this is "
+            f"{stated.content[:24]}…",
             where=above,
             hint=_HINT,
         )
-    return above, said
+    return above, stated

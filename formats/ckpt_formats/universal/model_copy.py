@@ -75,5 +75,5 @@ class ModelCopy:
     def state(self) -> StateEntry:
         """The entry of the copy in the manifest, after all blocks were compared."""
         digest = hash_text(self._values.intdigest())
-        loss = figures(self._errors, changed=False)
-        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, loss=loss)
+        error = figures(self._errors, changed=False)
+        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, error=error)

@@ -24,13 +24,14 @@ from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
 from ckpt_formats.universal.encode_state import choose, write_coded
 from ckpt_formats.universal.entry import ParameterEntry, StateEntry
+from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import spill_states, stored_delta_of, write_together
 
-_ROOM = 64
-"""Bytes by which the entry of a coded state may be longer in the header than that of its values."""
+_SLOT_RESERVE = 64
+"""Bytes by which the header entry of a coded state may be longer than that of the plain state."""
 
 
 def write_parameter(
@@ -41,18 +42,18 @@ def write_parameter(
     coding: EncodingOptions | None = None,
     against: DeltaBase | None = None,
 ) -> ParameterEntry:
-    """Write all states, in slabs or coded chunks. The model's copy is left out if it is the master, rounded.
+    """Write all states, in slabs or in coded chunks. The model's copy is not stored if it is the rounded master.
 
-    With `against`, the states that are smaller so are written as a delta.
-    Whether a copy is rounded shows only at the end, as does what coding saves: so
-    the header keeps room for all, and the copy's bytes, if it needs any, come last.
+    With `against`, states that become smaller as a delta are written as one.
+    Only at the end it is known whether the copy is the rounded master, and what coding saves. So the header has
+    space for the entries of all states, and the bytes of the copy, if it needs any, are written last.
     """
     if against is not None and DELTA not in parameter.states:
         plan = plan_delta(parameter, against, coding or EncodingOptions(), transfer)
         if plan is not None:
             try:
                 return _write(folder, file, parameter, transfer, coding or EncodingOptions(), plan)
-            except NotApplicable:  # though the codec held the chunks that were tried
+            except NotApplicable:  # although the codec could encode the sampled chunks
                 pass
     if coding is None:
         return _write(folder, file, parameter, transfer, None, None)
@@ -68,60 +69,63 @@ def _write(
     coding: EncodingOptions | None,
     plan: DeltaPlan | None,
 ) -> ParameterEntry:
-    inside = () if plan is None else tuple(plan.after)
-    copy = None if MODEL in inside else ModelCopy.of(parameter)
+    in_delta = () if plan is None else tuple(plan.after)
+    copy = None if MODEL in in_delta else ModelCopy.of(parameter)
     order = sorted(parameter.states, key=lambda state: copy is not None and state == MODEL)
-    raw = _slots((state, parameter.states[state]) for state in order)
-    room = len(header_bytes(raw, _metadata(parameter, 1))) + (_ROOM * len(raw) if coding is not None else 0)
-    # What is stored alone is read alone, so no base of it may be in the delta.
-    alone = {state: tensor for state, tensor in parameter.states.items() if state not in inside}
-    known = replace(parameter, states=alone)
+    slots = _slots((state, parameter.states[state]) for state in order)
+    reserve = _SLOT_RESERVE * len(slots) if coding is not None else 0
+    header_nbytes = len(header_bytes(slots, _metadata(parameter))) + reserve
+    # A state that is stored alone is read without the delta, so its base must not be in the delta.
+    alone = {state: tensor for state, tensor in parameter.states.items() if state not in in_delta}
+    alone_parameter = replace(parameter, states=alone)
     written: dict[str, StateEntry] = {}
     delta = None
     with (folder / file).open("wb", buffering=0) as out:
-        out.seek(room)
+        out.seek(header_nbytes)
         if plan is not None and coding is not None:
             delta, written = write_delta(out, plan, copy, coding.check, transfer, f"tensor {printable(parameter.name)}")
         elif coding is None and (replay := stored_delta_of(parameter)) is not None:
-            written = write_together(out, room, raw, parameter, replay, copy, transfer)
-        for slot in (slot for slot in raw if slot.name in alone and slot.name not in written):
+            written = write_together(out, header_nbytes, slots, parameter, replay, copy, transfer)
+        for slot in (slot for slot in slots if slot.name in alone and slot.name not in written):
             if coding is None:
-                out.seek(room + slot.offset)
+                out.seek(header_nbytes + slot.offset)
             if slot.name == MODEL and copy is not None and copy.derived:
                 written[MODEL] = copy.state()
                 continue
-            beside = copy if slot.name == MASTER else None
-            choice = None if coding is None else choose(known, slot.name, coding, transfer)
+            copy_of_slot = copy if slot.name == MASTER else None
+            choice = None if coding is None else choose(alone_parameter, slot.name, coding, transfer)
             if coding is None or choice is None:
-                written[slot.name] = _write_state(out, slot, known.states[slot.name], transfer, beside)
+                written[slot.name] = _write_state(out, slot, alone[slot.name], transfer, copy_of_slot)
             else:
-                passing = None if beside is None else beside.passing(transfer)
-                written[slot.name] = write_coded(out, known, slot.name, choice, coding.check, transfer, passing)
+                passing = None if copy_of_slot is None else copy_of_slot.passing(transfer)
+                written[slot.name] = write_coded(
+                    out, alone_parameter, slot.name, choice, coding.check, transfer, passing
+                )
         ordered = {name: written[name] for name in parameter.states}
         entry = ParameterEntry(parameter.name, parameter.role, file, 0, "", ordered, parameter.values, delta)
-        head = header_bytes(_stored_slots(entry, room), _metadata(parameter, entry.version), room)
-        assert len(head) == room, "the header outgrew its room"
-        os.pwrite(out.fileno(), head, 0)
+        header = header_bytes(_stored_slots(entry, header_nbytes), _metadata(parameter), header_nbytes)
+        assert len(header) == header_nbytes, "the header is longer than the space for it"
+        os.pwrite(out.fileno(), header, 0)
         nbytes = os.fstat(out.fileno()).st_size
-    return replace(entry, nbytes=nbytes, header=hash_text(xxhash.xxh3_128_intdigest(head)))
+    return replace(entry, nbytes=nbytes, header=hash_text(xxhash.xxh3_128_intdigest(header)))
 
 
 @contextmanager
 def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[Parameter]:
-    """The parameter, in a form in which its states can be read one after another without replaying each."""
+    """The parameter, with states that can be read one after another without a replay of the deltas for each."""
     replay = stored_delta_of(parameter)
     if replay is None or replay.chunking.count < 2:
         yield parameter
         return
-    beside = path.with_suffix(".replayed")
+    spill = path.with_suffix(".replayed")
     try:
-        yield spill_states(beside, parameter, replay, transfer)
+        yield spill_states(spill, parameter, replay, transfer)
     finally:
-        beside.unlink(missing_ok=True)
+        spill.unlink(missing_ok=True)
 
 
 def check_storable(parameter: Parameter) -> None:
-    """Raises `Unsupported` for states that a safetensors file cannot hold."""
+    """Raise `Unsupported` for states that a safetensors file cannot store."""
     for state, tensor in parameter.states.items():
         if tensor.dtype.name not in SAFETENSORS_TAGS:
             raise Unsupported(
@@ -136,34 +140,34 @@ def check_storable(parameter: Parameter) -> None:
 def _write_state(
     out: FileIO, slot: TensorSlot, tensor: Tensor, transfer: Transfer, copy: ModelCopy | None = None
 ) -> StateEntry:
-    digest, at = xxhash.xxh3_128(), out.tell()
+    digest, offset = xxhash.xxh3_128(), out.tell()
     for box, values in transfer.slabs(tensor):
         write_all(out, as_bytes(values).data)
         digest.update(as_bytes(values).data)
         if copy is not None:
             copy.compare(box, values, transfer, copy.tensor)
     text = hash_text(digest.intdigest())
-    return StateEntry(slot.dtype.name, slot.shape, text, None, None, at, slot.nbytes, text)
+    return StateEntry(slot.dtype.name, slot.shape, text, None, None, offset, slot.nbytes, text)
 
 
-def _metadata(parameter: Parameter, version: int) -> dict[str, str]:
-    """For people: the version whose readers understand the file, and whose it is."""
+def _metadata(parameter: Parameter) -> dict[str, str]:
+    """The metadata of the header, for people: the version of the format, and the name of the parameter."""
     return {
-        "ckpt": f"universal {version}",
+        "ckpt": f"universal {VERSION}",
         "parameter": parameter.name.encode("utf-8", "backslashreplace").decode(),
     }
 
 
-def _stored_slots(entry: ParameterEntry, room: int) -> list[TensorSlot]:
-    """What is stored, as safetensors has it: coded bytes are bytes."""
+def _stored_slots(entry: ParameterEntry, header_nbytes: int) -> list[TensorSlot]:
+    """The entries of the header for what is stored, by offset. Coded states and deltas are tensors of uint8."""
     slots = []
     for name, state in entry.states.items():
         if state.offset is not None and state.chunk is None:
-            slots.append(TensorSlot(name, DTYPES[state.dtype], state.shape, state.offset - room))
+            slots.append(TensorSlot(name, DTYPES[state.dtype], state.shape, state.offset - header_nbytes))
         elif state.offset is not None:
-            slots.append(TensorSlot(name, np.dtype(np.uint8), (state.nbytes,), state.offset - room))
+            slots.append(TensorSlot(name, np.dtype(np.uint8), (state.nbytes,), state.offset - header_nbytes))
     if entry.delta is not None:
-        slots.append(TensorSlot(DELTA, np.dtype(np.uint8), (entry.delta.nbytes,), entry.delta.offset - room))
+        slots.append(TensorSlot(DELTA, np.dtype(np.uint8), (entry.delta.nbytes,), entry.delta.offset - header_nbytes))
     return sorted(slots, key=lambda slot: slot.offset)
 
 

@@ -1,4 +1,4 @@
-"""The states of a parameter as an entry of the manifest says they are stored, and the checksums of their bytes."""
+"""The lazy states of a parameter, as an entry of the manifest states them, and the checksums of their bytes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +18,16 @@ from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 DELTA = "delta"
-"""What a file calls the bytes that several states share."""
+"""The name of the stored bytes of a delta in the header of a file."""
 _Codec = TypeVar("_Codec", Codec, DeltaCodec)
 
 
-def read_states(path: Path, entry: ParameterEntry, earlier: Parameter | None = None) -> dict[str, Tensor]:
-    """The lazy tensors of an entry; `earlier` is the parent's parameter of that name.
+def read_states(path: Path, entry: ParameterEntry, parent: Parameter | None = None) -> dict[str, Tensor]:
+    """The lazy tensors of an entry; `parent` is the parameter of the same name in the parent checkpoint.
 
-    Raises `Unsupported` for a codec we do not have, `Corrupt` if a delta does not fit the parent.
+    Raises `Unsupported` for a codec that does not exist, `Corrupt` if a delta does not fit the parent.
     """
-    replay = None if entry.delta is None else _replay(path, entry, entry.delta, earlier)
+    replay = None if entry.delta is None else _replay(path, entry, entry.delta, parent)
     blobs: dict[str, Blob] = {}
     for name, state in sorted(entry.states.items(), key=lambda item: item[1].base is not None):
         if replay is not None and name in replay.form:
@@ -43,7 +43,7 @@ def _blob(path: Path, entry: ParameterEntry, name: str, state: StateEntry, base:
         return FileBlob.packed(path, state.offset, state.shape, dtype, seal)
     codec = _codec(path, entry, lambda: from_config(dict(state.codec or {})))
     if state.offset is None or state.chunk is None:
-        assert base is not None  # the manifest saw to it
+        assert base is not None  # `entry_of` checks it
         return DerivedBlob(codec, base, dtype)
     label = f"{entry.name}/{name}"
     return EncodedBlob.whole(
@@ -51,12 +51,12 @@ def _blob(path: Path, entry: ParameterEntry, name: str, state: StateEntry, base:
     )
 
 
-def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, earlier: Parameter | None) -> StoredDelta:
+def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
     codec = _codec(path, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
-    before = {name: _whole(earlier, name, path, entry) for name in delta.before}
-    for name, blob in before.items():
+    parent_states = {name: _parent_blob(parent, name, path, entry) for name in delta.parent_states}
+    for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
             raise Corrupt(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=path)
     replay = StoredDelta(
@@ -67,7 +67,7 @@ def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, earlier: Param
         form,
         delta.chunk,
         codec,
-        before,
+        parent_states,
         f"{entry.name}/{DELTA}",
         _delta_seal(path, entry, delta),
     )
@@ -76,8 +76,8 @@ def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, earlier: Param
     return replay
 
 
-def _whole(earlier: Parameter | None, state: str, path: Path, entry: ParameterEntry) -> Blob:
-    tensor = None if earlier is None else earlier.states.get(state)
+def _parent_blob(parent: Parameter | None, state: str, path: Path, entry: ParameterEntry) -> Blob:
+    tensor = None if parent is None else parent.states.get(state)
     if tensor is None:
         raise Corrupt(f"`{entry.name}`: its delta is against a {state!r} that the parent does not have", where=path)
     return tensor.fragments[0].blob
@@ -91,8 +91,8 @@ def _codec(path: Path, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Co
 
 
 def seals(path: Path, entry: ParameterEntry) -> tuple[Seal, ...]:
-    """The checksums of all bytes of the file: header and states."""
-    header = Seal(path, 0, entry.begins, "xxh3-128", hash_number(entry.header), f"header of {entry.name}")
+    """The checksums of all bytes of the file `path`: of the header, and of everything that is stored."""
+    header = Seal(path, 0, entry.header_nbytes, "xxh3-128", hash_number(entry.header), f"header of {entry.name}")
     stored = [_seal(path, entry, name, state) for name, state in entry.states.items() if state.offset is not None]
     if entry.delta is not None:
         stored.append(_delta_seal(path, entry, entry.delta))

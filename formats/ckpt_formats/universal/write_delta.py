@@ -34,7 +34,7 @@ def write_delta(
     """
     at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
     digests = {state: xxhash.xxh3_128() for state in plan.after}
-    losses = {state: ErrorStats() for state in plan.after}
+    errors = {state: ErrorStats() for state in plan.after}
     directory = np.empty(plan.chunking.count, ENTRY)
     lossless = plan.codec.lossless
     copied = None if copy is None else flat(copy.tensor)
@@ -59,7 +59,7 @@ def write_delta(
         for state, values in decoded.items():
             digests[state].update(as_bytes(values).data)
             if not lossless:
-                losses[state] += measured(change.after[state], values, change.before.get(state))
+                errors[state] += measured(change.after[state], values, change.before.get(state))
         if copy is not None and copied is not None and MASTER in decoded:
             approximate = None if lossless else decoded[MASTER].reshape(-1)
             copy.compare(plan.chunking.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
@@ -74,7 +74,7 @@ def write_delta(
             tensor.dtype.name,
             plan.shape,
             hash_text(digests[state].intdigest()),
-            loss=figures(losses[state], state in plan.before, plan.codec.promised(state, plan.form)),
+            error=figures(errors[state], state in plan.before, plan.codec.promised(state, plan.form)),
         )
         for state, tensor in plan.after.items()
     }

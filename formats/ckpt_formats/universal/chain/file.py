@@ -1,7 +1,7 @@
-"""What a chain holds: `chain.json`, which names its members in the order of their steps.
+"""The index of a chain: `chain.json`, which names its members in the order of their steps.
 
-A member's folder that is not named is what a crash left behind. What we read is
-hostile: every field is checked before it is believed.
+The folder of a member that is not named is a leftover of a crash. The file may be hostile: every field is checked
+before it is used.
 """
 
 import re
@@ -19,16 +19,18 @@ from ckpt_formats.core.checkpoint import ErrorFigures
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.universal.earlier_forms import earlier_form
 
 NAME = "chain.json"
-VERSION = 2
-"""Of a chain with segments; one without them is written as version 1."""
+VERSION = 1
+_UNRELEASED_VERSION = 2
+"""A number that unreleased versions of ckpt wrote. No later version of the format has it."""
 Kind = Literal["base", "delta"]
 FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
-"""What the folder of a member is called: its step, and a number if it was written again."""
+"""The name of a member's folder: its step, and a number if it was written again."""
 SEGMENT_FOLDER = re.compile(r"gradients-\d{10,20}(\.\d{1,6})?")
-"""What the folder of a segment is called: the step where it begins, and a number if that was taken."""
-_MOST_BYTES = 1 << 28
+"""The name of a segment's folder: the step where it begins, and a number if that name existed already."""
+_MAX_BYTES = 1 << 28
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
 
@@ -42,20 +44,20 @@ class Member:
     step: int
     content: str
     parent: str | None
-    """The content id of the member before, for a delta."""
+    """Of a delta: the content id of the previous member. None for a base."""
     codecs: tuple[str, ...]
     raw_nbytes: int
-    """Of all states, decoded."""
+    """The bytes of all states, decoded."""
     stored_nbytes: int
-    """Of all files."""
+    """The bytes of all files."""
     time: str
-    """When it was appended: UTC, ISO 8601."""
-    losses: Mapping[str, ErrorFigures] = field(default_factory=dict)
-    """By state, the worst of its tensors; empty if every bit is as it was saved."""
+    """The time when it was appended: UTC, ISO 8601."""
+    errors: Mapping[str, ErrorFigures] = field(default_factory=dict)
+    """By name of the state, the worst figures of its tensors; empty if all bits are as they were saved."""
 
     @property
     def exact(self) -> bool:
-        return not self.losses
+        return not self.errors
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class LoggedSteps:
     run: str
     first: int
     step: int | None
-    """The last step, once the segment has ended; None while it may grow: the files tell it then."""
+    """The last step, once the segment has ended. None while it may grow: then its files state it."""
     parent: str | None
-    """The content id of the member at `first`; None if the segment holds that state itself."""
+    """The content id of the member at `first`; None if the segment stores that state itself."""
     time: str
-    """When it began: UTC, ISO 8601."""
+    """The time when it began: UTC, ISO 8601."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class ChainIndex:
     segments: tuple[LoggedSteps, ...] = ()
 
     def upto(self, step: int) -> tuple[Member, ...]:
-        """The members that the state at a step is made of: from its base to it. Empty if there is no such step."""
+        """The members from its base to the one at this step. Empty if there is no such step."""
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)
         if at is None:
             return ()
@@ -102,34 +104,41 @@ def dump(chain: ChainIndex) -> bytes:
             "raw_nbytes": member.raw_nbytes,
             "stored_nbytes": member.stored_nbytes,
             "time": member.time,
-            "losses": {state: encode(loss) for state, loss in member.losses.items()},
+            "errors": {state: encode(error) for state, error in member.errors.items()},
         }
         for member in chain.members
     ]
-    fields = {"format": "ckpt-chain", "version": VERSION if chain.segments else 1, "written_by": WRITTEN_BY}
+    fields = {"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY}
     segments = {"segments": [asdict(segment) for segment in chain.segments]} if chain.segments else {}
     return sealed_json.dump({**fields, "members": members, **segments})
 
 
 def load(path: Path) -> ChainIndex:
-    """Read and check a `chain.json`. Raises `Corrupt`, or `Unsupported` for a version from the future."""
-    with unrecorded():  # it grows while its states are read
-        said = sealed_json.load(path, _MOST_BYTES, "the list of a chain")
+    """Read and check a `chain.json`.
+
+    Raises `Corrupt`, or `Unsupported` for an earlier form or a version that this program does not know.
+    """
+    with unrecorded():  # a chain may grow while its states are read
+        fields = sealed_json.load(path, _MAX_BYTES, "the list of a chain")
     check = FieldReader(path)
-    check.true(said.get("format") == "ckpt-chain", "format")
-    if not is_natural(said.get("version")) or not 1 <= said["version"] <= VERSION:
+    check.true(fields.get("format") == "ckpt-chain", "format")
+    version = fields.get("version")
+    if version == _UNRELEASED_VERSION:
+        raise earlier_form(path)
+    if not is_natural(version) or version != VERSION:
         raise Unsupported(
-            f"chain version {said.get('version')!r:.30}; this program reads {VERSION}", where=path, hint="Upgrade ckpt."
+            f"chain version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
         )
-    members = tuple(_member(member, check) for member in check.sequence(said, "members"))
-    segments = tuple(_segment(row, check) for row in (check.sequence(said, "segments") if "segments" in said else ()))
-    check.true(bool(members or segments), "members: there is none")
+    members = tuple(_member(member, check) for member in check.sequence(fields, "members"))
+    rows = check.sequence(fields, "segments") if "segments" in fields else ()
+    segments = tuple(_segment(row, check) for row in rows)
+    check.true(bool(members or segments), "members: there are none")
     check.true(len({member.folder for member in members}) == len(members), "members: a folder twice")
-    check.true(not members or members[0].kind == "base", "members: the first is no base")
+    check.true(not members or members[0].kind == "base", "members: the first is not a base")
     for before, member in pairwise(members):
         check.true(before.step < member.step, f"members: step {member.step} after step {before.step}")
         fits = member.parent == (None if member.kind == "base" else before.content)
-        check.true(fits, f"members: {member.folder} does not stand on {before.folder}")
+        check.true(fits, f"members: the parent of {member.folder} is not {before.folder}")
     _check_segments(members, segments, check)
     return ChainIndex(members, segments)
 
@@ -156,7 +165,7 @@ def _segment(row: Any, check: FieldReader) -> LoggedSteps:
 
 
 def folders_by_content(run: Path) -> Mapping[str, Path]:
-    """Where a chain has which content; nothing if the folder is no chain that can be read."""
+    """The folders of a chain's members by content id; empty if the folder is not a chain that can be read."""
     try:
         members = load(run / NAME).members
     except CkptError:
@@ -165,20 +174,23 @@ def folders_by_content(run: Path) -> Mapping[str, Path]:
 
 
 def read(run: Path) -> ChainIndex:
-    """The chain in a folder. Raises `NotFound` if it is none."""
+    """The chain in a folder. Raises `NotFound` if the folder is not a chain."""
     if not (run / NAME).is_file():
         raise NotFound("not a chain: it has no chain.json", where=run, hint="`ckpt append CHAIN CKPT` begins one.")
     return load(run / NAME)
 
 
-def _member(said: Any, check: FieldReader) -> Member:
-    folder, kind, content = (check.text(said, key) for key in ("folder", "kind", "content"))
+def _member(fields: Any, check: FieldReader) -> Member:
+    if isinstance(fields, dict) and "losses" in fields:
+        raise earlier_form(check.path)
+    folder, kind, content = (check.text(fields, key) for key in ("folder", "kind", "content"))
     check.true(FOLDER.fullmatch(folder) is not None, f"folder {folder!r:.100}")
     check.true(kind in _KINDS, f"kind {kind!r:.30}")
-    parent = check.get(said, "parent")
+    parent = check.get(fields, "parent")
     for id in (content, *([] if parent is None else [parent])):
         check.true(isinstance(id, str) and _CONTENT.fullmatch(id) is not None, "a content id")
-    step, raw, stored = (check.natural(said, key) for key in ("step", "raw_nbytes", "stored_nbytes"))
-    codecs = check.texts(check.sequence(said, "codecs"), "codecs")
-    losses = {str(state): check.values(check.mapping(said, "losses"), state) for state in check.mapping(said, "losses")}
-    return Member(folder, _KINDS[kind], step, content, parent, codecs, raw, stored, check.text(said, "time"), losses)
+    step, raw, stored = (check.natural(fields, key) for key in ("step", "raw_nbytes", "stored_nbytes"))
+    codecs = check.texts(check.sequence(fields, "codecs"), "codecs")
+    stated_errors = check.mapping(fields, "errors")
+    errors = {str(state): check.values(stated_errors, state) for state in stated_errors}
+    return Member(folder, _KINDS[kind], step, content, parent, codecs, raw, stored, check.text(fields, "time"), errors)

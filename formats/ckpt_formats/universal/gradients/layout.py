@@ -224,7 +224,7 @@ def dump(layout: SegmentLayout) -> bytes:
             "ranks": [
                 {
                     "vectors": [[v.optimizer, v.group, v.count] for v in rank.vectors],
-                    "pieces": [_part_json(part, layout.tensors) for part in rank.parts],
+                    "parts": [_part_json(part, layout.tensors) for part in rank.parts],
                 }
                 for rank in layout.ranks
             ],
@@ -316,23 +316,23 @@ def _rank(
     for vector in vectors:
         known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
         check.true(known and vector.count < 1 << 53, "vectors: a group that does not exist")
-    parts = tuple(_part(one, tensors, len(vectors), check) for one in check.sequence(row, "pieces"))
+    parts = tuple(_part(one, tensors, len(vectors), check) for one in check.sequence(row, "parts"))
     return RankLayout(vectors, parts)
 
 
 def _part(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:
-    tensor, vector, start, stop, vectorized = _naturals(row, 5, check, "pieces")
-    check.true(tensor < len(tensors) and vector < vectors, "pieces: a tensor that does not exist")
+    tensor, vector, start, stop, vectorized = _naturals(row, 5, check, "parts")
+    check.true(tensor < len(tensors) and vector < vectors, "parts: a tensor that does not exist")
     shape = tensors[tensor].shape
     box = Box.whole(shape)
     if len(row) > 5:
         corners = row[5]
-        check.true(isinstance(corners, list) and len(corners) == 2, "pieces: a block")
-        low, high = (tuple(_naturals(one, len(shape), check, "pieces: a block")) for one in corners)
+        check.true(isinstance(corners, list) and len(corners) == 2, "parts: a block")
+        low, high = (tuple(_naturals(one, len(shape), check, "parts: a block")) for one in corners)
         inside = all(a <= b <= n for a, b, n in zip(low, high, shape, strict=True))
-        check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "pieces: a block outside its tensor")
+        check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "parts: a block outside its tensor")
         box = Box(low, high)
-    check.true(start < stop <= box.size and vectorized <= stop - start, "pieces: elements outside their block")
+    check.true(start < stop <= box.size and vectorized <= stop - start, "parts: elements outside their block")
     return VectorPart(tensor, vector, start, stop, vectorized, box)
 
 
@@ -349,10 +349,10 @@ def _check_parts(layout: SegmentLayout, check: FieldReader) -> None:
             ranges.sort()
             ends = [0, *(stop for _, stop in ranges)]
             tiled = all(start == end for (start, _), end in zip(ranges, ends, strict=False)) and ends[-1] == box.size
-            check.true(tiled, f"pieces: block {box} of {tensor.name!r:.80} is not covered exactly once")
+            check.true(tiled, f"parts: block {box} of {tensor.name!r:.80} is not covered exactly once")
             total += box.size
-        check.true(total == prod(tensor.shape), f"pieces: {tensor.name!r:.80} is not covered exactly once")
+        check.true(total == prod(tensor.shape), f"parts: {tensor.name!r:.80} is not covered exactly once")
         if len(blocks) > 1:
             from ckpt_formats.core.geometry import overlaps
 
-            check.true(not any(overlaps(list(blocks))), f"pieces: blocks of {tensor.name!r:.80} overlap")
+            check.true(not any(overlaps(list(blocks))), f"parts: blocks of {tensor.name!r:.80} overlap")

@@ -1,0 +1,86 @@
+"""The golden chain of deltas, with every delta codec: each version of this program decodes it to the same values.
+
+`sample_checkpoints/make_deltas.py` wrote it; no test does.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ckpt.findings import find_problems
+from ckpt.pipeline import Resources
+from ckpt_codecs import from_config
+from ckpt_codecs.registry import DELTA_CODECS, delta_from_config
+from ckpt_formats.containers import typed_json
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.tensor import read
+from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.universal.chain import file as index
+from damage import SAMPLES, ckpt
+from universal_reader import ChainReader, UniversalReader
+
+GOLDEN = SAMPLES / "universal-1-delta"
+EXPECTED = json.loads(GOLDEN.with_suffix(".expected.json").read_text())
+APPROXIMATE = {13, 14, 15}
+
+
+def decode(codec, data, shape, dtype, base, base_dtype):
+    block = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
+    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], block).tobytes()
+
+
+def decode_delta(codec, data, shape, parent_values, dtypes):
+    types = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+    parent = {name: np.frombuffer(values, types[name]).reshape(shape) for name, values in parent_values.items()}
+    decoded = delta_from_config(typed_json.decode(codec, GOLDEN)).decode(data, parent, tuple(shape), types)
+    return {name: values.tobytes() for name, values in decoded.items()}
+
+
+@pytest.mark.parametrize("step", EXPECTED)
+def test_every_bit_of_every_state_is_as_expected(step: str) -> None:
+    checkpoint = open_checkpoint(Path(f"{GOLDEN}@{step}"))
+    hashes = {f"{p.name}/{s}": xxhash.xxh3_128_hexdigest(read(t).tobytes()) for p, s, t in checkpoint.tensors()}
+    assert hashes == EXPECTED[step]
+    assert bool(checkpoint.errors) == (int(step) in APPROXIMATE)
+
+
+def test_the_reader_of_the_page_decodes_the_same_values() -> None:
+    for step, checkpoint in ChainReader(GOLDEN, decode, decode_delta).checkpoints.items():
+        hashes = {
+            f"{name}/{state}": xxhash.xxh3_128_hexdigest(checkpoint.values(name, state))
+            for name, entry in checkpoint.entries.items()
+            for state in entry["states"]
+        }
+        assert hashes == EXPECTED[str(step)]
+
+
+@pytest.mark.parametrize("name", ["universal-1-plain", "universal-1-coded", "recorded-1/run.chain/step-0000000003"])
+def test_the_reader_of_the_page_reads_the_other_samples(name: str) -> None:
+    checkpoint = UniversalReader(SAMPLES / name, decode, decode_delta)
+    for parameter, state, tensor in open_checkpoint(SAMPLES / name).tensors():
+        assert checkpoint.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
+
+
+def test_it_has_one_of_everything() -> None:
+    """Every delta codec, deltas with and without a parent, several chunks, and error figures."""
+    chain = ChainReader(GOLDEN, decode, decode_delta)
+    entries = [entry for checkpoint in chain.checkpoints.values() for entry in checkpoint.entries.values()]
+    deltas = [entry["delta"] for entry in entries if "delta" in entry]
+    assert {delta["codec"]["name"] for delta in deltas} == set(DELTA_CODECS)
+    assert any("delta" not in entry and entry["name"] == "late" for entry in entries)
+    sizes = {
+        np.prod(entry["states"][delta["states"][0]]["shape"]) > np.prod(delta["chunk"])
+        for entry in entries
+        if (delta := entry.get("delta")) is not None
+    }
+    assert sizes == {False, True}
+    assert {member.exact for member in index.read(GOLDEN).members} == {False, True}
+
+
+def test_it_is_undamaged() -> None:
+    assert [finding for finding in find_problems(open_checkpoint(GOLDEN), Resources(2)) if finding.kind != "copy"] == []
+    done = ckpt("verify", GOLDEN)
+    assert done.code == 0, done
