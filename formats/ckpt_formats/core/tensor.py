@@ -381,7 +381,8 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
 def checked_read(tensor: Tensor) -> Array:
     """All values of a tensor, in memory, of any shape and dtype.
 
-    Raises `Incomplete` if blocks of it are missing, `Corrupt` if replicas differ. Checksums that cover more than the tensor's own bytes are not verified; `ckpt verify` does that.
+    Raises `Incomplete` if blocks of it are missing, `Corrupt` if replicas differ. Checksums that cover more than the
+    tensor's own bytes are not verified; `ckpt verify` does that.
     """
     for problem in tensor.problems():
         raise Incomplete(problem)
