@@ -91,10 +91,10 @@ AREAS: dict[str, tuple[int, list[str]]] = {
             "ckpt_formats/core/transfer.py",
         ],
     ),
-    "seals": (14, ["ckpt_formats/core/files.py", "ckpt_formats/containers/sealed_json.py", "ckpt/verify.py"]),
+    "seals": (14, ["ckpt_formats/core/files.py", "ckpt_formats/containers/sealed_json.py", "ckpt/findings/*.py"]),
     "journal": (
         18,
-        ["ckpt/staging.py", "ckpt/pipeline.py", "ckpt/executors.py", "ckpt/interrupts.py", "ckpt_cli/work.py"],
+        ["ckpt/staging.py", "ckpt/pipeline.py", "ckpt/job.py", "ckpt/executors.py", "ckpt/interrupts.py"],
     ),
     "chains": (18, ["ckpt/chains/*.py", "ckpt_formats/universal/chain/*.py"]),
     "codecs": (16, [f"ckpt_codecs/{room}*.py" for room in ("", "chunk/", "lossless/", "native/")]),

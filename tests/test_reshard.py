@@ -733,7 +733,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "more pipeline stages than layers": (("PIPELINE", "out", "--pp", 64), 22, "layers"),
     "a rank that is missing": (("MISSING", "out", "--dp", 4), 20, "rank"),
     "steps that are mixed": (("MIXED", "out", "--dp", 4), 20, "mixed"),
-    "no rules": (("ZERO1", "out", "--tp", 2), 23, "no rule says how tensor"),
+    "no rules": (("ZERO1", "out", "--tp", 2), 23, "no rule states how tensor"),
     "an odd length": (("ZERO1", "out", "--tp", 2, "--rules", "RULES"), 23, "does not divide"),
     "an axis that is not there": (("ZERO1", "out", "--tp", 2, "--rules", "FAR"), 23, "no axis 5"),
     "pieces that do not divide": (("FUSED", "out", "--tp", 8), 23, "does not divide over 8 ranks"),

@@ -23,11 +23,9 @@ def compact(
 ) -> None:
     from pathlib import Path
 
-    from ckpt.chains.compact import compact, plan
+    from ckpt.chains.compact import plan
     from ckpt.chains.write import DeltaPolicy
-    from ckpt_cli import notes
-    from ckpt_cli.progress import progress_bar
-    from ckpt_cli.views.compact import show_plan, show_result
+    from ckpt_cli.views.compact import run, show_plan
     from ckpt_formats.universal.chain import file
 
     policy = DeltaPolicy(base_every=base_every)
@@ -35,7 +33,4 @@ def compact(
         index = file.read(Path(chain))
         show_plan(index, plan(Path(chain), index, retention, policy), as_json)
         return
-    with progress_bar("compacting") as progress:
-        result = compact(Path(chain), retention, policy, resources, progress)
-    notes.note(*result.notes)
-    show_result(result, as_json)
+    run(Path(chain), retention, policy, resources, as_json)

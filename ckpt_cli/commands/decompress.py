@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 def decompress(source: "Checkpoint", target: "Target", resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt.original import original_format, original_path
-    from ckpt_cli import notes
     from ckpt_cli.views import job
 
     format, notices = original_format(source, target.path, target.format_name)
-    format = target.with_options(format)
-    notes.note(*notices)
-    path = original_path(source, target.path, format, target.format_name)
-    job.show_result(job.run("decompressing", Job(source, path, format), resources), as_json)
+    work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
+    job.show_result(job.run("decompressing", work, resources, notices), as_json)

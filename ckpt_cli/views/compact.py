@@ -1,10 +1,15 @@
 """Show the plan and the result of `compact`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
-from ckpt.chains.compact import CompactPlan, CompactResult
+from ckpt.chains.compact import CompactPlan, CompactResult, Retention, compact
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources
+from ckpt_cli import notes
+from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
@@ -16,6 +21,14 @@ _FATES = {
     "from log": "is written as a base, from the log of gradients",
     "removed": "is removed",
 }
+
+
+def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, as_json: bool) -> None:
+    """Compact a chain with a bar, and show what was done."""
+    with progress_bar("compacting") as progress:
+        result = compact(chain, retention, policy, resources, progress)
+    notes.note(*result.notes)
+    show_result(result, as_json)
 
 
 def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:

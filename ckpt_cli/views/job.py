@@ -14,14 +14,15 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.views.report import data, say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan
-from ckpt_formats.core.notices import Weight
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import format_nbytes, printable
 
 _MAX_ROWS = 20
 
 
-def run(label: str, job: Job, resources: Resources) -> Result:
-    """Run a job with a progress bar; the notes of its plan come first."""
+def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
+    """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
+    notes.note(*notices)
     note_plan(job.plan(), job.format.name)
     notes.flush()
     with progress_bar(label) as progress:

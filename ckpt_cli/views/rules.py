@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt.rules import effective_layout
+from ckpt.opening import effective_layout
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.layout import Layout, Rule

@@ -6,9 +6,9 @@ from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.findings import changed, find_problems, nbytes_to_read
+from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
-from ckpt.survey import survey
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.reading import open_source

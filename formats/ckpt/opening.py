@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
-from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.registry import open_checkpoint
 
@@ -29,3 +29,14 @@ def open(
     read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
     return open_checkpoint(Path(path), ReadOptions(read, tuple(order), numbered, shapes))
+
+
+def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:
+    """The rules by which the format read the tensors, or by which its engine shards them. `own` rules come first."""
+    if checkpoint.layout.rules:
+        return checkpoint.layout
+    if checkpoint.origin.engine == "megatron":
+        from ckpt_formats.engines.megatron.shared.rules import layout_of
+
+        return layout_of(checkpoint, tuple(own))
+    return Layout(tuple(own))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ckpt import staging as points
 from ckpt.executors import run_tasks
-from ckpt.fingerprint import fingerprint
 from ckpt.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.staging import Staging, check_target, staging, sweep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
+from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL

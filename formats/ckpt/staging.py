@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64_hexdigest
 
-from ckpt.publish import rename_new
 from ckpt_formats.core.errors import CkptError, Locked, OutputError
 from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.publish import rename_new
 from ckpt_formats.core.text import PARTIAL
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from ckpt import compare as differences
-from ckpt import publish as publishing
 from ckpt import staging
 from ckpt.pipeline import job_id
 from ckpt.rename import UseNames, use_names
 from ckpt_cli.views import verify as verification
 from ckpt_codecs.registry import parse_delta
 from ckpt_formats.core import locking
+from ckpt_formats.core import publish as publishing
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Origin
 from ckpt_formats.core.edits import Cast, Rename, Replace, Select, WeightsOnly
 from ckpt_formats.core.format import ReadOptions
