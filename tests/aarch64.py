@@ -33,8 +33,12 @@ WHEELS = [
     "pytest",
     "pytest-timeout",
 ]
-TESTS = [f"tests/test_kernels_{family}.py" for family in kernel_headers.FAMILIES]
-TESTS += ["tests/test_codec_golden.py", "tests/test_deltas_golden.py", "tests/test_lossy_golden.py"]
+TESTS = [f"tests/ckpt_codecs/test_kernels_{family}.py" for family in kernel_headers.FAMILIES]
+TESTS += [
+    "tests/ckpt_codecs/test_codec_golden.py",
+    "tests/ckpt_codecs/test_deltas_golden.py",
+    "tests/ckpt_codecs/test_lossy_golden.py",
+]
 SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian bookworm main\n"
 
 

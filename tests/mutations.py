@@ -5,7 +5,7 @@
     .venv/bin/python tests/mutations.py --quick         with the tests of `make quick` alone
     .venv/bin/python tests/mutations.py --list          the faults, and nothing else
     .venv/bin/python tests/mutations.py --again         what was not found is tried again, say after a new test
-    .venv/bin/python tests/mutations.py tests/test_geometry.py -m 'not engines'    only these tests; pytest's options
+    .venv/bin/python tests/mutations.py tests/ckpt -m 'not engines'    only these tests; pytest's options
 
 Every fault is a small change of one function: a comparison turned round, a check or a call left out, the last round of
 a loop left out, arguments swapped, a number one too large (`mutating/operators.py`). They are chosen by hash, so many

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [ROOT / "codecs" / "ckpt_codecs", ROOT / "formats" / "ckpt_formats", ROOT / "formats" / "ckpt"]
 
 ARRAYS = re.compile(r"\b(Array|ndarray)\b")

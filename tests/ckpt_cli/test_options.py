@@ -11,7 +11,7 @@ from ckpt_cli.options.target import FORMAT_OPTIONS
 from ckpt_formats.registry import FORMATS, ONLY_READ, writable
 from damage import SAMPLES, ckpt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
 MAX_LINES = 45

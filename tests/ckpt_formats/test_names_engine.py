@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 INPUT = (torch.arange(24) * 7 % 64).reshape(2, 12)
 CLOSE = 1e-5
 """Logits are about 1, and other choices of any family change them by 1e-3 or more: see the last test."""

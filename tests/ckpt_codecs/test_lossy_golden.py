@@ -18,7 +18,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 
-GOLDEN = sorted((Path(__file__).parent / "golden_lossy").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden_lossy").glob("*.npz"))
 
 
 def test_each_kind_of_section_has_a_golden_chunk() -> None:

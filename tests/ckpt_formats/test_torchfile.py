@@ -41,7 +41,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 from effort import examples
 
-SAMPLES = Path(__file__).parents[2] / "shared" / "samples"
+SAMPLES = Path(__file__).parents[3] / "shared" / "samples"
 FORMATS = Path(torchfile.__file__).parents[2]
 
 

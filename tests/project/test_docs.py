@@ -25,7 +25,7 @@ from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import FORMATS, ONLY_READ, detect, format_named, open_checkpoint, writable
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -26,7 +26,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from damage import SAMPLES
 from damage import ckpt as command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 DESIGNED = "756d41f617ceda1c25fa9df9af637595f4eaadc870d30e8ab776ae10e87868c4"

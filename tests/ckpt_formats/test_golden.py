@@ -24,7 +24,7 @@ from ckpt_formats.registry import detect, open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from held import plain
 
-SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
+SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 GOLDEN = SAMPLES / "universal-1-plain"
 CONTENT = "blake2b-256:914a85dcc8958378117693e3c2ae7f720ec78474784b16cbb0598630be1ad6f4"
 

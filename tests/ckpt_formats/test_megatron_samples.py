@@ -13,7 +13,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import detect, open_checkpoint
 from damage import BROKEN, ckpt
 
-FOLDER = Path(__file__).parents[1] / "sample_checkpoints"
+FOLDER = Path(__file__).parents[2] / "sample_checkpoints"
 SAMPLES = sorted(FOLDER.glob("megatron-*"))
 SHIFTED = FOLDER / "damaged" / "megatron-shifted-optimizer"
 DEGREES = ("--tp 1 --pp 1", "--tp 2 --pp 1", "--tp 1 --pp 4", "--tp 1 --pp 2 --vpp 2", "--pp 2 --stages 0,3", "--dp 2")

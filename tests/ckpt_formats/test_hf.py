@@ -811,7 +811,7 @@ def test_a_type_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
 # A folder of the real Trainer
 
 
-SAMPLE = Path(__file__).parents[1] / "sample_checkpoints" / "transformers-5.23-trainer"
+SAMPLE = Path(__file__).parents[2] / "sample_checkpoints" / "transformers-5.23-trainer"
 
 
 def test_the_sample_is_what_the_trainer_held() -> None:

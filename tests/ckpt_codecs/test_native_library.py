@@ -21,7 +21,7 @@ from ckpt_codecs.native import library, sources
 from ckpt_codecs.native.sources import find_sources, hash_sources
 from damage import SAMPLES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMPRESSED = SAMPLES / "universal-1-coded"
 PLAIN = SAMPLES / "universal-1-plain"
 LEVEL = "from ckpt_codecs.native import library; print(library.level())"

@@ -17,7 +17,7 @@ from recorded import differences
 from recording_jobs import launch
 from recording_jobs.kinds import AFTER, KINDS, MIDDLE
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 EXAMPLES = HERE.parent / "examples" / "recording"
 RANKS = {"ddp": 2, "fsdp2": 2, "deepspeed_zero": 2}
 WRITTEN = {"fsdp2": ("--to", "dcp"), "deepspeed_zero": ("--to", "deepspeed", "--dp", 2, "--zero", 1)}

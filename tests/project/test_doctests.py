@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = [
     ".".join(path.relative_to(root).with_suffix("").parts)
     for root, package in ((ROOT, "ckpt_cli"), (ROOT / "formats", "ckpt_formats"), (ROOT / "codecs", "ckpt_codecs"))

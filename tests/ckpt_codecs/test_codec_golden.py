@@ -14,7 +14,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 
-GOLDEN = sorted((Path(__file__).parent / "golden_codecs").glob("*.npz"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden_codecs").glob("*.npz"))
 EACH = pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 AT_EACH_LEVEL = pytest.mark.parametrize("level", LEVELS)
 

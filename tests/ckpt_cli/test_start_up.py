@@ -14,7 +14,7 @@ import pytest
 from ckpt import job
 from damage import SAMPLES, ckpt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "numpy", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
 ENGINES = {"torch", "deepspeed", "megatron", "transformers", "safetensors", "cloudpickle", "dill", "pandas"}
 

@@ -32,7 +32,7 @@ from trained import alone_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-SAMPLE = Path(__file__).parents[1] / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
+SAMPLE = Path(__file__).parents[2] / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
 LAYOUTS: dict[str, dict[str, int]] = {
     "w1": {"shards": 1, "tp": 1, "replicas": 1},
     "w2": {"shards": 2, "tp": 1, "replicas": 1},

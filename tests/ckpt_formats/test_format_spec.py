@@ -21,7 +21,7 @@ from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
 from ckpt_formats.registry import open_checkpoint, writable
 from universal_reader import ITEMSIZE, TAGS, UniversalReader
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
 SAMPLES = sorted(path for path in (ROOT / "sample_checkpoints").glob("deepspeed-*") if path.is_dir())
 

@@ -9,7 +9,7 @@ import pytest
 
 from effort import TIMES
 
-SCRIPT = Path(__file__).with_name("recording_kills.py")
+SCRIPT = Path(__file__).parents[1] / "recording_kills.py"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.detection.unread_files import UNREAD
 from ckpt_formats.registry import open_checkpoint, writable
 
-SAMPLES = sorted(path for path in (Path(__file__).parents[1] / "sample_checkpoints").glob("dcp-*"))
+SAMPLES = sorted(path for path in (Path(__file__).parents[2] / "sample_checkpoints").glob("dcp-*"))
 
 
 @pytest.fixture(params=SAMPLES, ids=lambda path: path.name)

@@ -92,7 +92,7 @@ def files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-SAMPLE = Path(__file__).parents[1] / "sample_checkpoints" / "megatron-0.16-tp2-pp2-legacy"
+SAMPLE = Path(__file__).parents[2] / "sample_checkpoints" / "megatron-0.16-tp2-pp2-legacy"
 
 
 def test_a_real_checkpoint_is_written_again_as_megatron_wrote_it(tmp_path: Path) -> None:
