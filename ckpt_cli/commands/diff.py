@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 @command("diff")
+@report_options
 @delta_file
 @source("first", "second")
-@report_options
 @resources()
 def diff(
     first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Resources", as_json: bool

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import read_options
 from ckpt_cli.options.types import CheckpointPath, SegmentsType
 
@@ -38,30 +39,32 @@ def retention(command: F) -> F:
 
         return command(*args, retention=Retention(keep, gradients, upto), **arguments)
 
-    decorated: Any = wrapper
-    for option in (
-        click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
-        click.option(
-            "--gradients",
-            type=SegmentsType(),
-            metavar="last:N|all",
-            default="all",
-            show_default=True,
-            help="Segments of the log of gradients that stay: the last N, or all.",
+    return cast(
+        F,
+        with_options(
+            wrapper,
+            click.option(
+                "--keep",
+                type=RetentionType(),
+                multiple=True,
+                metavar="POLICY",
+                default=["all"],
+                show_default=True,
+                help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. "
+                "May be given again.",
+            ),
+            click.option(
+                "--gradients",
+                type=SegmentsType(),
+                metavar="last:N|all",
+                default="all",
+                show_default=True,
+                help="Segments of the log of gradients that stay: the last N, or all.",
+            ),
+            click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
+            group="Retention",
         ),
-        click.option(
-            "--keep",
-            type=RetentionType(),
-            multiple=True,
-            metavar="POLICY",
-            default=["all"],
-            show_default=True,
-            help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. "
-            "May be given again.",
-        ),
-    ):
-        decorated = option(decorated)
-    return cast(F, decorated)
+    )
 
 
 def chain_state(command: F) -> F:
@@ -97,4 +100,4 @@ def bases(command: F) -> F:
         show_default=True,
         help="Store bases without loss (exact), or with the codec of the deltas (coded).",
     )
-    return cast(F, base_every(option(wrapper)))
+    return cast(F, with_options(wrapper, base_every, option, group="Bases"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip, source
 from ckpt_cli.options.types import WeightsType
 
@@ -56,10 +57,8 @@ def averaged(command: F) -> F:
         selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
         return command(*args, source=_noted(average(selected, numbers)), **arguments)
 
-    decorated: Any = combined
-    for option in (skip, only, _EMA, _WEIGHTS):
-        decorated = option(decorated)
-    return cast(F, source("checkpoints", several="CHECKPOINT...")(decorated))
+    grouped = with_options(combined, _WEIGHTS, _EMA, only, skip, group="Average")
+    return cast(F, source("checkpoints", several="CHECKPOINT...")(grouped))
 
 
 def merged_lora(command: F) -> F:
@@ -73,7 +72,8 @@ def merged_lora(command: F) -> F:
             raise click.UsageError("--scale is a number such as 0.5.")
         return command(*args, source=_noted(merge_lora(model, adapter, scale)), **arguments)
 
-    return cast(F, source("model", "adapter")(_SCALE(combined)))
+    grouped = with_options(combined, _SCALE, group="Merge")
+    return cast(F, source("model", "adapter")(grouped))
 
 
 def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None) -> list[float] | None:

@@ -7,9 +7,22 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.types import PathsCommand, SizeType
+from ckpt_cli.options.groups import GroupedCommand, with_options
+from ckpt_cli.options.types import SizeType
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class PathsCommand(GroupedCommand):
+    """Names the paths that are too many, for example from a pattern of the shell."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            places = (param.make_metavar(ctx).strip("[]") for param in self.params if isinstance(param, click.Argument))
+            ctx.fail(f"one {' and one '.join(places)} at a time; too many: {', '.join(map(str, ctx.args[:10]))}")
+        return rest
 
 
 def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
@@ -32,6 +45,18 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 
 
+_MEMORY = click.option(
+    "--memory",
+    type=SizeType(),
+    default="256M",
+    show_default=True,
+    help="Memory for tensor data, of all threads together.",
+)
+_WORKERS = click.option(
+    "--workers", type=click.IntRange(1, 256), default=None, help="Threads.  [default: one per core, at most 8]"
+)
+
+
 def resources(locks: bool = True) -> Callable[[F], F]:
     """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`."""
 
@@ -42,32 +67,11 @@ def resources(locks: bool = True) -> Callable[[F], F]:
 
             return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **arguments)
 
-        options = [
-            click.option(
-                "--workers",
-                type=click.IntRange(1, 256),
-                default=None,
-                help="Threads.  [default: one per core, at most 8]",
-            ),
-            click.option(
-                "--memory",
-                type=SizeType(),
-                default="256M",
-                show_default=True,
-                help="Memory for tensor data, of all threads together.",
-            ),
-        ]
-        if locks:
-            options.append(
-                click.option(
-                    "--no-lock",
-                    is_flag=True,
-                    help="Write on a file system that cannot lock files. No other process may write TARGET.",
-                )
-            )
-        decorated: Any = wrapper
-        for option in options:
-            decorated = option(decorated)
-        return cast(F, decorated)
+        no_lock = click.option(
+            "--no-lock",
+            is_flag=True,
+            help="Write on a file system that cannot lock files. No other process may write TARGET.",
+        )
+        return cast(F, with_options(wrapper, *((no_lock,) if locks else ()), _MEMORY, _WORKERS))
 
     return decorate

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
+
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
 
@@ -102,12 +104,12 @@ class DeltaFile:
 
 
 _LOSS = (
-    click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
-    click.option("--exact", multiple=True, metavar="PATTERN", help="Parameters that a lossy codec must store exactly."),
+    click.option("--max-abs-err", type=_BOUND, metavar="X", help="Lossy: the error of each weight is at most X."),
     click.option(
-        "--eval-cmd",
-        metavar="CMD",
-        help="Evaluates the universal checkpoint whose path replaces {}; the last line it prints is the loss.",
+        "--rel-error",
+        type=_BOUND,
+        metavar="X",
+        help="Lossy: the norm of the error of weights is at most X times the norm of their change.",
     ),
     click.option(
         "--max-loss-increase",
@@ -116,12 +118,12 @@ _LOSS = (
         help="Lossy: the largest errors for which the loss of --eval-cmd increases by at most X.",
     ),
     click.option(
-        "--rel-error",
-        type=_BOUND,
-        metavar="X",
-        help="Lossy: the norm of the error of weights is at most X times the norm of their change.",
+        "--eval-cmd",
+        metavar="CMD",
+        help="Evaluates the universal checkpoint whose path replaces {}; the last line it prints is the loss.",
     ),
-    click.option("--max-abs-err", type=_BOUND, metavar="X", help="Lossy: the error of each weight is at most X."),
+    click.option("--exact", multiple=True, metavar="PATTERN", help="Parameters that a lossy codec must store exactly."),
+    click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
 )
 _CODEC = click.option(
     "--codec",
@@ -151,7 +153,7 @@ def delta_policy(command: F) -> F:
         type=click.Choice([*_PRESETS, STANDALONE]),
         help=f"{_PRESET_HELP} {STANDALONE}: each state without a parent.",
     )
-    return cast(F, _with(wrapper, (*_LOSS, preset, _CODEC)))
+    return cast(F, with_options(wrapper, _CODEC, preset, *_LOSS, group="Deltas"))
 
 
 def append_options(command: F) -> F:
@@ -164,7 +166,7 @@ def append_options(command: F) -> F:
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
     )
-    return cast(F, _with(wrapper, (dry_run, _STEP)))
+    return cast(F, with_options(wrapper, _STEP, dry_run))
 
 
 def delta_file(command: F) -> F:
@@ -193,7 +195,7 @@ def delta_file(command: F) -> F:
         "-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
     )
     preset = click.option("--preset", type=click.Choice(_PRESETS), help=_PRESET_HELP)
-    return cast(F, _with(wrapper, (dry_run, _STEP, *_LOSS, preset, _CODEC, output)))
+    return cast(F, with_options(wrapper, output, _CODEC, preset, *_LOSS, _STEP, dry_run, group="Delta"))
 
 
 def _check(options: LossOptions) -> None:
@@ -234,9 +236,3 @@ def _is_given(name: str) -> bool:
 def _refuse(wrong: bool, message: str) -> None:
     if wrong:
         raise click.UsageError(message)
-
-
-def _with(command: Any, options: Any) -> Any:
-    for option in options:
-        command = option(command)
-    return command

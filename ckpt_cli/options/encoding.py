@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_formats.core.encoding import LEVELS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,23 +19,25 @@ def encoding(command: F) -> F:
     def wrapper(*args: Any, codec: str, level: str, no_check: bool, **arguments: Any) -> Any:
         return command(*args, encoding={"codec": codec, "level": level, "check": not no_check}, **arguments)
 
-    decorated: Any = wrapper
-    for option in (
-        click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
-        click.option(
-            "--level",
-            type=click.Choice(list(LEVELS)),
-            default="default",
-            show_default=True,
-            help="Time against size. max takes up to twice as long, and floats become some per mille smaller.",
+    return cast(
+        F,
+        with_options(
+            wrapper,
+            click.option(
+                "--codec",
+                default="auto",
+                show_default=True,
+                metavar="NAME[:OPTION=VALUE,...]",
+                help="One codec for all states that it can encode, instead of the best for each.",
+            ),
+            click.option(
+                "--level",
+                type=click.Choice(list(LEVELS)),
+                default="default",
+                show_default=True,
+                help="Time against size. max takes up to twice as long, and floats become some per mille smaller.",
+            ),
+            click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
+            group="Codec",
         ),
-        click.option(
-            "--codec",
-            default="auto",
-            show_default=True,
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="One codec for all states that it can encode, instead of the best for each.",
-        ),
-    ):
-        decorated = option(decorated)
-    return cast(F, decorated)
+    )

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,29 +35,39 @@ def report_options(command: F) -> F:
         own = {field.name: arguments.pop(field.name) for field in fields(ReportOptions)}
         return command(*args, report=ReportOptions(**own), **arguments)
 
-    decorated: Any = wrapper
-    for option in (
-        click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
-        click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."),
-        click.option(
-            "--by",
-            type=click.Choice(["layer", "role", "state", "kind"]),
-            multiple=True,
-            help="Also show sums over tensors. Given twice: by both together.",
+    return cast(
+        F,
+        with_options(
+            wrapper,
+            only,
+            skip,
+            click.option(
+                "--state",
+                "states",
+                multiple=True,
+                metavar="STATE",
+                help="Compare this state only: weight, exp_avg, ...",
+            ),
+            click.option(
+                "--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options."
+            ),
+            click.option(
+                "--sort",
+                type=click.Choice(["relative", "max", "rms", "changed", "cosine", "name"]),
+                default="relative",
+                show_default=True,
+                help="Order of the rows.",
+            ),
+            click.option(
+                "--by",
+                type=click.Choice(["layer", "role", "state", "kind"]),
+                multiple=True,
+                help="Also show sums over tensors. Given twice: by both together.",
+            ),
+            click.option(
+                "--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."
+            ),
+            click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
+            group="Report",
         ),
-        click.option(
-            "--sort",
-            type=click.Choice(["relative", "max", "rms", "changed", "cosine", "name"]),
-            default="relative",
-            show_default=True,
-            help="Order of the rows.",
-        ),
-        click.option("--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options."),
-        click.option(
-            "--state", "states", multiple=True, metavar="STATE", help="Compare this state only: weight, exp_avg, ..."
-        ),
-        skip,
-        only,
-    ):
-        decorated = option(decorated)
-    return cast(F, decorated)
+    )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath, FloatType
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ NAMINGS = ("hf", "megatron", "megatron-legacy")
 
 _READER = (
     click.option(
-        "--shapes",
-        metavar="CHECKPOINT",
-        help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
+        "--rules",
+        type=click.Path(dir_okay=False, readable=False),
+        help="TOML file with the rules by which tensor-parallel tensors are sharded.",
     ),
     click.option(
         "--param-order",
@@ -30,9 +31,9 @@ _READER = (
         help="File that lists the optimizer's parameters in order; for several optimizers, each with its place.",
     ),
     click.option(
-        "--rules",
-        type=click.Path(dir_okay=False, readable=False),
-        help="TOML file with the rules by which tensor-parallel tensors are sharded.",
+        "--shapes",
+        metavar="CHECKPOINT",
+        help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
     ),
 )
 
@@ -50,7 +51,7 @@ def read_options(command: F) -> F:
         click.get_current_context().meta["ckpt.rules"] = options.rules
         return command(*args, options=options, **arguments)
 
-    return cast(F, _with(wrapper, _READER))
+    return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
 def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
@@ -75,7 +76,7 @@ def source(*names: str, accept_suspicious: bool = False, several: str | None = N
 
         decorated: Any = read_options(opened)
         if accept_suspicious:
-            decorated = _accept_suspicious(decorated)
+            decorated = with_options(decorated, _accept_suspicious, group="Reading")
         more: dict[str, Any] = {} if several is None else {"nargs": -1, "required": True, "metavar": several}
         for name in reversed(names):
             decorated = click.argument(name, type=CheckpointPath(), **more)(decorated)
@@ -94,20 +95,20 @@ only = click.option("--only", multiple=True, metavar="PATTERN", help="Only param
 skip = click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
 
 _EDITS = (
-    click.option(
-        "--names",
-        type=click.Choice(NAMINGS),
-        help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
-    ),
+    only,
+    skip,
+    click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
     click.option(
         "--dtype",
         type=FloatType(),
         metavar="TYPE",
         help="Round the model's weights to fp32, bf16, fp16, ...; states are not rounded.",
     ),
-    click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
-    skip,
-    only,
+    click.option(
+        "--names",
+        type=click.Choice(NAMINGS),
+        help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
+    ),
 )
 
 
@@ -140,10 +141,4 @@ def edits(command: F) -> F:
             source = source.cast(dtype)
         return command(*args, source=source, **arguments)
 
-    return cast(F, _with(edited, _EDITS))
-
-
-def _with(command: Any, options: Any) -> Any:
-    for option in options:
-        command = option(command)
-    return command
+    return cast(F, with_options(edited, *_EDITS, group="Edits"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType
 from ckpt_formats.registry import FORMATS, ONLY_READ
 from ckpt_formats.state_dicts.keys import STYLES
@@ -135,10 +136,10 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
             given = {name: value for name, value in options.items() if value is not None}
             return command(*args, target=Target(Path(target), format_name, given), **arguments)
 
-        decorated: Any = wrapper
-        for name, option in reversed(FORMAT_OPTIONS.items()):
-            help = f"{', '.join(option.formats)}: {option.help}"
-            decorated = click.option(option.flag, name, type=option.type, help=help)(decorated)
+        options = [
+            click.option(option.flag, name, type=option.type, help=f"{', '.join(option.formats)}: {option.help}")
+            for name, option in FORMAT_OPTIONS.items()
+        ]
         writable = ", ".join(name for name in FORMATS if name not in ONLY_READ)
         to = click.option(
             "--to",
@@ -149,6 +150,7 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
             show_default=default is not None,
             help=f"Format of TARGET: {writable}.{without}",
         )
-        return cast(F, click.argument("target", type=CheckpointPath())(to(decorated)))
+        grouped = with_options(wrapper, to, *options, group="Target")
+        return cast(F, click.argument("target", type=CheckpointPath())(grouped))
 
     return decorate

@@ -55,18 +55,6 @@ class FloatType(click.ParamType[str]):
         return str(value)
 
 
-class PathsCommand(click.Command):
-    """Names the paths that are too many, for example from a pattern of the shell."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.allow_extra_args = True
-        rest = super().parse_args(ctx, args)
-        if ctx.args and not ctx.resilient_parsing:
-            places = (param.make_metavar(ctx).strip("[]") for param in self.params if isinstance(param, click.Argument))
-            ctx.fail(f"one {' and one '.join(places)} at a time; too many: {', '.join(map(str, ctx.args[:10]))}")
-        return rest
-
-
 class SegmentsType(click.ParamType[int]):
     """`last:N`, or `all`, which is None."""
 

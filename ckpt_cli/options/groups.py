@@ -1,0 +1,32 @@
+"""Groups of options: each has a heading of its own in `--help`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_HEADING = "Options"
+"""The heading of options without a group. They come last."""
+
+
+def with_options(command: Callable[..., Any], *options: Callable[[Any], Any], group: str = _HEADING) -> Any:
+    """The command with more options, in this order and before those that it has, in one group of `--help`."""
+    decorated: Any = command
+    for option in reversed(options):
+        decorated = option(decorated)
+        decorated.__click_params__[-1].group = group
+    return decorated
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` shows its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                groups.setdefault(getattr(parameter, "group", _HEADING), []).append(record)
+        for group in sorted(groups, key=_HEADING.__eq__):
+            with formatter.section(group):
+                formatter.write_dl(groups[group])
