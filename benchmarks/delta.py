@@ -40,7 +40,7 @@ from ckpt_codecs.deltas.chunk_parts import split_parts
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chunked import ENTRY
 
 Array = np.ndarray[Any, np.dtype[Any]]

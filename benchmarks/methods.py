@@ -22,7 +22,7 @@ from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chunked import ENTRY
 
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")

@@ -18,7 +18,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.text import printable
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_cli.main import cli
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 
 HERE = Path(__file__).resolve().parent

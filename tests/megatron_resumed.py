@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from ckpt.pipeline import check_complete, check_not_suspicious
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from megatron_jobs.kinds import KINDS
 
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2}

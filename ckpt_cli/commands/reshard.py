@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import inspect, job
-    from ckpt_formats.registry import detect
+    from ckpt_formats.registry.location import detect
 
     work = Job(source, target.path, target.format(detect(source.path).name))
     if dry_run:

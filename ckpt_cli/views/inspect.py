@@ -18,7 +18,7 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
-from ckpt_formats.registry import detect
+from ckpt_formats.registry.location import detect
 from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48

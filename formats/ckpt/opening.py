@@ -7,7 +7,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.rules import read_rules
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 
 
 def open(

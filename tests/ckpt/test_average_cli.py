@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES, ckpt
 
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))

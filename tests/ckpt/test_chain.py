@@ -29,7 +29,9 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder as chain_folder

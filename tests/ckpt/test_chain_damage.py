@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt

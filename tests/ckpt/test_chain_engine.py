@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from engines import launch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from held import contents

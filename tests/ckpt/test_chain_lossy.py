@@ -27,7 +27,8 @@ from ckpt_codecs.registry import DELTA_CODECS
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from damage import UNSUPPORTED, Ran, ckpt
@@ -364,7 +365,7 @@ import sys
 import time
 from pathlib import Path
 import numpy as np
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.core.tensor import read
 
 def logits(path):

@@ -29,7 +29,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chunked import EncodedBlob
 from ckpt_formats.universal.encode_state import CodecChoice, write_coded

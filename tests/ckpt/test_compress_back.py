@@ -17,7 +17,7 @@ from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.torchfile import StorageView, open_file, reading_chunks, write_file
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from damage import BROKEN, SAMPLES, UNSAFE, Ran, ckpt
 from held import contents

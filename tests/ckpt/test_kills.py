@@ -19,7 +19,7 @@ from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
-from ckpt_formats.registry import detect
+from ckpt_formats.registry.location import detect
 from damage import ckpt
 from killing import killed, points, spread
 

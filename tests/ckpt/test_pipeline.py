@@ -32,7 +32,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.safetensors import Safetensors
 from ckpt_formats.engines.torch_save import Torch
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import checkpoint, contents, everything, flip, lay, parameter
 
@@ -256,7 +256,8 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 moves = int(sys.argv[3])
 def moved(done, total):
     global moves

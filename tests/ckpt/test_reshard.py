@@ -27,7 +27,8 @@ from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Value
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES, ckpt
 from effort import examples
 from engines import launch

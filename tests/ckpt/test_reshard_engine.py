@@ -14,7 +14,8 @@ import pytest
 
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from engines import launch
 from engines.cuts import VOCABULARY
 from engines.kinds import KINDS, Kind

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ckpt_cli.views.chain_log import accuracy
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt

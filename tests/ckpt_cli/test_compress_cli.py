@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from damage import BROKEN, NOT_FOUND, OUTPUT, SAMPLES, UNSUPPORTED, Ran, ckpt
 from held import contents, flip

@@ -32,7 +32,8 @@ from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.engines.dcp.objects import ObjectReader
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, TORCHTITAN, StateKeys
 from ckpt_formats.universal import Universal
 from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state

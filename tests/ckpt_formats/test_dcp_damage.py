@@ -19,7 +19,7 @@ from ckpt.job import save as save_checkpoint
 from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.dcp import DCP
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import Ran, ckpt
 from dcp_states import loaded, save, state
 from effort import TIMES

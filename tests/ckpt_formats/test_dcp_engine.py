@@ -23,7 +23,8 @@ from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, StateKeys
 from torch_jobs import launch
 from torch_jobs.kinds import KINDS, TRAININGS, Kind

@@ -29,7 +29,7 @@ from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, read_metadata
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from dcp_states import save
 from held import folder
 

@@ -12,8 +12,9 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
-from ckpt_formats.detection.unread_files import UNREAD
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.registry.unread_files import UNREAD
 
 SAMPLES = sorted(path for path in (Path(__file__).parents[2] / "sample_checkpoints").glob("dcp-*"))
 

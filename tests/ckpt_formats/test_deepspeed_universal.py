@@ -18,7 +18,9 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES, ckpt
 from held import checkpoint, parameter
 

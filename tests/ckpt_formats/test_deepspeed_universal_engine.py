@@ -15,7 +15,8 @@ from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from deepspeed_truth import assert_is_the_truth
 from engines import launch
 from engines.kinds import KINDS, Kind

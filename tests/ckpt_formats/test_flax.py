@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.flax import Flax
-from ckpt_formats.registry import detect
+from ckpt_formats.registry.location import detect
 from damage import SAMPLES, UNSUPPORTED
 from damage import ckpt as command
 from held import SHAPES, array, checkpoint, everything, parameter

@@ -18,7 +18,8 @@ from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.edits import cast
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from universal_reader import ITEMSIZE, TAGS, UniversalReader
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,7 +30,8 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size
 from ckpt_formats.engines.fsdp_ranks import FsdpRanks
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from effort import examples
 from rank_files import edit, rows, spread, write
 

@@ -15,7 +15,9 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from rank_jobs import launch
 from rank_jobs.kinds import KINDS, Kind
 from torch_values import same

@@ -20,7 +20,8 @@ from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import DerivedBlob, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from held import plain
 

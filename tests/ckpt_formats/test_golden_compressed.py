@@ -18,7 +18,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import LEVELS
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chunked import EncodedBlob
 from damage import SAMPLES

@@ -17,7 +17,7 @@ from ckpt_codecs.registry import DELTA_CODECS, delta_from_config
 from ckpt_formats.containers import typed_json
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from damage import SAMPLES, ckpt
 from universal_reader import ChainReader, UniversalReader

@@ -29,7 +29,9 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
 from ckpt_formats.engines.hf import side_files as beside
 from ckpt_formats.engines.hf.parameter_order import numbered_only
-from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from held import bits, checkpoint, flip, parameter
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "float32"}

@@ -27,7 +27,8 @@ from ckpt_formats.core.values import Record
 from ckpt_formats.core.views import LayersBlob
 from ckpt_formats.engines.dcp.metadata import read_metadata
 from ckpt_formats.engines.megatron import MegatronDist
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from effort import examples
 from held import array, bits, boxes, folder, parameter, plain, tensor
 from megatron_models import EACH_FAMILY, args_of, model

@@ -14,7 +14,8 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from megatron_jobs.kinds import KINDS, Kind
 from megatron_jobs.truth import read_truth
 

@@ -12,7 +12,8 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.opening import open_checkpoint
 from held import bits
 from megatron_files import loaded
 from megatron_jobs.launch import resume

@@ -15,7 +15,9 @@ from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint, writable
+from ckpt_formats.registry import writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from effort import examples
 from held import contents, folder, parameter, plain
 from megatron_files import loaded, write

@@ -10,7 +10,8 @@ from ckpt.findings import find_problems
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import BROKEN, ckpt
 
 FOLDER = Path(__file__).parents[2] / "sample_checkpoints"

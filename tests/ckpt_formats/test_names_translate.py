@@ -27,7 +27,7 @@ from ckpt_formats.names.config import CONFIG, of_config, to_config
 from ckpt_formats.names.family import pattern_of
 from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments
 from ckpt_formats.names.to_arguments import to_arguments, updated
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from effort import examples
 from held import HELD, ORIGIN, array, checkpoint, contents, parameter, tensor

@@ -22,7 +22,8 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.torch_save import Torch
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
 from typed_values import values

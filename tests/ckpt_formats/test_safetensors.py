@@ -24,7 +24,8 @@ from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, O
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.safetensors import INDEX, Safetensors
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from held import SHAPES, STORABLE, array, arrays, checkpoint, contents, everything, folder, parameter
 
 EFFORT = Resources(2, 1 << 20)

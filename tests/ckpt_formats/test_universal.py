@@ -29,7 +29,7 @@ from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file

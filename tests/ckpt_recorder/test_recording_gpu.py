@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_recorder import Recorder
 from ckpt_recorder.probe import probe
 from damage import ckpt

@@ -19,7 +19,7 @@ import torch
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES, Ran, ckpt, drop, in_file, put, remove, tree
 from dcp_states import loaded, save
 from rank_files import being, edit, rows

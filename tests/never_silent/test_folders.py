@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import detect, open_checkpoint
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 from damage import BROKEN, NOT_FOUND, SAMPLES, UNSUPPORTED, ckpt
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.arange(2.0)}

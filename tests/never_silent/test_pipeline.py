@@ -30,7 +30,8 @@ from ckpt_formats.core.edits import Cast, Rename, Replace, Select, WeightsOnly
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.layout import Rule
-from ckpt_formats.registry import FORMATS, ONLY_READ, open_checkpoint, writable
+from ckpt_formats.registry import FORMATS, ONLY_READ, writable
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from ckpt_formats.universal.delta_format import Delta
 from ckpt_formats.universal.manifest import Parent

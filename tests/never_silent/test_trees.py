@@ -23,7 +23,7 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import tensor_names
 from ckpt_formats.engines.torch_save import Torch
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from damage import BAD_RULES, NOT_FOUND, UNSUPPORTED, ckpt
 from effort import examples

@@ -23,7 +23,7 @@ from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, brief
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer
 from ckpt_formats.universal import Universal
 from damage import BROKEN, NOT_FOUND, UNSAFE, UNSUPPORTED, Ran, ckpt

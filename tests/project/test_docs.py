@@ -23,7 +23,9 @@ from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import FORMATS, ONLY_READ, detect, format_named, open_checkpoint, writable
+from ckpt_formats.registry import FORMATS, ONLY_READ, format_named, writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.registry import open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import address, members, states
 from ckpt_formats.universal.chain import file as index

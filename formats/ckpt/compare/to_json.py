@@ -8,7 +8,7 @@ from ckpt.compare.groups import grouped, layer_of, role_of
 from ckpt.compare.pairs import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.registry import detect
+from ckpt_formats.registry.location import detect
 
 
 def facts(first: Checkpoint, second: Checkpoint, diff: Diff, by: Sequence[str] = ()) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from ckpt_formats.containers.torchfile.reader import STARTS
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of
+from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.detection.traces import names_in
 from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors

@@ -7,7 +7,6 @@ incomplete checkpoint of that engine.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, Incomplete
 from ckpt_formats.core.files import open_regular
+from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.text import printable
 
 Names = Collection[str]
 
-MAX_NAMES = 200_000
-"""Limit of the entries of a folder that are read."""
 _MAX_FOLDERS = 64
 _MAX_JSON = 1 << 16
 _DEEPSPEED_FILE = re.compile(
@@ -73,15 +71,6 @@ def check_run(path: Path, names: Names) -> None:
             where=printable(str(path)),
             hint="Copy the file of the model, such as model.safetensors, into the folder.",
         )
-
-
-def names_in(path: Path) -> list[str]:
-    """The names in a folder, sorted, at most `MAX_NAMES`; none if it cannot be read."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry, _ in zip(entries, range(MAX_NAMES), strict=False))
-    except OSError:
-        return []
 
 
 def _universal(path: Path, names: Names) -> str | None:

@@ -5,28 +5,17 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from ckpt_formats.core.folders import is_harmless
 from ckpt_formats.core.notices import Notice, Weight
 
 UNREAD = "in the folder of the checkpoint, and not read"
 OTHER_CHECKPOINTS = "other checkpoints of the folder, which are not read"
 
-_HARMLESS = re.compile(
-    r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~)"
-    r"|events\.out\.tfevents\..*|__pycache__"
-    r"|latest|latest_universal|latest_checkpointed_iteration\.txt|zero_to_(fp32|torch)\.py",
-    re.IGNORECASE,
-)
-"""Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
 _NUMBER = re.compile(r"\d+")
 _MAX_ENTRIES = 500_000
 """Limit of the entries of folders that are read."""
 _MAX_UNREAD = 10_000
 """Limit of the names in notices."""
-
-
-def is_harmless(name: str) -> bool:
-    """Whether a file or a folder, by its name, contains no part of a checkpoint."""
-    return _HARMLESS.fullmatch(name) is not None
 
 
 def unread(path: Path, files: Iterable[Path], named: Collection[str] = ()) -> Iterator[Notice]:

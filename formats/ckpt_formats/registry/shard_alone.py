@@ -7,9 +7,9 @@ from pathlib import Path
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_index
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Incomplete, Unsupported
+from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
-from ckpt_formats.detection.traces import names_in
 
 _RANK_FILES = (
     (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),

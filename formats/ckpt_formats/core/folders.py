@@ -1,0 +1,29 @@
+"""Folders: the names of their entries, and what a name tells."""
+
+import os
+import re
+from pathlib import Path
+
+_MAX_NAMES = 200_000
+"""Limit of the entries of a folder that are read."""
+_HARMLESS = re.compile(
+    r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~)"
+    r"|events\.out\.tfevents\..*|__pycache__"
+    r"|latest|latest_universal|latest_checkpointed_iteration\.txt|zero_to_(fp32|torch)\.py",
+    re.IGNORECASE,
+)
+"""Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
+
+
+def names_in(path: Path) -> list[str]:
+    """The names in a folder, sorted, at most `_MAX_NAMES`; none if it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry, _ in zip(entries, range(_MAX_NAMES), strict=False))
+    except OSError:
+        return []
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a file or a folder, by its name, contains no part of a checkpoint."""
+    return _HARMLESS.fullmatch(name) is not None

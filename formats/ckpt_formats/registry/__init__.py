@@ -1,0 +1,55 @@
+"""Formats by name, and the checkpoint at a path. To add a format: write its module, and add its line to `FORMATS`.
+
+The values are import paths, not classes, so that the list of names imports nothing.
+The order is the order of detection: specific formats first.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckpt_formats.core.errors import Unsupported
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.format import Format, WritableFormat
+
+FORMATS: dict[str, str] = {
+    "universal": "ckpt_formats.universal:Universal",
+    "chain": "ckpt_formats.universal.chain.format:ChainFormat",
+    "deepspeed-universal": "ckpt_formats.engines.deepspeed.universal:DeepSpeedUniversal",
+    "megatron": "ckpt_formats.engines.megatron:MegatronDist",
+    "megatron-legacy": "ckpt_formats.engines.megatron:MegatronLegacy",
+    "deepspeed": "ckpt_formats.engines.deepspeed:DeepSpeed",
+    "torchtune": "ckpt_formats.engines.torchtune:Torchtune",
+    "hf": "ckpt_formats.engines.hf:HuggingFace",
+    "fsdp-ranks": "ckpt_formats.engines.fsdp_ranks:FsdpRanks",
+    "dcp": "ckpt_formats.engines.dcp:DCP",
+    "safetensors": "ckpt_formats.engines.safetensors:Safetensors",
+    "flax": "ckpt_formats.engines.flax:Flax",
+    "torch": "ckpt_formats.engines.torch_save:Torch",
+    "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
+}
+ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
+"""Formats that cannot be written. `writable` knows them too, but imports the format to find out."""
+
+
+def format_named(name: str) -> "Format":
+    """The format of this name."""
+    module, _, attribute = FORMATS[name].partition(":")
+    format: Format = getattr(import_module(module), attribute)()
+    return format
+
+
+def writable(name: str, **options: object) -> "WritableFormat":
+    """The format of this name, for writing. Raises `Unsupported` if it can only be read, or lacks an option."""
+    from dataclasses import fields, replace
+
+    from ckpt_formats.core.format import WritableFormat
+
+    format = format_named(name)
+    if not isinstance(format, WritableFormat):
+        raise Unsupported(f"{name} can be read, not written", hint="Convert to `universal`, which holds everything.")
+    known = [field.name for field in fields(format)]
+    listed = ", ".join(known) or "none"
+    if unknown := [option for option in options if option not in known]:
+        raise Unsupported(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
+    return replace(format, **options)

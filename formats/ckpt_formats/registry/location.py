@@ -1,0 +1,127 @@
+"""The checkpoint to which a path leads, and its format."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_formats.core.errors import CkptError, NotFound
+from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.format import Format
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.registry import FORMATS, format_named
+from ckpt_formats.registry.foreign import check_file, check_folder
+from ckpt_formats.registry.parents import find_inside
+from ckpt_formats.registry.traces import check_around, check_run, check_traces
+
+
+class Located(NamedTuple):
+    """A checkpoint, its format, and notices about how it was chosen."""
+
+    path: Path
+    format: Format
+    notices: tuple[Notice, ...] = ()
+
+
+def locate(path: Path) -> Located:
+    """The checkpoint to which a path leads. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
+    if (state := _state_of_chain(path)) is not None:
+        return state
+    _check_there(path)
+    if path.is_file():
+        return Located(path, _of_file(path))
+    format = _of_folder(path)
+    if format is not None:
+        return Located(path, format)
+    inside = find_inside(path, _is_checkpoint)
+    if inside is not None:
+        chosen, notice = inside
+        further = locate(chosen)
+        return Located(further.path, further.format, (notice, *further.notices))
+    raise _unknown(path)
+
+
+def _state_of_chain(path: Path) -> Located | None:
+    """The state of a chain that a path such as `run.chain@1234` names; None for other paths."""
+    if "@" not in path.name:
+        return None
+    from ckpt_formats.universal.chain.address import parse
+    from ckpt_formats.universal.chain.format import ChainFormat
+
+    address = parse(path)
+    return None if address is None else Located(address.run, ChainFormat(address))
+
+
+def detect(path: Path) -> Format:
+    """The format of the checkpoint at this path, or in it. Raises `NotFound`, `Incomplete` or `Unsupported`."""
+    return locate(path).format
+
+
+def _of_file(path: Path) -> Format:
+    check_file(path)
+    format = _first(path)
+    if format is None:
+        raise _not_known(path, "")
+    return format
+
+
+def _of_folder(path: Path) -> Format | None:
+    """The format of a folder; None if it has none. Raises `Incomplete` if it is the rest of another checkpoint."""
+    format, names = _first(path), set(names_in(path))
+    check_traces(path, names, None if format is None else format.name)
+    if format is not None:
+        check_around(path, names, format.name)
+    return format
+
+
+def _first(path: Path) -> Format | None:
+    return next((format for format in map(format_named, FORMATS) if format.detect(path)), None)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this folder is a checkpoint, complete or not."""
+    try:
+        return not path.name.endswith(PARTIAL) and _of_folder(path) is not None
+    except CkptError:
+        return True
+
+
+def _check_there(path: Path) -> None:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise NotFound("there is nothing at this path", where=printable(str(path))) from None
+    except OSError as error:
+        raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
+    if any(part.endswith(PARTIAL) for part in path.absolute().parts):
+        raise NotFound(
+            "not a checkpoint, but the unfinished output of an interrupted run",
+            where=printable(str(path)),
+            hint="Run the same command again to continue, or remove the folder.",
+        )
+
+
+def _unknown(path: Path) -> CkptError:
+    """The error for a folder that no format recognises, which depends on its files."""
+    names = names_in(path)
+    try:
+        check_run(path, names)
+        check_folder(path, names)
+    except CkptError as error:
+        return error
+    return _not_known(path, _listing(path))
+
+
+def _not_known(path: Path, listing: str) -> NotFound:
+    return NotFound(
+        f"not a checkpoint of a known format ({', '.join(FORMATS)}){listing}",
+        where=printable(str(path)),
+        hint="Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`.",
+    )
+
+
+def _listing(path: Path) -> str:
+    try:
+        names = sorted(printable(entry.name) for entry in path.iterdir())
+    except OSError as error:
+        return f"; it cannot be listed: {error.strerror}"
+    return f"; it holds {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else "; it is empty"

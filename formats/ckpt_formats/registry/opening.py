@@ -1,0 +1,81 @@
+"""The index of the checkpoint at a path, with notices about the files next to it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_formats.containers.torchfile import check_repeated
+from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm
+from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.gc_pause import gc_paused
+from ckpt_formats.core.missing_states import check_states
+from ckpt_formats.core.text import printable
+from ckpt_formats.engines.hf.trainer_files import with_run_around
+from ckpt_formats.registry.location import Located, locate
+from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
+from ckpt_formats.registry.traces import check_traces
+from ckpt_formats.registry.unread_files import unread
+
+_OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
+"""Formats of engines: trainers of Hugging Face's save files of their own next to them."""
+_MAX_FOLDERS = 16
+"""How many folders of a checkpoint are searched for traces of another engine."""
+_OURS = ("universal", "chain")
+"""Formats of ours: their files state the original format."""
+
+
+@gc_paused()
+def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
+    """The index of the checkpoint at a path, of any format. Reads headers only.
+
+    Its notices name files in its folder that are not read. Raises subclasses of `CkptError`.
+    """
+    if is_file := path.is_file():
+        check_alone(path)
+    located = locate(path)
+    format = located.format
+    checkpoint = identified(lambda: _read(located, options or ReadOptions()))
+    _check_folders(checkpoint, located)
+    check_whole_of_meta(checkpoint)
+    written = [
+        checkpoint.extras,
+        [group.options for group in checkpoint.groups],
+        [p.values for p in checkpoint.parameters.values()],
+    ]
+    check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
+    notices = (*located.notices, *checkpoint.notices)
+    if format.name not in _OURS:
+        notices = (
+            *notices,
+            *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
+        )
+    if is_file:
+        notices = (*notices, *parts_unread(path))
+    elif format.name not in _OURS:
+        named = {name for notice in notices for name in notice.names}
+        notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
+    used = options or ReadOptions()
+    shapes = None if used.shapes is None else used.shapes.history
+    opened = Opened(path, (used.rules, used.order, used.orders, shapes))
+    identities = {} if used.shapes is None else used.shapes.identities
+    checkpoint = replace(
+        checkpoint, notices=notices, history=(opened,), identities={**identities, **checkpoint.identities}
+    )
+    if format.name in _OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
+        return checkpoint
+    return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
+
+
+def _read(located: Located, options: ReadOptions) -> Checkpoint:
+    """The checkpoint, with the files that a trainer saved next to it."""
+    checkpoint = located.format.read(located.path, options)
+    of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
+    return with_run_around(checkpoint, located.path) if of_engine else checkpoint
+
+
+def _check_folders(checkpoint: Checkpoint, located: Located) -> None:
+    """Raise `Incomplete` if files were read from a folder with traces of another engine."""
+    folders = dict.fromkeys(shard.path.parent for shard in checkpoint.files)
+    for folder in [folder for folder in folders if folder != located.path][:_MAX_FOLDERS]:
+        if folder.is_relative_to(located.path):
+            check_traces(folder, set(names_in(folder)), located.format.name)
