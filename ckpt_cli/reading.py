@@ -37,6 +37,11 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
     if accept_suspicious:
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
+    return noted(checkpoint)
+
+
+def noted(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)
     return checkpoint
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
     from pathlib import Path
 
+    from ckpt_cli.reading import open_source
     from ckpt_cli.views.verify import verify
 
-    if not verify(Path(path), options, resources, replay, as_json):
+    if not verify(Path(path), lambda: open_source(path, options), resources, replay, as_json):
         raise SystemExit(20)

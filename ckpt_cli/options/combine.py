@@ -52,10 +52,11 @@ def averaged(command: F) -> F:
         **arguments: Any,
     ) -> Any:
         from ckpt.combine import average
+        from ckpt_cli.reading import noted
 
         numbers = _weights(len(checkpoints), weights, ema)
         selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
-        return command(*args, source=_noted(average(selected, numbers)), **arguments)
+        return command(*args, source=noted(average(selected, numbers)), **arguments)
 
     grouped = with_options(combined, _WEIGHTS, _EMA, only, skip, group="Average")
     return cast(F, source("checkpoints", several="CHECKPOINT...")(grouped))
@@ -67,10 +68,11 @@ def merged_lora(command: F) -> F:
     @wraps(command)
     def combined(*args: Any, model: "Checkpoint", adapter: "Checkpoint", scale: float, **arguments: Any) -> Any:
         from ckpt.combine import merge_lora
+        from ckpt_cli.reading import noted
 
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
-        return command(*args, source=_noted(merge_lora(model, adapter, scale)), **arguments)
+        return command(*args, source=noted(merge_lora(model, adapter, scale)), **arguments)
 
     grouped = with_options(combined, _SCALE, group="Merge")
     return cast(F, source("model", "adapter")(grouped))
@@ -91,11 +93,3 @@ def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None)
     if weights is not None and math.fsum(weights) <= 0:
         raise click.UsageError("the sum of --weights must be above zero.")
     return None if weights is None else list(weights)
-
-
-def _noted(checkpoint: "Checkpoint") -> "Checkpoint":
-    """The checkpoint; its notices become notes."""
-    from ckpt_cli import notes
-
-    notes.note(*checkpoint.notices)
-    return checkpoint

@@ -1,6 +1,7 @@
 """`ckpt verify`: check a checkpoint or a chain, or the files of one that cannot be opened."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.reading import open_source
 from ckpt_cli.views import report
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Corrupt, Incomplete
-from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.encoded import uses_codecs
@@ -22,23 +22,25 @@ from ckpt_formats.universal.encoded import uses_codecs
 _MAX_STEPS = 10
 
 
-def verify(path: Path, options: ReadOptions, resources: Resources, replay: bool, as_json: bool) -> bool:
+def verify(
+    path: Path, open_checkpoint: Callable[[], Checkpoint], resources: Resources, replay: bool, as_json: bool
+) -> bool:
     """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    With `replay`, the logged steps of a chain are repeated, and compared with the run.
+    `open_checkpoint` is called if the path is not a chain. With `replay`, the logged steps of a chain are repeated,
+    and compared with the run.
     """
     started = time.monotonic()
     try:
         if (path / index.NAME).is_file():
             return _verify_chain(path, resources, replay, as_json)
-        return _verify(path, options, resources, as_json)
+        return _verify(open_checkpoint(), resources, as_json)
     except (Corrupt, Incomplete) as error:
         report.unreadable(path, error, survey(path, error, resources), time.monotonic() - started, as_json)
         return False
 
 
-def _verify(path: Path, options: ReadOptions, resources: Resources, as_json: bool) -> bool:
-    checkpoint = open_source(str(path), options)
+def _verify(checkpoint: Checkpoint, resources: Resources, as_json: bool) -> bool:
     notes.flush()
     if uses_codecs(checkpoint):
         load_kernels()

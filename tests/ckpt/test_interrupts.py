@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ckpt.interrupts import deferred_interrupts, interruptible
+from ckpt.pipeline.interrupts import deferred_interrupts, interruptible
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -149,7 +149,7 @@ def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_
 
 def _interrupted(source: Path, target: Path, kept: Path) -> None:
     """Leave in `kept` what a run that was killed before its last step would: every part, and the whole journal."""
-    from ckpt import staging
+    from ckpt.pipeline import staging
 
     def killed(self: staging.Staging, product: str | None) -> None:
         shutil.copytree(self.folder, kept)

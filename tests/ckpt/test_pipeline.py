@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.executors import run_tasks
 from ckpt.job import save
 from ckpt.pipeline import Resources, Result, check_complete, plan
-from ckpt.staging import staging
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.staging import staging
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group
 from ckpt_formats.core.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
 from ckpt_formats.core.format import FilePlan, Format, ReadOptions, Receipt, WritableFormat

@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.staging import staging
+from ckpt.pipeline.staging import staging
 from ckpt_formats.core.errors import Corrupt, NotFound
 from ckpt_formats.core.files import (
     Evidence,

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from ckpt import compare as differences
-from ckpt import staging
-from ckpt.pipeline import job_id
+from ckpt.pipeline import job_id, staging
 from ckpt.rename import UseNames, use_names
 from ckpt_cli.views import verify as verification
 from ckpt_codecs.registry import parse_delta
@@ -258,7 +257,7 @@ def test_a_kernel_without_the_call_publishes_all_the_same(
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-from ckpt import staging
+from ckpt.pipeline import staging
 from ckpt_cli.main import run
 left = [{nth}]
 def reached(point):

@@ -9,9 +9,9 @@ from itertools import accumulate
 from ckpt import estimate as alone
 from ckpt import sizes as savings
 from ckpt.chains.write import DeltaPolicy
-from ckpt.executors import run_tasks
 from ckpt.job import load_kernels
 from ckpt.pipeline import Resources
+from ckpt.pipeline.executors import run_tasks
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.files import Reader

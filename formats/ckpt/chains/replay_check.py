@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.executors import run_tasks
 from ckpt.findings import Finding
 from ckpt.pipeline import CountBytes, Resources
+from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt import pipeline
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
-from ckpt.staging import check_target, staging_folder
+from ckpt.pipeline.staging import check_target, staging_folder
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat

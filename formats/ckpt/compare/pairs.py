@@ -13,9 +13,9 @@ from typing import Literal
 
 from ckpt.compare.sums import DiffSums, diff_sums
 from ckpt.compare.values import values
-from ckpt.executors import run_tasks
-from ckpt.interrupts import interruptible
 from ckpt.pipeline import CountBytes, Resources
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.files import Reader

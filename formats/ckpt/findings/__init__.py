@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from ckpt.executors import run_tasks
-from ckpt.interrupts import interruptible
 from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError

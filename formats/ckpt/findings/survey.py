@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckpt.executors import run_tasks
 from ckpt.findings import Finding
 from ckpt.pipeline import Resources
+from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.safetensors import read_header
 from ckpt_formats.containers.torchfile import open_file

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt import staging as points
-from ckpt.executors import run_tasks
-from ckpt.interrupts import deferred_interrupts, raise_if_interrupted
-from ckpt.staging import Staging, check_target, staging, sweep
+from ckpt.pipeline import staging as points
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
+from ckpt.pipeline.staging import Staging, check_target, staging, sweep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
