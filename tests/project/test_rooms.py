@@ -1,0 +1,34 @@
+"""The structure of the packages: how many rooms each has, and how many arrows lead from room to room."""
+
+import grimp
+import pytest
+
+LIMITS = {
+    "ckpt_cli": (8, 11),
+    "ckpt": (11, 16),
+    "ckpt_formats": (8, 15),
+    "ckpt_codecs": (13, 51),
+}
+"""Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*LIMITS, cache_dir=None)
+
+
+@pytest.mark.parametrize("package", LIMITS)
+def test_rooms_and_arrows(graph: grimp.ImportGraph, package: str) -> None:
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    rooms = graph.find_children(package)
+    arrows = {
+        (room(importer), room(imported))
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+        if {room(importer), room(imported)} <= rooms and room(importer) != room(imported)
+    }
+    max_rooms, max_arrows = LIMITS[package]
+    assert len(rooms) <= max_rooms, sorted(rooms)
+    assert len(arrows) <= max_arrows, sorted(arrows)
