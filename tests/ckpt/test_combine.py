@@ -18,7 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.combine import average, ema_weights, matmul_in_order, merge_lora, merged_blob, round_once
+from ckpt.combine import average, ema_weights, merge_lora
+from ckpt.combine.merged_blob import matmul_in_order, merged_blob
+from ckpt.combine.rounding import round_once
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter
@@ -160,7 +162,7 @@ def test_average_is_the_float64_mean_rounded_once(name: str, weights: list[float
 
 
 def test_average_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.combine._BLOCK", 100)
+    monkeypatch.setattr("ckpt.combine.average_blob._BLOCK", 100)
     rng = np.random.default_rng(2)
     arrays = [random_values(rng, DTYPES["bfloat16"], (9, 13, 11)) for _ in range(4)]
     sizes: list[int] = []
@@ -230,9 +232,9 @@ def test_models_must_have_the_same_names_shapes_and_kinds() -> None:
         average([checkpoint({"w": one}), checkpoint({"w": one, "x": one}, name="b")])
     with pytest.raises(Unsupported, match=r"w \[4\] instead of \[3\]"):
         average([checkpoint({"w": one}), checkpoint({"w": two}, name="b")])
-    with pytest.raises(Unsupported, match="other kinds of elements"):
+    with pytest.raises(Unsupported, match="other element types"):
         average([checkpoint({"w": one}), checkpoint({"w": one.astype(np.int32)}, name="b")])
-    with pytest.raises(Unsupported, match="other kinds of elements"):
+    with pytest.raises(Unsupported, match="other element types"):
         average([checkpoint({"w": one.astype(np.int32)}), checkpoint({"w": one}, name="b")])
 
 
@@ -348,8 +350,8 @@ def test_the_product_is_that_of_fused_multiply_adds_in_order() -> None:
 def test_blocks_of_a_merged_weight_do_not_depend_on_the_cut(
     monkeypatch: pytest.MonkeyPatch, name: str, dora: bool, transposed: bool, block: int
 ) -> None:
-    monkeypatch.setattr("ckpt.combine._BLOCK", block)
-    monkeypatch.setattr("ckpt.combine._TILE", 16)
+    monkeypatch.setattr("ckpt.combine.merged_blob._BLOCK", block)
+    monkeypatch.setattr("ckpt.combine.merged_blob._TILE", 16)
     rng = np.random.default_rng(5)
     out, rank, inner = 23, 6, 31
     weight = rng.standard_normal((inner, out) if transposed else (out, inner)).astype(DTYPES[name])
@@ -392,7 +394,7 @@ def test_blocks_of_a_merged_convolution_do_not_depend_on_the_cut(monkeypatch: py
     norms = np.linalg.norm(full.reshape(5, -1), axis=1)
     magnitude = ArrayBlob((2 * norms).reshape(1, 5, 1, 1))
     assert np.allclose(read(blob(magnitude)), 2 * full, rtol=1e-6)
-    monkeypatch.setattr("ckpt.combine._BLOCK", 5)
+    monkeypatch.setattr("ckpt.combine.merged_blob._BLOCK", 5)
     assert bits(read(blob())) == bits(full)
     for box in (Box((1, 0, 0, 0), (4, 4, 3, 2)), Box((0, 1, 1, 1), (5, 3, 3, 2)), Box((4, 3, 2, 1), (5, 4, 3, 2))):
         assert bits(read(blob().crop(box))) == bits(full[box.index])

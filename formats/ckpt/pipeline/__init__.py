@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.pipeline import staging as points
+from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
-from ckpt.pipeline.staging import Staging, check_target, staging, sweep
+from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
@@ -100,7 +100,7 @@ def write(
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
     sweep(target.parent)
-    with staging(target, resources.locks) as stage, deferred_interrupts() as stop:
+    with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
@@ -110,14 +110,14 @@ def write(
             for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
                 stage.note(receipt)
                 done[receipt.file] = receipt
-                points.reached("journalled")
+                staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
             checksums = _verify_seals(receipts, identities)
-            points.reached("settled")
+            staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
-            points.reached("committed")
+            staging.reached("committed")
             check_unchanged(identities)
             stage.publish(plan.single_file)
         except OSError as error:
@@ -208,7 +208,7 @@ def _write_all(
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
-        points.reached("written")
+        staging.reached("written")
         stage.flush(receipt)  # now, while the other workers continue, not all at the end
         return receipt
 

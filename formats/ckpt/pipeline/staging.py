@@ -140,7 +140,7 @@ class Staging:
 
 
 @contextmanager
-def staging(target: Path, locks: bool = True) -> Iterator[Staging]:
+def open_staging(target: Path, locks: bool = True) -> Iterator[Staging]:
     """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
     folder = staging_folder(target)
     with locked_folder(folder, target, locks):

@@ -1,0 +1,10 @@
+"""Checkpoints computed from several others: the average of weights, and a model with a LoRA adapter merged into it.
+
+The results are indexes, like those of all edits: a tensor is computed when it is read, block by block.
+What a block's values are does not depend on how the tensor is cut into blocks.
+"""
+
+from ckpt.combine.average import Average, average, ema_weights
+from ckpt.combine.lora import MergeLora, merge_lora
+
+__all__ = ["Average", "MergeLora", "average", "ema_weights", "merge_lora"]

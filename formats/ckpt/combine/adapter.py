@@ -1,0 +1,123 @@
+"""A LoRA adapter of PEFT: its configuration and its tensors, sorted."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt.combine.sources import some_names
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
+
+_ADAPTER_CONFIG = "hf/adapter_config.json"
+_LORA_NAME = re.compile(
+    r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
+)
+_PREFIX = "base_model.model."
+BASE_LAYER = ".base_layer."
+_USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out"}
+_USED |= {"modules_to_save", "bias", "init_lora_weights"}
+_WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"}
+_WITHOUT_EFFECT |= {"layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"}
+_WITHOUT_EFFECT |= {"revision", "runtime_config", "target_modules", "task_type", "eva_config"}
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initial values of adapters which leave the model's own weights as they are. PiSSA, OLoRA, LoftQ and others do not."""
+MODEL_TYPES = ("float16", "bfloat16", "float32", "float64")
+Update = dict[str, Tensor]
+"""The tensors of one low-rank update by kind, such as `lora_A`: (rank, in...), (out, rank, 1...), and magnitudes."""
+
+
+def adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
+    """The adapter's configuration. Raises `Unsupported` if it has options that are not known to leave weights alone."""
+    config = adapter.extras.get(_ADAPTER_CONFIG)
+    if not isinstance(config, dict):
+        raise NotFound("there is no adapter_config.json", where=adapter.path, hint="Name the folder of a PEFT adapter.")
+    if config.get("peft_type") != "LORA":
+        raise refusal(adapter, f"adapters of the type {shown(config.get('peft_type'))} are not merged, only LORA")
+    initial = config.get("init_lora_weights", True)
+    if not any(initial is value or (isinstance(initial, str) and initial == value) for value in _INITIAL):
+        raise refusal(
+            adapter,
+            f"`init_lora_weights` is {shown(initial)}: this method changes the model's own weights before training",
+            "PEFT can save such an adapter as a plain one: see `path_initial_model_for_weight_conversion`.",
+        )
+    unknown = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
+    if unknown:
+        raise refusal(adapter, f"options of the adapter which are not supported: {some_names(unknown)}")
+    return config
+
+
+def adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, Update], dict[str, Tensor]]:
+    """Low-rank updates by module, and full tensors by name; both as PEFT names them, without its prefix."""
+    updates: dict[str, Update] = {}
+    full: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    for stored, parameter in adapter.parameters.items():
+        if parameter.role == "extra":
+            continue
+        name = stored.removeprefix(_PREFIX)
+        match = _LORA_NAME.fullmatch(name)
+        if match is not None:
+            updates.setdefault(match["module"], {})[match["kind"]] = parameter.weight
+        elif ".lora_" in name or ".modules_to_save." in name or ".token_adapter." in name:
+            unknown.append(stored)
+        else:
+            full[name] = parameter.weight
+    if unknown:
+        bias = " (the adapter was trained with `lora_bias`)" if any(n.endswith("lora_B.bias") for n in unknown) else ""
+        raise refusal(adapter, f"{len(unknown)} tensors of the adapter are not known: {some_names(unknown)}{bias}")
+    if not updates and not full:
+        raise Incomplete("the adapter holds no tensors", where=adapter.path)
+    return updates, full
+
+
+@dataclass(frozen=True)
+class PrefixChange:
+    """How names of the adapter become names of the model: without the prefix `drop`, with the prefix `add`."""
+
+    drop: str = ""
+    add: str = ""
+
+    def __call__(self, name: str) -> str:
+        return self.add + name.removeprefix(self.drop)
+
+
+def prefix_change(
+    adapter: Checkpoint, updates: Mapping[str, Update], full: Mapping[str, Tensor], base: Checkpoint
+) -> PrefixChange:
+    """The one change of prefixes by which the model has all weights that the adapter changes.
+
+    A model with a head may lack the prefix of its inner model, or the other way round (`transformer.h.0`, `h.0`).
+    Raises `Incomplete` if there is no such change, `Unsupported` if there are several.
+    """
+    weights = [f"{module}.weight" for module in updates] or [name.replace(BASE_LAYER, ".") for name in full]
+    names = {*base.parameters, *base.aliases}
+    first = weights[0].partition(".")[0] + "."
+    added = {name.removesuffix(weights[0]) for name in names if name.endswith(f".{weights[0]}")}
+    for changes in ([PrefixChange()], [PrefixChange(drop=first)], [PrefixChange(add=add) for add in sorted(added)]):
+        fitting = [change for change in changes if all(change(weight) in names for weight in weights)]
+        if len(fitting) > 1:
+            candidates = [change(weights[0]) for change in fitting]
+            raise refusal(
+                adapter, f"`{printable(weights[0])}` could be several weights of the model: {some_names(candidates)}"
+            )
+        if fitting:
+            return fitting[0]
+    if not updates:
+        return PrefixChange()
+    absent = [weight for weight in weights if weight not in names]
+    raise Incomplete(
+        f"it has no weights for {len(absent)} modules of the adapter: {some_names(absent)}",
+        where=base.path,
+        hint="Is this the model that the adapter was trained for?",
+    )
+
+
+def refusal(adapter: Checkpoint, message: str, hint: str = "Merge it with PEFT's own merge_and_unload().") -> CkptError:
+    return Unsupported(message, where=adapter.path, hint=hint)
+
+
+def shown(value: Value) -> str:
+    return printable(repr(value)[:60])

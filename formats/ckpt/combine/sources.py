@@ -1,0 +1,89 @@
+"""What averages and merges share: the weights of their sources, with files, checksums and notices."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import overload
+
+from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import TensorName, Value
+from ckpt_formats.engines.hf.folder import is_training_file
+from ckpt_formats.engines.hf.side_files import PREFIX as _HF
+
+_CONFIG = "hf/config.json"
+_NAMES_IN_ERRORS = 3
+
+
+def model_of(source: Checkpoint) -> Checkpoint:
+    """The weights alone, with the files of a model of Hugging Face's: its configuration and tokenizer."""
+    model = source.weights_only()
+    files = {
+        key: value
+        for key, value in source.extras.items()
+        if key.startswith(_HF) and not is_training_file(key.removeprefix(_HF))
+    }
+    named = {value.name for value in files.values() if isinstance(value, TensorName)}
+    tensors = {name: source.parameters[name] for name in named & source.parameters.keys()}
+    return replace(model, extras={**model.extras, **files}, parameters={**model.parameters, **tensors})
+
+
+def holder(model: Checkpoint, name: str) -> str:
+    """The name of the parameter that has the values of `name`, which may be tied to it."""
+    return name if name in model.parameters else model.aliases[name]
+
+
+def some_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_IN_ERRORS:,} more" if len(names) > _NAMES_IN_ERRORS else ""
+    return ", ".join(map(printable, names[:_NAMES_IN_ERRORS])) + more
+
+
+def dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:
+    """Notices: the optimizers' states are dropped; the weights are approximate."""
+    every = (item for source in sources for item in source.tensors() if item[0].role != "extra")
+    states = dict.fromkeys(state for parameter, state, tensor in every if tensor is not parameter.weight)
+    if states or any(source.groups for source in sources):
+        yield Notice(
+            "only weights are combined; the optimizer's states are not in the result", tuple(states), Weight.LOST
+        )
+    if any(source.errors for source in sources):
+        yield Notice("some of the weights are approximate: they were coded with loss", weight=Weight.UNSURE)
+
+
+def all_files(models: Sequence[Checkpoint]) -> tuple[SourceFile, ...]:
+    """The files of all checkpoints, each once."""
+    return tuple({file.path: file for model in models for file in model.files}.values())
+
+
+class AllSeals(Sequence[Seal]):
+    """The checksums of several checkpoints. They are evaluated when they are needed: some must be read from files."""
+
+    def __init__(self, models: Sequence[Checkpoint]) -> None:
+        self._parts = tuple(model.seals for model in models)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[Seal]:
+        return chain.from_iterable(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Seal: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Seal]: ...
+    def __getitem__(self, index: int | slice) -> Seal | Sequence[Seal]:
+        return tuple(self)[index]
+
+
+def untied_config(extras: Mapping[str, Value]) -> dict[str, Value]:
+    """The extras with a model configuration that ties no embeddings."""
+    config = extras.get(_CONFIG)
+    if not isinstance(config, dict):
+        return dict(extras)
+    config = {**config, "tie_word_embeddings": False}
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and "tie_word_embeddings" in inner:
+        config["text_config"] = {**inner, "tie_word_embeddings": False}
+    return {**extras, _CONFIG: config}
