@@ -99,7 +99,7 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     for fragment in tensor.fragments:
         blob = fragment.blob
         if isinstance(blob, EncodedBlob):
-            nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
+            nbytes, name = nbytes + blob.store.stored.nbytes, blob.store.codec.name
         elif isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
             nbytes, name = nbytes + _share(blob, delta), f"{delta.codec.name} (delta)"
         elif isinstance(blob, DerivedBlob):
@@ -113,7 +113,7 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
 def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
     """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
     full = sum(dtype.itemsize for dtype in delta.form.values())
-    return round(delta.nbytes * blob.dtype.itemsize / full)
+    return round(delta.stored.nbytes * blob.dtype.itemsize / full)
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

@@ -4,6 +4,10 @@ import builtins
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt_formats.core.geometry import Box, Shape, flat_ends
 
@@ -66,3 +70,29 @@ class Chunking:
         """The numbers of the chunks among which all are that hold an element of a block of the tensor."""
         first, last = flat_ends(box, self.shape)
         return range(first // self.chunk_size, (last - 1) // self.chunk_size + 1) if box.size else range(0)
+
+
+def chunk_counts(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """How many chunks tensors have by `Chunking.default`: (tensors,) int64.
+
+    ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`, the sizes of all dimensions.
+    Sizes of tensors must be below 2**62.
+    """
+    counts = np.zeros(len(ranks), np.int64)
+    begins = np.cumsum(ranks, dtype=np.int64) - ranks
+    for rank in np.unique(ranks).tolist():
+        rows = np.flatnonzero(ranks == rank)
+        shapes = dims[begins[rows, None] + np.arange(rank)].astype(np.int64)
+        widths = np.cumprod(shapes[:, ::-1], axis=1)[:, ::-1] if rank else np.ones((len(rows), 1), np.int64)
+        inner, size = widths[:, 1:], widths[:, 0]
+        fits = (inner > 1) & (inner <= _MAX_WIDTH)
+        chunk = np.full(len(rows), DEFAULT_ELEMENTS)
+        if inner.shape[1]:
+            last = inner[:, -1]
+            chunk = np.where(
+                (last > 1) & (last <= DEFAULT_ELEMENTS), DEFAULT_ELEMENTS // np.maximum(last, 1) * last, chunk
+            )
+            width = inner[np.arange(len(rows)), fits.argmax(axis=1)]
+            chunk = np.where(fits.any(axis=1), DEFAULT_ELEMENTS // np.maximum(width, 1) * width, chunk)
+        counts[rows] = -(-size // chunk)
+    return counts

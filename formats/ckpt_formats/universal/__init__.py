@@ -1,47 +1,68 @@
-"""The universal format: one safetensors file per parameter, and a manifest written last. See docs/format.md."""
+"""The universal format: states in packs, which are safetensors files, an index, and a manifest. See docs/format.md."""
 
+import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete
-from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.files import Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import file_stem, printable
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
-from ckpt_formats.universal import manifest, parameter_file
-from ckpt_formats.universal import read_states as stored_states
+from ckpt_formats.universal import columns, manifest
+from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.delta_plan import DeltaBase
-from ckpt_formats.universal.entry import ParameterEntry, entry_json, entry_of
-from ckpt_formats.universal.lineage import lineage
-from ckpt_formats.universal.manifest import Manifest, Parent
+from ckpt_formats.universal.index import TYPES, Index, index_of, join
+from ckpt_formats.universal.lineage import Ancestor, lineage
+from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
+from ckpt_formats.universal.pack import check_storable, write_pack
+from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
+from ckpt_formats.universal.tables import Tables
+
+PACK_NBYTES = 64 << 20
+"""Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
 
 
 @dataclass(frozen=True)
-class StatesContent:
-    """How the states of a parameter are to be stored."""
+class DeltaContent:
+    """How a parameter is to be stored as a delta."""
 
-    encoding: EncodingOptions | None = None
-    """How values are encoded; None: they are stored as they are."""
-    codec: Mapping[str, Any] | None = None
-    """The configuration of a delta codec; None: the states are stored without a parent."""
+    earlier: Parameter | None
+    """The parent's parameter of the same name; None for one that needs no parent."""
+    codec: Mapping[str, Any]
+    """The configuration of the delta codec."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """What is known of the steps from the parent to this state: the fields of `StepInfo`."""
 
 
+@dataclass(frozen=True)
+class PackContent:
+    """How the states of the parameters of a pack are to be stored."""
+
+    number: int
+    encoding: EncodingOptions | None = None
+    """How values are encoded; None: they are stored as they are."""
+    deltas: Mapping[str, DeltaContent] = field(default_factory=dict)
+    """The parameters that are stored as deltas, by name."""
+    errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
+    """The figures of states that are approximate already, by parameter and state."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Universal(WritableFormat):
-    """The universal format: one file for each parameter with all its states, and a manifest."""
+    """The universal format: states in packs of safetensors, an index of columns, and a manifest."""
 
     name = "universal"
-    summary = "one safetensors file per parameter with all its states, and a JSON manifest"
+    summary = "all states in safetensors files of about 64 MiB, an index, and a JSON manifest"
     needs_model = False
 
     codec: str | None = None
@@ -52,6 +73,8 @@ class Universal(WritableFormat):
     """Whether encoded values are decoded and compared before they are stored."""
     content: str | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
+    pack_nbytes: int = PACK_NBYTES
+    """Bytes of values after which a new pack begins. A parameter is never divided."""
 
     @property
     def parent(self) -> Parent | None:
@@ -70,14 +93,11 @@ class Universal(WritableFormat):
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         ancestors = lineage(path)
-        stated, parameters = ancestors[-1].manifest, dict[str, Parameter]()
+        stated = ancestors[-1].manifest
+        parameters: Mapping[str, Parameter] = {}
         for ancestor in ancestors:
-            parameters = {
-                entry.name: _parameter(ancestor.folder, entry, parameters.get(entry.name)) for entry in ancestor.entries
-            }
-        stored = [(ancestor.folder / entry.file, entry) for ancestor in ancestors for entry in ancestor.entries]
-        states = {(entry.name, name): state for entry in stated.entries for name, state in entry.states.items()}
-        errors = {key: state.error for key, state in states.items() if state.error is not None}
+            parameters = StoredParameters(ancestor.folder, ancestor.manifest.entries, ancestor.names, parameters)
+        errors = state_errors(stated.entries)
         return Checkpoint(
             path,
             stated.origin,
@@ -85,105 +105,118 @@ class Universal(WritableFormat):
             stated.groups,
             stated.extras,
             stated.aliases,
-            tuple(SourceFile(file, entry.nbytes, entry.role) for file, entry in stored),
-            tuple(seal for file, entry in stored for seal in stored_states.seals(file, entry)),
+            tuple(file for ancestor in ancestors for file in _files(ancestor)),
+            StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
             _notices(errors),
-            digests={
-                key: hash_number(state.values)
-                for key, state in states.items()
-                if state.chunk is not None or (state.codec is None and state.offset is None)
-            },
+            digests=StateDigests(stated.entries),
             errors=errors,
             original=stated.original,
         )
 
     def plan(self, source: Checkpoint) -> Plan:
         for parameter in source.parameters.values():
-            parameter_file.check_storable(parameter)
-        content = StatesContent(self.encoding)
-        return Plan(
-            tuple(
-                FilePlan(f"{_folder(parameter)}/{file_stem(name)}.safetensors", (parameter,), content)
-                for name, parameter in source.parameters.items()
-            )
-        )
+            check_storable(parameter)
+        packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
+        return Plan(tuple(self._pack(number, parameters, source) for number, parameters in packs))
 
-    def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        assert isinstance(part.content, StatesContent)
-        return self._write(folder, part, transfer, part.content.encoding, None)
+    def _pack(self, number: int, parameters: tuple[Parameter, ...], source: Checkpoint) -> FilePlan:
+        keys = ((p.name, state) for p in parameters for state in p.states) if source.errors else ()
+        errors = {key: source.errors[key] for key in keys if key in source.errors}
+        return FilePlan(pack_file(number), parameters, PackContent(number, self.encoding, errors=errors))
 
-    def _write(
-        self,
-        folder: Path,
-        part: FilePlan,
-        transfer: Transfer,
-        coding: EncodingOptions | None,
-        against: DeltaBase | None,
-    ) -> Receipt:
-        parameter = part.parameters[0]
-        (folder / part.file).parent.mkdir(exist_ok=True)
-        entry = parameter_file.write_parameter(folder, part.file, parameter, transfer, coding, against)
-        file_seals = tuple(
-            replace(seal, path=Path(part.file)) for seal in stored_states.seals(folder / part.file, entry)
-        )
-        return Receipt(part.file, entry.nbytes, file_seals, entry_json(entry), transfer.reader.evidence())
+    def bases(self, file: FilePlan, transfer: Transfer) -> dict[str, DeltaBase]:
+        """What the parameters of a pack are to be encoded against, by name."""
+        return {}
+
+    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+        content = file.content
+        assert isinstance(content, PackContent)
+        path = folder / file.file
+        path.parent.mkdir(exist_ok=True)
+        bases = self.bases(file, transfer)
+        written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
+        pack, index = written.pack, index_of(written.entries)
+        header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
+        data_nbytes = pack.nbytes - pack.header_nbytes
+        data = Seal(Path(file.file), pack.header_nbytes, data_nbytes, "xxh3-128", written.data, "data")
+        entry = {
+            "pack": [pack.nbytes, pack.header_nbytes, pack.header],
+            "index": base64.b64encode(index.dump()).decode(),
+            "tables": index.tables.to_json(),
+        }
+        return Receipt(file.file, pack.nbytes, (header, data), entry, transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        entries = tuple(_with_source_errors(entry_of(receipt.entry, folder), source.errors) for receipt in receipts)
-        needs_parent = any(entry.delta is not None and entry.delta.parent_states for entry in entries)
+        check = FieldReader(folder)
+        indexes = [
+            Index(
+                columns.load(base64.b64decode(receipt.entry["index"]), TYPES, folder),
+                Tables.of_json(receipt.entry["tables"], check),
+            )
+            for receipt in receipts
+        ]
         result = Manifest(
             source.origin,
-            entries,
+            join(indexes),
+            tuple(Pack(*receipt.entry["pack"]) for receipt in receipts),
             source.groups,
             source.aliases,
             source.extras,
             WRITTEN_BY,
-            self.parent if needs_parent else None,
+            None,
             source.original,
         )
+        if result.entries.with_deltas():
+            result = replace(result, parent=self.parent)
         if self.content not in (None, result.content):
             raise _changed(result, source)
+        data = result.entries.dump()
+        (folder / manifest.INDEX).write_bytes(data)
         draft = folder / f"{manifest.NAME}.tmp"
-        draft.write_bytes(manifest.dump(result))
+        draft.write_bytes(manifest.dump(result, data))
         os.replace(draft, folder / manifest.NAME)
 
 
-def _parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None) -> Parameter:
-    path = folder / entry.file
-    try:
-        nbytes = path.stat().st_size
-    except FileNotFoundError:
-        raise Incomplete(f"the file of `{entry.name}` is missing", where=path) from None
-    except OSError as error:
-        raise unreadable(error, path) from error
-    if nbytes != entry.nbytes:
-        raise Corrupt(f"the file of `{entry.name}` has {nbytes} bytes, the manifest says {entry.nbytes}", where=path)
-    return Parameter(entry.name, entry.role, stored_states.read_states(path, entry, parent), entry.values)
+def _packs(parameters: Any, limit: int) -> Iterator[tuple[Parameter, ...]]:
+    """Parameters in their order, cut where a pack has reached `limit` bytes of values."""
+    pack, nbytes = list[Parameter](), 0
+    for parameter in parameters:
+        if pack and nbytes + parameter.nbytes > limit:
+            yield tuple(pack)
+            pack, nbytes = [], 0
+        pack.append(parameter)
+        nbytes += parameter.nbytes
+    if pack:
+        yield tuple(pack)
+
+
+def _files(ancestor: Ancestor) -> Iterator[SourceFile]:
+    """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
+    for number, pack in enumerate(ancestor.manifest.packs):
+        path = ancestor.folder / pack_file(number)
+        try:
+            nbytes = path.stat().st_size
+        except FileNotFoundError:
+            raise Incomplete("a pack of the checkpoint is missing", where=path) from None
+        except OSError as error:
+            raise unreadable(error, path) from error
+        if nbytes != pack.nbytes:
+            raise Corrupt(f"the pack has {nbytes} bytes, the manifest says {pack.nbytes}", where=path)
+        yield SourceFile(path, nbytes, "all")
 
 
 def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
     """The error for values that are not those that were once written. It names the first state that differs."""
-    states = ((entry.name, name, state) for entry in result.entries for name, state in entry.states.items())
     differing = (
-        (parameter, name)
-        for parameter, name, state in states
-        if source.digests.get((parameter, name)) not in (None, hash_number(state.values))
+        (entry.name, name)
+        for entry in result.entries
+        for name, state in entry.states.items()
+        if source.digests.get((entry.name, name)) not in (None, state.digest)
     )
     name, state = next(differing, ("the checkpoint", "as a whole"))
     return Corrupt(
         f"{printable(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path
     )
-
-
-def _with_source_errors(entry: ParameterEntry, errors: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
-    """The entry with the error figures of its source, for states that have no figures of their own."""
-    if not errors:
-        return entry
-    states = {
-        name: replace(state, error=errors.get((entry.name, name))) if state.error is None else state
-        for name, state in entry.states.items()
-    }
-    return replace(entry, states=states)
 
 
 def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
@@ -192,7 +225,3 @@ def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ..
     kinds = ", ".join(sorted({state for _, state in errors}))
     text = f"approximate: {len(errors)} states are not bit for bit what was saved ({kinds}); `--json` has the errors"
     return (Notice(text, weight=Weight.LOST),)
-
-
-def _folder(parameter: Parameter) -> str:
-    return "extras" if parameter.role == "extra" else "parameters"
