@@ -27,7 +27,7 @@ from ckpt_formats.universal import columns
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
-from ckpt_formats.universal.earlier_forms import earlier_form
+from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
 from ckpt_formats.universal.index import ROLES, TYPES, Index
 from ckpt_formats.universal.tables import Tables
 
@@ -119,8 +119,10 @@ def load(path: Path) -> Manifest:
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
-    if version in _UNRELEASED_VERSIONS or "saved_as" in fields or (version == VERSION and "parameters" in fields):
+    if version in _UNRELEASED_VERSIONS or "saved_as" in fields:
         raise earlier_form(path)
+    if version == VERSION and "parameters" in fields:
+        raise earlier_form(path, COMMIT_OF_FILES)
     if not is_natural(version) or version != VERSION:
         raise Unsupported(
             f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."

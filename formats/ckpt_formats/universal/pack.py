@@ -211,12 +211,13 @@ def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[
 
 
 def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
-    """The space for the header: enough for all states, wherever they will be."""
-    slots, at, names = [], 0, _SlotNames()
-    for parameter in parameters:
-        for state, tensor in parameter.states.items():
-            slots.append(TensorSlot(names.add(parameter.name, state), tensor.dtype, tensor.shape, at))
-            at += tensor.nbytes
+    """The space for the header: enough for all states, wherever they will be, so each as if it came last."""
+    names, end = _SlotNames(), sum(parameter.nbytes for parameter in parameters)
+    slots = [
+        TensorSlot(names.add(parameter.name, state), tensor.dtype, tensor.shape, end)
+        for parameter in parameters
+        for state, tensor in parameter.states.items()
+    ]
     return -(-(len(header_bytes(slots, _METADATA)) + reserve * len(slots)) // _PAGE) * _PAGE
 
 
