@@ -422,6 +422,7 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
             name, state = states[byte]
             assert found.tensors == (name,)
             assert f"{name}/{state}" in found.what
+            assert "chunk 0 of 1" in found.what
             with pytest.raises(Corrupt, match="checksum"):
                 save(made, tmp_path / "copied", Universal(), EFFORT)
             assert not (tmp_path / "copied").exists()

@@ -20,7 +20,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
@@ -197,11 +197,11 @@ def _pack(item: Any, check: FieldReader) -> Pack:
 
 def _index(path: Path, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
+    if not path.exists():
+        raise Incomplete("the index of the checkpoint is missing", where=path)
     try:
         data = read_whole(path, min(nbytes, _MAX_BYTES))
-    except NotFound as error:
-        raise Incomplete(f"the index of the checkpoint {error.what}", where=path) from None
-    except CkptError:
+    except Unsafe:
         raise Corrupt(f"the index is longer than the {nbytes} bytes that the manifest states", where=path) from None
     if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
         raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=path)
