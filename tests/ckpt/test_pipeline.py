@@ -251,7 +251,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
         save(many(), source / "source", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
         opened = open_checkpoint(source / "source")
         flip(opened.files[2].path, opened.files[2].nbytes - 1)
-        with pytest.raises(Corrupt, match="p2"):
+        with pytest.raises(Corrupt, match=r"00002|p2"):
             save(opened, target_of(name, source), format, EFFORT)
         assert [path.name for path in source.iterdir()] == ["source"]
 
@@ -262,7 +262,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.registry import writable
+from ckpt_formats.universal import Universal
 from ckpt_formats.registry.opening import open_checkpoint
 moves = int(sys.argv[3])
 def moved(done, total):
@@ -270,7 +270,7 @@ def moved(done, total):
     moves -= 1
     if moves < 0:
         {act}
-save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], writable("universal"), Resources(2, 1), moved)
+save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], Universal(pack_nbytes=4000), Resources(2, 1), moved)
 """
 
 
@@ -287,7 +287,7 @@ def run(act: str, source: Path, target: Path, moves: int, limit: int | None = No
 @pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_the_target_absent_or_whole(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    save(many(5, 20_000), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(20, 5_000), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
     expected, resumed = contents(open_checkpoint(source)), []
     for moves in (0, 1, 3, 6, 10, 15, 18):
         target = tmp_path / f"target{moves}"
