@@ -18,7 +18,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
-from ckpt_formats.universal import columns, manifest
+from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.delta_plan import DeltaBase
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
@@ -174,10 +174,12 @@ class Universal(WritableFormat):
             result = replace(result, parent=self.parent)
         if self.content not in (None, result.content):
             raise _changed(result, source)
-        data = result.entries.dump()
+        data, (original_fields, form) = result.entries.dump(), original.dump(source.original)
         (folder / manifest.INDEX).write_bytes(data)
+        if form is not None:
+            (folder / original.NAME).write_bytes(form)
         draft = folder / f"{manifest.NAME}.tmp"
-        draft.write_bytes(manifest.dump(result, data))
+        draft.write_bytes(manifest.dump(result, data, original_fields))
         os.replace(draft, folder / manifest.NAME)
 
 
@@ -200,15 +202,23 @@ def _files(ancestor: Ancestor) -> Iterator[SourceFile]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     for number, pack in enumerate(ancestor.manifest.packs):
         path = ancestor.folder / pack_file(number)
-        try:
-            nbytes = path.stat().st_size
-        except FileNotFoundError:
-            raise Incomplete("a pack of the checkpoint is missing", where=path) from None
-        except OSError as error:
-            raise unreadable(error, path) from error
-        if nbytes != pack.nbytes:
-            raise Corrupt(f"the pack has {nbytes} bytes, the manifest says {pack.nbytes}", where=path)
-        yield SourceFile(path, nbytes, "all")
+        yield SourceFile(path, _length(path, pack.nbytes, "pack"), "all")
+    form = original.seal(ancestor.manifest.original)
+    if form is not None:
+        yield SourceFile(form.path, _length(form.path, form.nbytes, "form of the original file"), "form")
+
+
+def _length(path: Path, stated: int, what: str) -> int:
+    """The length of a file, which is the one that the manifest states."""
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        raise Incomplete(f"a {what} of the checkpoint is missing", where=path) from None
+    except OSError as error:
+        raise unreadable(error, path) from error
+    if nbytes != stated:
+        raise Corrupt(f"the {what} has {nbytes} bytes, the manifest says {stated}", where=path)
+    return nbytes
 
 
 def _changed(result: Manifest, source: Checkpoint) -> Corrupt:

@@ -184,6 +184,15 @@ class ChunkDigests:
         self._nbytes_hashed = 0
 
 
+def chunk_digests(values: Array) -> bytes:
+    """The XXH3-128 of each chunk of all values of a tensor: contiguous, of its shape, any dtype."""
+    data, chunking = values.reshape(-1).view(np.uint8).data, Chunking.default(values.shape)
+    nbytes = chunking.chunk_size * values.dtype.itemsize
+    if len(data) <= nbytes:
+        return xxhash.xxh3_128_digest(data) if data else b""
+    return b"".join(xxhash.xxh3_128_digest(data[at : at + nbytes]) for at in range(0, len(data), nbytes))
+
+
 def is_digest(values: Array, digests: bytes, index: int) -> bool:
     """Whether the XXH3-128 of contiguous values, of any dtype, is that of chunk `index`."""
     actual = xxhash.xxh3_128_digest(values.reshape(-1).view(np.uint8).data)
