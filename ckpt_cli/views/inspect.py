@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from ckpt import sizes as savings
-from ckpt.pipeline import space_needed
 from ckpt_cli.views.report import data, say
 from ckpt_cli.views.sizes import table
 from ckpt_formats.containers.typed_json import encode
@@ -18,8 +17,8 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
+from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.location import detect
-from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48
 _MAX_FILES = 40
@@ -107,6 +106,8 @@ def print_ranks(
     checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool
 ) -> None:
     """Print what a run would write for each rank, and from which ranks it comes: the layout before and after."""
+    from ckpt.pipeline import space_needed
+
     if as_json:
         rows = []
         for part in parts:
