@@ -95,6 +95,7 @@ class Commands(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), attribute)
+        gc.freeze()  # modules stay as long as the process: the collector need not visit them
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -75,7 +75,7 @@ class Place:
         """The names in a folder, in lower case and as they are; none if it cannot be read."""
         try:
             return [(name.lower(), name) for name in os.listdir(self._path)]
-        except OSError:
+        except (OSError, ValueError):  # ValueError: no path has a zero byte
             return []
 
     @cached_property
@@ -107,6 +107,6 @@ def _may_exist(path: str) -> bool:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:
+    except (OSError, ValueError):
         return True
     return True
