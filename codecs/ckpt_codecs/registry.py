@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_codecs.base import Codec
-from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.errors import CodecError
 
-_AnyCodec = TypeVar("_AnyCodec", Codec, DeltaCodec)
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
+
+_AnyCodec = TypeVar("_AnyCodec", Codec, "DeltaCodec")
 
 CODECS: dict[str, str] = {
     "rounded": "ckpt_codecs.lossless.rounded:Rounded",
@@ -43,8 +45,10 @@ def find(name: str) -> type[Codec]:
     return _find(name, CODECS, Codec, ENTRY_POINTS)
 
 
-def find_delta(name: str) -> type[DeltaCodec]:
+def find_delta(name: str) -> "type[DeltaCodec]":
     """Return the class of a delta codec, built in or of an installed package. Raises `CodecError` if there is none."""
+    from ckpt_codecs.delta import DeltaCodec  # most checkpoints have no deltas
+
     return _find(name, DELTA_CODECS, DeltaCodec, DELTA_ENTRY_POINTS)
 
 
@@ -53,7 +57,7 @@ def from_config(config: dict[str, Any]) -> Codec:
     return _create(config, find)
 
 
-def delta_from_config(config: dict[str, Any]) -> DeltaCodec:
+def delta_from_config(config: dict[str, Any]) -> "DeltaCodec":
     """Return the codec with this `DeltaCodec.config`. Raises `CodecError` if its name or an option is unknown."""
     return _create(config, find_delta)
 
@@ -69,7 +73,7 @@ def parse(text: str) -> Codec:
     return from_config(_parse(text, find))
 
 
-def parse_delta(text: str) -> DeltaCodec:
+def parse_delta(text: str) -> "DeltaCodec":
     """Return the delta codec that a user writes as `name:option=value,...`. Raises `CodecError`."""
     return delta_from_config(_parse(text, find_delta))
 

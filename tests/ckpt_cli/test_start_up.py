@@ -97,7 +97,7 @@ def test_inspect_imports_the_format_at_the_path_and_no_codec(sample: str, tmp_pa
     modules = imported_by(tmp_path, "inspect", str(SAMPLES / sample))
     assert not {name.partition(".")[0] for name in modules} & {"torch", "rich", "zstandard"}
     codecs = {name.partition(".")[2] for name in modules if name.startswith("ckpt_codecs.")}
-    assert codecs <= {"base", "errors", "scratch", "lossless", "lossless.rounded"}
+    assert codecs <= {"base", "errors", "scratch", "registry", "lossless", "lossless.rounded"}
     engines = {name.split(".")[2] for name in modules if name.startswith("ckpt_formats.engines.")}
     assert engines - {"hf"} == PLAIN[sample]  # a trainer of Hugging Face may have written files around any folder
 
