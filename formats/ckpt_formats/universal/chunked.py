@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ckpt_codecs import Codec, CodecError, from_config
-from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.registry import delta_from_config
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES
@@ -20,9 +19,12 @@ from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import pack_file
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
+
 DELTA = "delta"
 """The name of the stored bytes of a delta in the header of a pack."""
-_Codec = TypeVar("_Codec", Codec, DeltaCodec)
+_Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 
 
 def read_parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
@@ -57,6 +59,8 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
     if state.codec is None:
         seal = _plain_seal(folder, entry, name, state)
         return FileBlob.packed(seal.path, seal.offset, state.shape, dtype, seal)
+    from ckpt_codecs.registry import from_config  # most states have no codec
+
     codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
@@ -95,6 +99,8 @@ def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntr
 
 
 def _replay(folder: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
+    from ckpt_codecs.registry import delta_from_config
+
     codec = _codec(folder, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
