@@ -24,12 +24,14 @@ from ckpt_formats.universal.delta_plan import DeltaBase
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, lineage
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
-from ckpt_formats.universal.pack import check_storable, write_pack
+from ckpt_formats.universal.pack import check_state_names, check_storable, write_pack
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
 PACK_NBYTES = 64 << 20
 """Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
+PACK_STATES = 1 << 16
+"""States in one pack: few enough for the header, of which the reference library takes 100 MB."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Universal(WritableFormat):
     content: str | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
     pack_nbytes: int = PACK_NBYTES
-    """Bytes of values after which a new pack begins. A parameter is never divided."""
+    """The largest number of bytes of values in a pack, but a parameter is never divided."""
 
     @property
     def parent(self) -> Parent | None:
@@ -116,6 +118,7 @@ class Universal(WritableFormat):
     def plan(self, source: Checkpoint) -> Plan:
         for parameter in source.parameters.values():
             check_storable(parameter)
+        check_state_names(source.parameters.values())
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         return Plan(tuple(self._pack(number, parameters, source) for number, parameters in packs))
 
@@ -178,14 +181,14 @@ class Universal(WritableFormat):
 
 
 def _packs(parameters: Any, limit: int) -> Iterator[tuple[Parameter, ...]]:
-    """Parameters in their order, cut where a pack has reached `limit` bytes of values."""
-    pack, nbytes = list[Parameter](), 0
+    """Parameters in their order, cut before a pack would have more than `limit` bytes of values, or too many states."""
+    pack, nbytes, states = list[Parameter](), 0, 0
     for parameter in parameters:
-        if pack and nbytes + parameter.nbytes > limit:
+        nbytes, states = nbytes + parameter.nbytes, states + len(parameter.states)
+        if pack and (nbytes > limit or states > PACK_STATES):
             yield tuple(pack)
-            pack, nbytes = [], 0
+            pack, nbytes, states = [], parameter.nbytes, len(parameter.states)
         pack.append(parameter)
-        nbytes += parameter.nbytes
     if pack:
         yield tuple(pack)
 

@@ -11,7 +11,7 @@ import numpy as np
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import ErrorFigures
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 
@@ -112,7 +112,7 @@ class Tables:
         states = check.texts(check.sequence(fields, "states"), "states")
         dtypes = check.texts(check.sequence(fields, "dtypes"), "dtypes")
         check.true(len(set(states)) == len(states), "states: a name twice")
-        check.true(all(dtype in DTYPES for dtype in dtypes), "dtypes: an unknown element type")
+        check.true(all(dtype in SAFETENSORS_TAGS for dtype in dtypes), "dtypes: an unknown element type")
         codecs = list[CodecItem]()
         for item in check.sequence(fields, "codecs"):
             codec, base = check.get(item, "codec"), check.get(item, "base")
