@@ -22,6 +22,7 @@ WITHOUT_OPTION = {
     "level": "`ckpt compress` has it",
     "check": "`ckpt compress` has it",
     "content": "the id of a chain's state",
+    "pack_nbytes": "the library alone has it",
     "single_file": "follows from the name of the target",
     "original": "`ckpt decompress` sets it",
 }
