@@ -22,13 +22,13 @@ WITHOUT_OPTION = {
     "level": "`ckpt compress` has it",
     "check": "`ckpt compress` has it",
     "content": "the id of a chain's state",
-    "pack_nbytes": "the library alone has it",
     "single_file": "follows from the name of the target",
     "original": "`ckpt decompress` sets it",
 }
 """Fields of formats that have no option of `convert`, and why."""
 
-VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json", "shard_nbytes": "1G"}
+VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
+VALUES |= {"shard_nbytes": "1G", "pack_nbytes": "1M"}
 
 
 def fields_of(name: str) -> set[str]:
@@ -56,7 +56,7 @@ def test_the_default_of_a_field_is_that_of_no_option() -> None:
     for name in WRITABLE:
         for field in fields(writable(name)):
             if field.name in FORMAT_OPTIONS:
-                assert field.default is None or field.name == "shard_nbytes", (name, field.name)
+                assert field.default is None or field.name in ("shard_nbytes", "pack_nbytes"), (name, field.name)
 
 
 @pytest.mark.parametrize("name", WRITABLE)

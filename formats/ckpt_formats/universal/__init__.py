@@ -2,7 +2,7 @@
 
 import base64
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from ckpt_formats.universal.tables import Tables
 
 PACK_NBYTES = 64 << 20
 """Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
-PACK_STATES = 1 << 16
-"""States in one pack: few enough for the header, of which the reference library takes 100 MB."""
+_HEADER_NBYTES = 16 << 20
+"""About as many bytes the header of a pack may have: other readers parse all of it."""
+_HEADER_ENTRY = 128
+"""About as many bytes an entry of a header has, besides its name."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Universal(WritableFormat):
     content: str | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
     pack_nbytes: int = PACK_NBYTES
-    """The largest number of bytes of values in a pack, but a parameter is never divided."""
+    """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
 
     @property
     def parent(self) -> Parent | None:
@@ -180,15 +182,17 @@ class Universal(WritableFormat):
         os.replace(draft, folder / manifest.NAME)
 
 
-def _packs(parameters: Any, limit: int) -> Iterator[tuple[Parameter, ...]]:
-    """Parameters in their order, cut before a pack would have more than `limit` bytes of values, or too many states."""
-    pack, nbytes, states = list[Parameter](), 0, 0
+def _packs(parameters: Iterable[Parameter], limit: int) -> Iterator[tuple[Parameter, ...]]:
+    """Parameters in their order, cut where a pack has reached `limit` bytes of values, or its header its own limit."""
+    pack, nbytes, header = list[Parameter](), 0, 0
     for parameter in parameters:
-        nbytes, states = nbytes + parameter.nbytes, states + len(parameter.states)
-        if pack and (nbytes > limit or states > PACK_STATES):
+        entries = sum(len(parameter.name) + len(state) + _HEADER_ENTRY for state in parameter.states)
+        if pack and (nbytes + parameter.nbytes > limit or header + entries > _HEADER_NBYTES):
             yield tuple(pack)
-            pack, nbytes, states = [], parameter.nbytes, len(parameter.states)
+            pack, nbytes, header = [], 0, 0
         pack.append(parameter)
+        nbytes += parameter.nbytes
+        header += entries
     if pack:
         yield tuple(pack)
 

@@ -20,14 +20,14 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
-from ckpt_formats.universal.earlier_forms import earlier_form
+from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
 from ckpt_formats.universal.index import ROLES, TYPES, Index
 from ckpt_formats.universal.tables import Tables
 
@@ -119,8 +119,10 @@ def load(path: Path) -> Manifest:
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
-    if version in _UNRELEASED_VERSIONS or "saved_as" in fields or (version == VERSION and "parameters" in fields):
+    if version in _UNRELEASED_VERSIONS or "saved_as" in fields:
         raise earlier_form(path)
+    if version == VERSION and "parameters" in fields:
+        raise earlier_form(path, COMMIT_OF_FILES)
     if not is_natural(version) or version != VERSION:
         raise Unsupported(
             f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
@@ -195,11 +197,11 @@ def _pack(item: Any, check: FieldReader) -> Pack:
 
 def _index(path: Path, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
+    if not path.exists():
+        raise Incomplete("the index of the checkpoint is missing", where=path)
     try:
         data = read_whole(path, min(nbytes, _MAX_BYTES))
-    except NotFound as error:
-        raise Incomplete(f"the index of the checkpoint {error.what}", where=path) from None
-    except CkptError:
+    except Unsafe:
         raise Corrupt(f"the index is longer than the {nbytes} bytes that the manifest states", where=path) from None
     if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
         raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=path)

@@ -113,29 +113,18 @@ class Tables:
         dtypes = check.texts(check.sequence(fields, "dtypes"), "dtypes")
         check.true(len(set(states)) == len(states), "states: a name twice")
         check.true(all(dtype in SAFETENSORS_TAGS for dtype in dtypes), "dtypes: an unknown element type")
-        codecs = list[CodecItem]()
-        for item in check.sequence(fields, "codecs"):
-            codec, base = check.get(item, "codec"), check.get(item, "base")
-            is_codec = isinstance(codec, dict) and isinstance(codec.get("name"), str)
-            check.true(is_codec or (not codecs and codec is None), "codecs: an item is no codec")
-            check.true(base is None or (isinstance(base, str) and is_codec), "codecs: the base of an item")
-            codecs.append(CodecItem(cls.text(codec), base))
-        deltas = []
-        for item in check.sequence(fields, "deltas"):
-            config = check.values(item, "codec")
-            check.true(isinstance(config.get("name"), str), "deltas: an item is no codec")
-            own, parents = (check.texts(check.sequence(item, key), key) for key in ("states", "parent_states"))
-            valid = 0 < len(own) == len(set(own)) and set(parents) <= set(own) and len(set(parents)) == len(parents)
-            check.true(valid, "deltas: the states of an item")
-            deltas.append(DeltaItem(cls.text(item["codec"]), own, parents))
-        values = tuple(check.values({"item": item}, "item") for item in check.sequence(fields, "values"))
-        errors = tuple(
-            None if number == 0 and item is None else check.values({"item": item}, "item")
-            for number, item in enumerate(check.sequence(fields, "errors"))
-        )
-        first = bool(codecs and values and errors) and codecs[0] == CodecItem.none() and not values[0]
-        check.true(first and errors[0] is None, "the first codec, values and errors are not empty")
-        return cls(states, dtypes, tuple(codecs), tuple(deltas), values, errors)
+        codecs = tuple(_codec(item, check.of("codecs")) for item in check.sequence(fields, "codecs"))
+        deltas = tuple(_delta(item, check.of("deltas")) for item in check.sequence(fields, "deltas"))
+        values = tuple(_values(item, check.of("values")) for item in check.sequence(fields, "values"))
+        errors = tuple(_figures(item, check.of("errors")) for item in check.sequence(fields, "errors"))
+        for table, items, none in (
+            ("codecs", codecs, CodecItem.none()),
+            ("values", values, {}),
+            ("errors", errors, None),
+        ):
+            check.true(items[:1] == (none,), f"{table}: the first item is not empty")
+            check.true(table == "values" or none not in items[1:], f"{table}: an empty item that is not the first")
+        return cls(states, dtypes, codecs, deltas, values, errors)
 
     @classmethod
     def merged(cls, tables: Sequence["Tables"]) -> "tuple[Tables, list[dict[str, Array]]]":
@@ -166,6 +155,31 @@ class Tables:
             tuple(map(cls.figures, errors.items)),
         )
         return result, numbers
+
+
+def _codec(item: Any, check: FieldReader) -> CodecItem:
+    codec, base = check.get(item, "codec"), check.get(item, "base")
+    is_codec = isinstance(codec, dict) and isinstance(codec.get("name"), str)
+    check.true(is_codec or codec is None, "an item is no codec")
+    check.true(base is None or (isinstance(base, str) and is_codec), "the base of an item")
+    return CodecItem(Tables.text(codec), base)
+
+
+def _delta(item: Any, check: FieldReader) -> DeltaItem:
+    config = check.values(item, "codec")
+    check.true(isinstance(config.get("name"), str), "an item is no codec")
+    own, parents = (check.texts(check.sequence(item, key), key) for key in ("states", "parent_states"))
+    valid = 0 < len(own) == len(set(own)) and set(parents) <= set(own) and len(set(parents)) == len(parents)
+    check.true(valid, "the states of an item")
+    return DeltaItem(Tables.text(item["codec"]), own, parents)
+
+
+def _values(item: Any, check: FieldReader) -> Mapping[str, Value]:
+    return check.values({"an item": item}, "an item")
+
+
+def _figures(item: Any, check: FieldReader) -> ErrorFigures | None:
+    return None if item is None else _values(item, check)
 
 
 class _Numbering(Generic[_T]):
