@@ -123,7 +123,7 @@ def columns_of_id(index: Index) -> bytes:
 
 def test_two_contents_whose_columns_have_the_same_bytes_have_different_ids() -> None:
     """The lengths and names of two parameters could be read as those of one. The id has the number of parameters."""
-    one = index_of([b"\x0f\0\0\0abcd"], [[2, 0, 1 + 2**32, 0, 0, 0, 0, 0]])
+    one = index_of([b"\x0f\0\0\0\0\0\0\0"], [[2, 0, 1 + 2**32, 0, 0, 0, 0, 0]])
     names = columns_of_id(one)[8:31]
     two = index_of([names[:8], names[8:]], [[], []])
     assert columns_of_id(one) == columns_of_id(two)

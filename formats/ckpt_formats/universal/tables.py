@@ -128,7 +128,7 @@ class Tables:
 
     @classmethod
     def merged(cls, tables: Sequence["Tables"]) -> "tuple[Tables, list[dict[str, Array]]]":
-        """One set of tables for several, and for each of them the new numbers of its items by column."""
+        """One set of tables for several, and for each of them the new numbers of its items by column: (n,) int64."""
         start = cls()
         states, dtypes = _Numbering[str](()), _Numbering[str](())
         codecs, deltas = _Numbering[CodecItem](start.codecs), _Numbering[DeltaItem](())
