@@ -1,5 +1,6 @@
 """What docs/format.md asks of an index and of its tables, where test_universal.py does not: each test is one rule."""
 
+from math import inf, nan
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from ckpt_formats.universal.check_index import check
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.index import TYPES, Index
 from ckpt_formats.universal.tables import Tables
-from forged import Change, Forged, both, codec, forge, number
+from forged import Change, Forged, both, codec, forge, number, put
 from held import checkpoint, parameter
 
 
@@ -52,6 +53,8 @@ def longer_chunk(forged: Forged) -> None:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
+    "a codec with an option that is no number": (codec("w", "param", {"name": "zstd", "level": nan}), "not valid JSON"),
+    "an extra that is infinite": (put("extras", "seed", value=inf), "not valid JSON"),
     "an element type that safetensors does not have": (dtype("w", "fp32", "complex128"), "unknown element type"),
     "a copy that another codec derives": (codec("w", "param", {"name": "zstd"}, "fp32"), "cannot be derived"),
     "a copy of integers": (dtype("w", "param", "int16"), "cannot be derived"),
