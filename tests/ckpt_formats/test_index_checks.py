@@ -58,6 +58,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "an element type that safetensors does not have": (dtype("w", "fp32", "complex128"), "unknown element type"),
     "a copy that another codec derives": (codec("w", "param", {"name": "zstd"}, "fp32"), "cannot be derived"),
     "a copy of integers": (dtype("w", "param", "int16"), "cannot be derived"),
+    "a copy of complex numbers": (dtype("w", "param", "complex64"), "cannot be derived"),
+    "a copy of scales": (dtype("w", "param", "float8_e8m0fnu"), "cannot be derived"),
     "a rounded copy with bytes": (codec("large", "fp32", {"name": "rounded"}), "a rounded copy has no bytes"),
     "an offset without bytes": (number("state.offset", ("w", "param"), 8), "bytes without use"),
     "a pack without bytes": (number("state.pack", ("w", "param"), 1), "bytes without use"),
