@@ -39,7 +39,7 @@ from damage import ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
 from training import save_run
-from universal_reader import UniversalReader
+from universal_decoder import UniversalDecoder
 
 STEPS = 4
 
@@ -309,7 +309,7 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     for path in saved:
         ckpt("append", tmp_path / "run", path)
-    found = UniversalReader(tmp_path / "run" / "step-0000000003", decode, replay)
+    found = UniversalDecoder(tmp_path / "run" / "step-0000000003", decode, replay)
     assert any("delta" in entry for entry in found.entries.values())
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
         assert found.values(one.name, state) == read(tensor).tobytes()

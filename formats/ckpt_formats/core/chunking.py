@@ -78,13 +78,13 @@ def _default_chunk(shape: Shape, elements: int, max_width: int) -> Shape:
     return (elements,) if width is None else (elements // width, width)
 
 
-def chunk_counts(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How many chunks tensors have by `Chunking.default`: (tensors,) int64.
+def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How tensors are divided by `Chunking.default`: the elements of a full chunk, and how many chunks there are.
 
-    ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`, the sizes of all dimensions.
-    Sizes of tensors must be below 2**62.
+    Both are (tensors,) int64. ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`,
+    the sizes of all dimensions. Sizes of tensors must be below 2**62.
     """
-    counts = np.zeros(len(ranks), np.int64)
+    elements, counts = np.full(len(ranks), DEFAULT_ELEMENTS, np.int64), np.zeros(len(ranks), np.int64)
     begins = np.cumsum(ranks, dtype=np.int64) - ranks
     for rank in np.unique(ranks).tolist():
         rows = np.flatnonzero(ranks == rank)
@@ -92,7 +92,7 @@ def chunk_counts(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> npt.NDArray
         widths = np.cumprod(shapes[:, ::-1], axis=1)[:, ::-1] if rank else np.ones((len(rows), 1), np.int64)
         inner, size = widths[:, 1:], widths[:, 0]
         fits = (inner > 1) & (inner <= _MAX_WIDTH)
-        chunk = np.full(len(rows), DEFAULT_ELEMENTS)
+        chunk = elements[rows]
         if inner.shape[1]:
             last = inner[:, -1]
             chunk = np.where(
@@ -100,5 +100,5 @@ def chunk_counts(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> npt.NDArray
             )
             width = inner[np.arange(len(rows)), fits.argmax(axis=1)]
             chunk = np.where(fits.any(axis=1), DEFAULT_ELEMENTS // np.maximum(width, 1) * width, chunk)
-        counts[rows] = -(-size // chunk)
-    return counts
+        elements[rows], counts[rows] = chunk, -(-size // chunk)
+    return elements, counts

@@ -6,11 +6,11 @@ row that is wrong.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.tensor import Array
@@ -54,7 +54,7 @@ class _Check:
         sizes = self._sizes()
         self._chunks(sizes)
         self._bases()
-        self._deltas()
+        self._deltas(sizes)
         self._extents()
 
     def _true(self, right: bool, message: str) -> None:
@@ -143,16 +143,23 @@ class _Check:
 
     def _chunks(self, sizes: Array) -> None:
         index, storage = self.index, self._column("state.storage")
-        counts = index.chunk_counts
-        self._true(int(counts.sum()) == len(self._column("chunk.values")), "the length of column chunk.values")
+        self._all(sizes * self._itemsizes.astype(np.float64) < _MAX_SIZE, "its shape is too large")
+        elements, counts = index.chunk_sizes
+        total = float(counts.sum(dtype=np.float64))  # a sum of integers could begin again at zero
+        self._true(total == len(self._column("chunk.values")), "the length of column chunk.values")
         self._true(index.coded_count == len(self._column("coded.nbytes")), "the length of column coded.nbytes")
-        items = np.array([DTYPES[dtype].itemsize for dtype in index.tables.dtypes] or [1], np.int64)
-        raw = sizes * items[self._column("state.dtype")]
+        raw = sizes * self._itemsizes
         plain, coded = storage == PLAIN, storage == CODED
         self._all(~plain | (raw == self._column("state.nbytes")), "its bytes do not fit its shape")
         nbytes = self._column("coded.nbytes").astype(np.int64)
-        limits = np.minimum(raw, Chunking((1,), (1 << 22,)).chunk_size * 16) + OVERHEAD
+        limits = np.minimum(elements, sizes) * self._itemsizes + OVERHEAD
         self._coded(nbytes, counts, coded, limits, self._column("state.nbytes"), "state")
+
+    @cached_property
+    def _itemsizes(self) -> Array:
+        """Bytes of an element of each state: (states,) int64."""
+        of_types = np.array([DTYPES[dtype].itemsize for dtype in self.index.tables.dtypes] or [1], np.int64)
+        return of_types[self._column("state.dtype")]
 
     def _coded(self, nbytes: Array, counts: Array, coded: Array, limits: Array, stored: Array, table: str) -> None:
         """Check the lengths of encoded chunks. `limits`: the largest for each row."""
@@ -173,7 +180,8 @@ class _Check:
         codec = self._column("state.codec")
         self._all((storage == PLAIN) | (storage == IN_DELTA) | (codec != 0), "a codec is missing")
         self._all((storage == CODED) | (storage == DERIVED) | (codec == 0), "a codec without use")
-        self._all((storage == PLAIN) | (storage == CODED) | (self._column("state.nbytes") == 0), "bytes without use")
+        extent = self._column("state.nbytes") | self._column("state.offset") | self._column("state.pack")
+        self._all((storage == PLAIN) | (storage == CODED) | (extent == 0), "bytes without use")
         names = {name: number for number, name in enumerate(tables.states)}
         bases = np.array([-1 if i.base is None else names.get(i.base, -2) for i in tables.codecs], np.int64)[codec]
         self._all((storage != DERIVED) | (bases >= 0), "a derived state without a base")
@@ -203,49 +211,32 @@ class _Check:
             same[rows] = dims[begins[first[rows]] + axis] == dims[begins[second[rows]] + axis]
         return same
 
-    def _deltas(self) -> None:
+    def _deltas(self, sizes: Array) -> None:
         """Each delta has exactly the states of its item, of one shape, and its chunks are not too large."""
-        index, storage = self.index, self._column("state.storage")
-        in_delta = np.flatnonzero(storage == IN_DELTA)
-        numbers, items = self._column("delta.codec").tolist(), index.tables.deltas
-        expected = sum(len(items[number].states) for number in numbers)
-        self._true(len(in_delta) == expected, "the states that are in deltas")
+        index, tables, owners = self.index, self.index.tables, self._column("delta.parameter")
+        items = [tables.deltas[number] for number in self._column("delta.codec").tolist()]
+        lengths = np.array([len(item.states) for item in items], np.int64)
+        in_delta = np.flatnonzero(self._column("state.storage") == IN_DELTA)
+        self._true(len(in_delta) == int(lengths.sum()), "the states that are in deltas")
         if not len(in_delta):
             return
-        counts, limits = index._delta_counts, []
-        owners = self._column("state.parameter")[in_delta]
-        first = np.searchsorted(owners, self._column("delta.parameter"))
+        found = np.bincount(self._column("state.parameter")[in_delta], minlength=len(index))
+        self._all(found[owners] == lengths, "the states of its delta", "delta")
+        # So the rows of a delta's states follow one another, in the order of the deltas.
+        first = np.cumsum(lengths) - lengths
         names = self._column("state.name")[in_delta].tolist()
-        dtypes = [DTYPES[dtype].itemsize for dtype in index.tables.dtypes]
-        of_state = self._column("state.dtype")[in_delta].tolist()
-        heads = np.repeat(in_delta[np.minimum(first, len(in_delta) - 1)], [len(items[n].states) for n in numbers])
-        self._all_of(heads, in_delta)
-        for row, number in enumerate(numbers):
-            at, states = int(first[row]), items[number].states
-            own = {index.tables.states[name] for name in names[at : at + len(states)]}
-            self._true(own == set(states), "the states of a delta are not those of its parameter")
-            limits.append(sum(dtypes[dtype] for dtype in of_state[at : at + len(states)]))
-        self._all(
-            np.bincount(owners, minlength=len(index))[self._column("delta.parameter")]
-            == [len(items[number].states) for number in numbers],
-            "the states of its delta",
-            "delta",
-        )
-        elements = np.array([self._chunk_size(int(in_delta[at])) for at in first.tolist()], np.int64)
-        decoded = elements * np.array(limits, np.int64)
-        self._all(decoded <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
+        for item, at in zip(items, first.tolist(), strict=True):
+            own = {tables.states[name] for name in names[at : at + len(item.states)]}
+            self._true(own == set(item.states), "the states of a delta are not those of its parameter")
+        heads = in_delta[first]
+        same = self._same_shape(np.repeat(heads, lengths), in_delta)
+        self._true(bool(same.all()), "the states of a delta differ in shape")
+        itemsizes = np.add.reduceat(self._itemsizes[in_delta], first)
+        elements, counts = index.chunk_sizes[0][heads], index.delta_counts
+        self._all(elements * itemsizes <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
         nbytes = self._column("coded.nbytes").astype(np.int64)[index.coded_count - int(counts.sum()) :]
-        every = np.ones(len(counts), np.bool_)
-        self._coded(nbytes, counts, every, decoded + OVERHEAD, self._column("delta.nbytes"), "delta")
-
-    def _all_of(self, heads: Array, in_delta: Array) -> None:
-        if len(heads) == len(in_delta):
-            self._true(bool(self._same_shape(heads, in_delta).all()), "the states of a delta differ in shape")
-
-    def _chunk_size(self, row: int) -> int:
-        ranks = self._column("state.rank").astype(np.int64)
-        begin = int(ranks[:row].sum())
-        return Chunking.default(tuple(self._column("state.dims")[begin : begin + int(ranks[row])].tolist())).chunk_size
+        every, limits = np.ones(len(counts), np.bool_), np.minimum(elements, sizes[heads]) * itemsizes + OVERHEAD
+        self._coded(nbytes, counts, every, limits, self._column("delta.nbytes"), "delta")
 
     def _extents(self) -> None:
         """The ranges of each pack follow one another from its header to its end."""

@@ -78,7 +78,7 @@ class Universal(WritableFormat):
     content: str | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
     pack_nbytes: int = PACK_NBYTES
-    """Bytes of values after which a new pack begins. A parameter is never divided."""
+    """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
 
     @property
     def parent(self) -> Parent | None:
@@ -118,10 +118,11 @@ class Universal(WritableFormat):
         )
 
     def plan(self, source: Checkpoint) -> Plan:
-        from ckpt_formats.universal.pack import check_storable  # it imports the codecs
+        from ckpt_formats.universal.pack import check_state_names, check_storable  # they import the codecs
 
         for parameter in source.parameters.values():
             check_storable(parameter)
+        check_state_names(source.parameters.values())
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         return Plan(tuple(self._pack(number, parameters, source) for number, parameters in packs))
 

@@ -10,10 +10,11 @@ from ckpt_codecs.base import Codec
 from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Leaves, Seal
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import pack_file
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 DELTA = "delta"
 """The name of the stored bytes of a delta in the header of a pack."""
+_ROUNDED = "rounded"
+"""The codec of copies that are derived from their masters."""
+_SCALES = DTYPES["float8_e8m0fnu"]
 _Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 
 
@@ -54,6 +58,17 @@ def seals(folder: Path, entry: ParameterEntry) -> Iterator[Seal]:
         yield _delta_store(folder, entry, entry.delta).seal()
 
 
+def can_derive(master: DType, copy: DType) -> bool:
+    """Whether a copy of one dtype may be stored as its master of another, rounded.
+
+    Rounding to scales (float8_e8m0fnu) has ties that are not to even, and no zero, so those are stored.
+    """
+    from ckpt_codecs.lossless.rounded import Rounded
+
+    same_kind = (master.kind == "c") == (copy.kind == "c")
+    return master == copy or (same_kind and copy != _SCALES and Rounded.can_round(master, copy))
+
+
 def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
     dtype = DTYPES[state.dtype]
     if state.codec is None:
@@ -64,7 +79,11 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
     codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
+        if codec.name != _ROUNDED or not can_derive(base.dtype, dtype):
+            raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
         return DerivedBlob(codec, base, dtype)
+    if codec.name == _ROUNDED:
+        raise Corrupt(f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=folder)
     store = _store(folder, entry, name, state)
     return EncodedBlob.whole(ChunkedTensor(store, state.shape, dtype, codec, state.digests, base))
 
