@@ -57,7 +57,7 @@ def write_together(
     ]
     tensors = {name: flat(parameter.states[name]) for name in names}
     extents = {name: out.reserve(tensor.nbytes) for name, tensor in tensors.items()}
-    digests = {name: ChunkDigests(tensor) for name, tensor in tensors.items()}
+    digests = {name: ChunkDigests(parameter.states[name]) for name in names}
     copied = None if copy is None else flat(copy.tensor)
     for index in range(replay.chunking.count):
         box = replay.chunking.box(index)
