@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.chunking import chunk_sizes
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.tensor import Array
@@ -146,13 +146,22 @@ class _Check:
         counts = index.chunk_counts
         self._true(int(counts.sum()) == len(self._column("chunk.values")), "the length of column chunk.values")
         self._true(index.coded_count == len(self._column("coded.nbytes")), "the length of column coded.nbytes")
-        items = np.array([DTYPES[dtype].itemsize for dtype in index.tables.dtypes] or [1], np.int64)
-        raw = sizes * items[self._column("state.dtype")]
+        itemsizes = self._itemsizes()
+        raw = sizes * itemsizes
         plain, coded = storage == PLAIN, storage == CODED
         self._all(~plain | (raw == self._column("state.nbytes")), "its bytes do not fit its shape")
         nbytes = self._column("coded.nbytes").astype(np.int64)
-        limits = np.minimum(raw, Chunking((1,), (1 << 22,)).chunk_size * 16) + OVERHEAD
+        limits = self._largest_chunks() * itemsizes + OVERHEAD
         self._coded(nbytes, counts, coded, limits, self._column("state.nbytes"), "state")
+
+    def _itemsizes(self) -> Array:
+        """Bytes of an element of each state: (states,) int64."""
+        itemsizes = np.array([DTYPES[dtype].itemsize for dtype in self.index.tables.dtypes] or [1], np.int64)
+        return itemsizes[self._column("state.dtype")]
+
+    def _largest_chunks(self) -> Array:
+        """Elements of the largest chunk of each state: (states,) int64."""
+        return np.minimum(*chunk_sizes(self._column("state.rank"), self._column("state.dims")))
 
     def _coded(self, nbytes: Array, counts: Array, coded: Array, limits: Array, stored: Array, table: str) -> None:
         """Check the lengths of encoded chunks. `limits`: the largest for each row."""
@@ -205,47 +214,43 @@ class _Check:
 
     def _deltas(self) -> None:
         """Each delta has exactly the states of its item, of one shape, and its chunks are not too large."""
-        index, storage = self.index, self._column("state.storage")
-        in_delta = np.flatnonzero(storage == IN_DELTA)
-        numbers, items = self._column("delta.codec").tolist(), index.tables.deltas
-        expected = sum(len(items[number].states) for number in numbers)
-        self._true(len(in_delta) == expected, "the states that are in deltas")
+        index, tables = self.index, self.index.tables
+        in_delta = np.flatnonzero(self._column("state.storage") == IN_DELTA)
+        items, owners = self._column("delta.codec").astype(np.int64), self._column("delta.parameter")
+        counts = np.array([len(item.states) for item in tables.deltas], np.int64)[items]
+        found = np.bincount(self._column("state.parameter")[in_delta], minlength=len(index))
+        expected = np.zeros(len(index), np.int64)
+        expected[owners] = counts
+        self._all(found == expected, "its delta has other states", "parameter")
         if not len(in_delta):
             return
-        counts, limits = index._delta_counts, []
-        owners = self._column("state.parameter")[in_delta]
-        first = np.searchsorted(owners, self._column("delta.parameter"))
-        names = self._column("state.name")[in_delta].tolist()
-        dtypes = [DTYPES[dtype].itemsize for dtype in index.tables.dtypes]
-        of_state = self._column("state.dtype")[in_delta].tolist()
-        heads = np.repeat(in_delta[np.minimum(first, len(in_delta) - 1)], [len(items[n].states) for n in numbers])
-        self._all_of(heads, in_delta)
-        for row, number in enumerate(numbers):
-            at, states = int(first[row]), items[number].states
-            own = {index.tables.states[name] for name in names[at : at + len(states)]}
-            self._true(own == set(states), "the states of a delta are not those of its parameter")
-            limits.append(sum(dtypes[dtype] for dtype in of_state[at : at + len(states)]))
-        self._all(
-            np.bincount(owners, minlength=len(index))[self._column("delta.parameter")]
-            == [len(items[number].states) for number in numbers],
-            "the states of its delta",
-            "delta",
+        # From here on, the states in deltas follow one another as the deltas do.
+        delta = np.repeat(np.arange(len(counts)), counts)
+        first = in_delta[np.cumsum(counts) - counts]
+        numbers = {name: number for number, name in enumerate(tables.states)}
+        known = np.array(
+            [
+                number * len(numbers) + numbers[state]
+                for number, item in enumerate(tables.deltas)
+                for state in item.states
+                if state in numbers
+            ],
+            np.int64,
         )
-        elements = np.array([self._chunk_size(int(in_delta[at])) for at in first.tolist()], np.int64)
-        decoded = elements * np.array(limits, np.int64)
-        self._all(decoded <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
-        nbytes = self._column("coded.nbytes").astype(np.int64)[index.coded_count - int(counts.sum()) :]
+        right = np.ones(len(index.columns["state.name"]), np.bool_)
+        right[in_delta] = np.isin(items[delta] * len(numbers) + self._column("state.name")[in_delta], known)
+        self._all(right, "its delta has other states")
+        right[in_delta] = self._same_shape(first[delta], in_delta)
+        self._all(right, "the states of its delta differ in shape")
+        itemsizes = np.zeros(len(counts), np.int64)
+        np.add.at(itemsizes, delta, self._itemsizes()[in_delta])
+        full = chunk_sizes(self._column("state.rank"), self._column("state.dims"))[1][first]
+        self._all(full * itemsizes <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
+        chunk_counts = index._delta_counts
+        nbytes = self._column("coded.nbytes").astype(np.int64)[index.coded_count - int(chunk_counts.sum()) :]
+        limits = self._largest_chunks()[first] * itemsizes + OVERHEAD
         every = np.ones(len(counts), np.bool_)
-        self._coded(nbytes, counts, every, decoded + OVERHEAD, self._column("delta.nbytes"), "delta")
-
-    def _all_of(self, heads: Array, in_delta: Array) -> None:
-        if len(heads) == len(in_delta):
-            self._true(bool(self._same_shape(heads, in_delta).all()), "the states of a delta differ in shape")
-
-    def _chunk_size(self, row: int) -> int:
-        ranks = self._column("state.rank").astype(np.int64)
-        begin = int(ranks[:row].sum())
-        return Chunking.default(tuple(self._column("state.dims")[begin : begin + int(ranks[row])].tolist())).chunk_size
+        self._coded(nbytes, chunk_counts, every, limits, self._column("delta.nbytes"), "delta")
 
     def _extents(self) -> None:
         """The ranges of each pack follow one another from its header to its end."""
