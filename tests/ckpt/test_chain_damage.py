@@ -38,9 +38,9 @@ def member(run: Path, step: int) -> Path:
     return run / f"step-{step:010d}"
 
 
-def largest(run: Path, step: int) -> Path:
-    """The file of the parameter with most bytes."""
-    return max(member(run, step).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+def pack(run: Path, step: int) -> Path:
+    """The file with the bytes of all deltas."""
+    return member(run, step) / PACK
 
 
 def remove(run: Path) -> None:
@@ -55,12 +55,12 @@ def swap(run: Path) -> None:
 
 
 def truncate(run: Path) -> None:
-    path = largest(run, 3)
+    path = pack(run, 3)
     os.truncate(path, path.stat().st_size - 10)
 
 
 def alter_values(run: Path) -> None:
-    path = largest(run, 3)
+    path = pack(run, 3)
     flip(path, path.stat().st_size // 2)
 
 
@@ -72,8 +72,39 @@ def remove_manifest(run: Path) -> None:
     (member(run, 3) / manifest.NAME).unlink()
 
 
-def remove_file(run: Path) -> None:
-    largest(run, 3).unlink()
+def remove_pack(run: Path) -> None:
+    pack(run, 3).unlink()
+
+
+def exchange_packs(run: Path) -> None:
+    """Each of a length that the other's manifest does not know."""
+    aside = run / "aside"
+    pack(run, 3).rename(aside)
+    pack(run, 4).rename(pack(run, 3))
+    aside.rename(pack(run, 4))
+
+
+def alter_header(run: Path) -> None:
+    """In the names of the states, which no program of ours reads."""
+    flip(pack(run, 3), 100)
+
+
+def truncate_index(run: Path) -> None:
+    path = member(run, 3) / manifest.INDEX
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def alter_index(run: Path) -> None:
+    path = member(run, 3) / manifest.INDEX
+    flip(path, path.stat().st_size // 2)
+
+
+def remove_index(run: Path) -> None:
+    (member(run, 3) / manifest.INDEX).unlink()
+
+
+def index_of_another_step(run: Path) -> None:
+    shutil.copy(member(run, 2) / manifest.INDEX, member(run, 3) / manifest.INDEX)
 
 
 def replace_by_another_run(run: Path) -> None:
@@ -86,15 +117,21 @@ def replace_by_another_run(run: Path) -> None:
     shutil.copytree(member(other / "run", 3), member(run, 3))
 
 
+_THIRD = "step-0000000003"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (remove, "step-0000000003"),
+    "missing": (remove, _THIRD),
     "reordered": (swap, "step-000000000"),
-    "truncated": (truncate, "step-0000000003"),
-    "altered": (alter_values, "step-0000000003"),
-    "altered manifest": (alter_manifest, "step-0000000003"),
-    "without manifest": (remove_manifest, "step-0000000003"),
-    "without a file": (remove_file, "step-0000000003"),
-    "of another run": (replace_by_another_run, "step-0000000003"),
+    "truncated": (truncate, f"{_THIRD}/{PACK}"),
+    "altered": (alter_values, f"{_THIRD}/{PACK}"),
+    "without a pack": (remove_pack, f"{_THIRD}/{PACK}"),
+    "with the pack of another step": (exchange_packs, f"{_THIRD}/{PACK}"),
+    "altered manifest": (alter_manifest, f"{_THIRD}/{manifest.NAME}"),
+    "without manifest": (remove_manifest, _THIRD),
+    "truncated index": (truncate_index, f"{_THIRD}/{manifest.INDEX}"),
+    "altered index": (alter_index, f"{_THIRD}/{manifest.INDEX}"),
+    "without index": (remove_index, f"{_THIRD}/{manifest.INDEX}"),
+    "with the index of another step": (index_of_another_step, f"{_THIRD}/{manifest.INDEX}"),
+    "of another run": (replace_by_another_run, _THIRD),
 }
 
 
@@ -134,16 +171,28 @@ def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path
     assert after == before
 
 
-@pytest.mark.slow
-def test_every_flipped_byte_of_a_delta_is_found(whole: Path, tmp_path: Path) -> None:
+def test_a_damaged_header_of_a_pack_is_named_by_verify(whole: Path, tmp_path: Path) -> None:
+    """The header is for other programs: ours knows from the index where everything is, and still reads the values."""
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    expected = contents(open_checkpoint(run))
-    path = min(member(run, 3).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    for byte in range(0, path.stat().st_size, 7):
+    alter_header(run)
+    done = ckpt("verify", run)
+    assert done.code == 20
+    assert "header of pack 0" in done.out
+    assert f"{_THIRD}/{PACK}" in done.out
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "step"), [(PACK, 5003), (manifest.INDEX, 101), (manifest.NAME, 211)])
+def test_flipped_bytes_of_a_delta_are_found(name: str, step: int, whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole / "run", tmp_path / "run")
+    path = member(run, 3) / name
+    size = path.stat().st_size
+    for byte in {*range(0, 200, 29), *range(0, size, step), *range(size - 9, size)}:
         flip(path, byte)
         assert ckpt("verify", run).code == 20, byte
         flip(path, byte)
-    assert contents(open_checkpoint(run)) == expected
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step4"))
 
 
 @pytest.mark.parametrize("byte", [0, 30, 60, 200, 900])
