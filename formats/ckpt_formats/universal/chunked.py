@@ -154,7 +154,7 @@ class ChunkDigests:
         chunking = Chunking.default(tensor.shape)
         self._nbytes = chunking.chunk_size * tensor.dtype.itemsize
         self._hash = xxhash.xxh3_128()
-        self._begun = 0
+        self._nbytes_hashed = 0
         """Bytes of the chunk that is not complete."""
         self._digests = bytearray()
 
@@ -162,26 +162,26 @@ class ChunkDigests:
         """The next values: contiguous, of any shape."""
         data, at = values.reshape(-1).view(np.uint8).data, 0
         while at < len(data):
-            part = data[at : at + self._nbytes - self._begun]
+            part = data[at : at + self._nbytes - self._nbytes_hashed]
             at += len(part)
             if len(part) == self._nbytes:
                 self._digests += xxhash.xxh3_128_digest(part)
                 continue
             self._hash.update(part)
-            self._begun += len(part)
-            if self._begun == self._nbytes:
+            self._nbytes_hashed += len(part)
+            if self._nbytes_hashed == self._nbytes:
                 self._end_chunk()
 
     def digests(self) -> bytes:
         """The checksums of all chunks, one after another, when all values were given."""
-        if self._begun:
+        if self._nbytes_hashed:
             self._end_chunk()
         return bytes(self._digests)
 
     def _end_chunk(self) -> None:
         self._digests += self._hash.digest()
         self._hash.reset()
-        self._begun = 0
+        self._nbytes_hashed = 0
 
 
 def is_digest(values: Array, digests: bytes, index: int) -> bool:

@@ -34,7 +34,7 @@ class Delta(Universal):
 
     def identity(self) -> object:
         configurations = {name: codec.config() for name, codec in self.delta_codecs.items()}
-        return self.encoding, self.content, self.stored_against, configurations
+        return self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
 
     def inputs(self) -> tuple[Checkpoint, ...]:
         return () if self.earlier is None else (self.earlier,)

@@ -18,7 +18,7 @@ from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.entry import StateEntry
-from ckpt_formats.universal.pack_file import ChunkWriter, PackFile
+from ckpt_formats.universal.pack_file import ChunkAppender, PackFile
 
 _MAX_RATIO = 0.99
 """Encoded bytes for each raw byte. Above it, the values are stored as they are."""
@@ -98,7 +98,7 @@ def write_coded(
     decoded again and compared. Raises `Unsupported` if the codec cannot encode a chunk.
     """
     tensor, digests = parameter.states[state], bytearray()
-    source, chunks = _ChunkSource.of(parameter, state, choice), ChunkWriter(out)
+    source, chunks = _ChunkSource.of(parameter, state, choice), ChunkAppender(out)
     for index in range(source.chunking.count):
         values, base = source.fetch(index, transfer)
         if passing is not None:

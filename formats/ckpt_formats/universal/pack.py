@@ -15,7 +15,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, ErrorFigures, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import Unsupported, at_tensor
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -97,7 +97,8 @@ def write_pack(
         for parameter in parameters:
             if coding is not None:
                 parameter = stack.enter_context(_readable(path, parameter, transfer))
-            draft = _begin(out, parameter, transfer, coding, (bases or {}).get(parameter.name))
+            with at_tensor(printable(parameter.name)):
+                draft = _begin(out, parameter, transfer, coding, (bases or {}).get(parameter.name))
             drafts.append(draft)
             for state in draft.remaining(copies=False, aligned=True):
                 _write_state(out, draft, state, transfer, coding)
@@ -159,6 +160,11 @@ def _as_delta(
 
 
 def _write_state(out: PackFile, draft: _Draft, state: str, transfer: Transfer, coding: EncodingOptions | None) -> None:
+    with at_tensor(printable(draft.parameter.name)):
+        _write_values(out, draft, state, transfer, coding)
+
+
+def _write_values(out: PackFile, draft: _Draft, state: str, transfer: Transfer, coding: EncodingOptions | None) -> None:
     copy, tensor = draft.copy, draft.parameter.states[state]
     if state == MODEL and copy is not None and copy.derived:
         draft.written[MODEL] = copy.state()

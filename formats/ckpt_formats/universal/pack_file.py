@@ -90,7 +90,7 @@ class PackFile:
         return int(result.intdigest())
 
 
-class ChunkWriter:
+class ChunkAppender:
     """Encoded chunks at the end of a pack, one after another."""
 
     def __init__(self, out: PackFile) -> None:

@@ -20,7 +20,7 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class StoredParameters(Mapping[str, Parameter]):
-    """The parameters in a folder by name, in the model's order. Each is made once, when it is asked for."""
+    """The parameters in a folder by name, in the model's order. Each is created once, when it is asked for."""
 
     folder: Path
     index: Index
@@ -28,10 +28,10 @@ class StoredParameters(Mapping[str, Parameter]):
     """Those that there are: of an ancestor only what is needed."""
     parent: Mapping[str, Parameter]
     """The parameters of the parent checkpoint."""
-    _made: dict[str, Parameter] = field(default_factory=dict, repr=False)
+    _created: dict[str, Parameter] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Parameter:
-        known = self._made.get(name)
+        known = self._created.get(name)
         if known is not None:
             return known
         if name not in self.names:
@@ -39,7 +39,7 @@ class StoredParameters(Mapping[str, Parameter]):
         entry = self.index[self.index.numbers[name]]
         needs_parent = entry.delta is not None and entry.delta.parent_states
         parent = self.parent.get(name) if needs_parent else None
-        return self._made.setdefault(name, read_parameter(self.folder, entry, parent))
+        return self._created.setdefault(name, read_parameter(self.folder, entry, parent))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names

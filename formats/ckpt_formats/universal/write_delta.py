@@ -19,7 +19,7 @@ from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.entry import DeltaEntry, StateEntry
 from ckpt_formats.universal.error_figures import figures
 from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.pack_file import ChunkWriter, PackFile
+from ckpt_formats.universal.pack_file import ChunkAppender, PackFile
 
 
 def write_delta(
@@ -30,7 +30,7 @@ def write_delta(
     Raises `NotApplicable` if the codec cannot encode a chunk, or if the result is longer than a reader accepts. Then
     nothing of it is part of the pack.
     """
-    chunks = ChunkWriter(out)
+    chunks = ChunkAppender(out)
     digests = {state: bytearray() for state in plan.after}
     errors = {state: ErrorStats() for state in plan.after}
     lossless = plan.codec.lossless
