@@ -39,7 +39,7 @@ from damage import ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
 from training import save_run
-from universal_reader import UniversalReader
+from universal_decoder import UniversalDecoder
 
 STEPS = 4
 
@@ -203,6 +203,28 @@ def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
     assert_same_state(open_checkpoint(tmp_path / "run"), later)
 
 
+def test_deltas_without_bytes_are_at_one_place_and_are_not_taken_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec may need no byte for a parameter that did not change. Then deltas of several have the same offset."""
+    monkeypatch.setitem(DELTA_CODECS, Refusing.name, Refusing)
+    state = next(drifting(1))
+    Refusing.encoded.clear()
+    values = {name: read(tensor) for name, tensor in state.parameters["w"].states.items()}
+    opposite = {name: -one for name, one in values.items()}
+    held = [parameter("one", values), parameter("two", opposite), parameter("three", opposite)]
+    for step in (1, 2):
+        same = checkpoint(held, origin=Origin("held", None, step))
+        append(tmp_path / "run", same, None, DeltaPolicy(f"{Refusing.name}:holds=99"), Resources(1))
+    found = open_checkpoint(tmp_path / "run")
+    entries = manifest.load(tmp_path / "run" / "step-0000000002" / manifest.NAME).entries
+    assert len({(entry.delta.extent.offset, entry.delta.extent.nbytes) for entry in entries}) == 1
+    with Reader() as reader:
+        for one, name, tensor in found.tensors():
+            expected = values if one.name == "one" else opposite
+            assert bits(read(tensor, reader)) == bits(expected[name])
+
+
 @dataclass(frozen=True)
 class Coarse(DeltaCodec):
     """Changes in whole units of 2^-12."""
@@ -309,7 +331,7 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     for path in saved:
         ckpt("append", tmp_path / "run", path)
-    found = UniversalReader(tmp_path / "run" / "step-0000000003", decode, replay)
+    found = UniversalDecoder(tmp_path / "run" / "step-0000000003", decode, replay)
     assert any("delta" in entry for entry in found.entries.values())
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
         assert found.values(one.name, state) == read(tensor).tobytes()

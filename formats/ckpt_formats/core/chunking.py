@@ -72,32 +72,27 @@ class Chunking:
         return range(first // self.chunk_size, (last - 1) // self.chunk_size + 1) if box.size else range(0)
 
 
-def chunk_counts(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How many chunks tensors have by `Chunking.default`: (tensors,) int64.
-
-    ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`, the sizes of all dimensions.
-    Sizes of tensors must be below 2**62.
-    """
-    sizes, full = chunk_sizes(ranks, dims)
-    return -(-sizes // full)
-
-
 def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Elements of tensors, and of every chunk of each but the last, by `Chunking.default`: twice (tensors,) int64.
+    """How tensors are divided by `Chunking.default`: the elements of a full chunk, and how many chunks there are.
 
-    `ranks`, `dims`: as for `chunk_counts`.
+    Both are (tensors,) int64. ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`,
+    the sizes of all dimensions. Sizes of tensors must be below 2**62.
     """
-    sizes, full = np.ones(len(ranks), np.int64), np.full(len(ranks), DEFAULT_ELEMENTS)
+    elements, counts = np.full(len(ranks), DEFAULT_ELEMENTS, np.int64), np.zeros(len(ranks), np.int64)
     begins = np.cumsum(ranks, dtype=np.int64) - ranks
     for rank in np.unique(ranks).tolist():
         rows = np.flatnonzero(ranks == rank)
         shapes = dims[begins[rows, None] + np.arange(rank)].astype(np.int64)
         widths = np.cumprod(shapes[:, ::-1], axis=1)[:, ::-1] if rank else np.ones((len(rows), 1), np.int64)
-        inner, sizes[rows] = widths[:, 1:], widths[:, 0]
+        inner, size = widths[:, 1:], widths[:, 0]
         fits = (inner > 1) & (inner <= _MAX_WIDTH)
+        chunk = elements[rows]
         if inner.shape[1]:
-            last, width = inner[:, -1], inner[np.arange(len(rows)), fits.argmax(axis=1)]
-            width = np.where(fits.any(axis=1), width, last)
-            divided = (width > 1) & (width <= DEFAULT_ELEMENTS)
-            full[rows] = np.where(divided, DEFAULT_ELEMENTS // np.maximum(width, 1) * width, DEFAULT_ELEMENTS)
-    return sizes, full
+            last = inner[:, -1]
+            chunk = np.where(
+                (last > 1) & (last <= DEFAULT_ELEMENTS), DEFAULT_ELEMENTS // np.maximum(last, 1) * last, chunk
+            )
+            width = inner[np.arange(len(rows)), fits.argmax(axis=1)]
+            chunk = np.where(fits.any(axis=1), DEFAULT_ELEMENTS // np.maximum(width, 1) * width, chunk)
+        elements[rows], counts[rows] = chunk, -(-size // chunk)
+    return elements, counts

@@ -24,7 +24,7 @@ from ckpt_formats.universal.delta_plan import DeltaBase
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, lineage
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
-from ckpt_formats.universal.pack import check_storable, write_pack
+from ckpt_formats.universal.pack import check_state_names, check_storable, write_pack
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
@@ -78,7 +78,7 @@ class Universal(WritableFormat):
     content: str | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
     pack_nbytes: int = PACK_NBYTES
-    """Bytes of values after which a new pack begins. A parameter is never divided."""
+    """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
 
     @property
     def parent(self) -> Parent | None:
@@ -120,6 +120,7 @@ class Universal(WritableFormat):
     def plan(self, source: Checkpoint) -> Plan:
         for parameter in source.parameters.values():
             check_storable(parameter)
+        check_state_names(source.parameters.values())
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         return Plan(tuple(self._pack(number, parameters, source) for number, parameters in packs))
 

@@ -6,11 +6,11 @@ row that is wrong.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.core.chunking import chunk_sizes
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.tensor import Array
@@ -54,7 +54,7 @@ class _Check:
         sizes = self._sizes()
         self._chunks(sizes)
         self._bases()
-        self._deltas()
+        self._deltas(sizes)
         self._extents()
 
     def _true(self, right: bool, message: str) -> None:
@@ -143,25 +143,23 @@ class _Check:
 
     def _chunks(self, sizes: Array) -> None:
         index, storage = self.index, self._column("state.storage")
-        counts = index.chunk_counts
-        self._true(int(counts.sum()) == len(self._column("chunk.values")), "the length of column chunk.values")
+        self._all(sizes * self._itemsizes.astype(np.float64) < _MAX_SIZE, "its shape is too large")
+        elements, counts = index.chunk_sizes
+        total = float(counts.sum(dtype=np.float64))  # a sum of integers could begin again at zero
+        self._true(total == len(self._column("chunk.values")), "the length of column chunk.values")
         self._true(index.coded_count == len(self._column("coded.nbytes")), "the length of column coded.nbytes")
-        itemsizes = self._itemsizes()
-        raw = sizes * itemsizes
+        raw = sizes * self._itemsizes
         plain, coded = storage == PLAIN, storage == CODED
         self._all(~plain | (raw == self._column("state.nbytes")), "its bytes do not fit its shape")
         nbytes = self._column("coded.nbytes").astype(np.int64)
-        limits = self._largest_chunks() * itemsizes + OVERHEAD
+        limits = np.minimum(elements, sizes) * self._itemsizes + OVERHEAD
         self._coded(nbytes, counts, coded, limits, self._column("state.nbytes"), "state")
 
+    @cached_property
     def _itemsizes(self) -> Array:
         """Bytes of an element of each state: (states,) int64."""
-        itemsizes = np.array([DTYPES[dtype].itemsize for dtype in self.index.tables.dtypes] or [1], np.int64)
-        return itemsizes[self._column("state.dtype")]
-
-    def _largest_chunks(self) -> Array:
-        """Elements of the largest chunk of each state: (states,) int64."""
-        return np.minimum(*chunk_sizes(self._column("state.rank"), self._column("state.dims")))
+        of_types = np.array([DTYPES[dtype].itemsize for dtype in self.index.tables.dtypes] or [1], np.int64)
+        return of_types[self._column("state.dtype")]
 
     def _coded(self, nbytes: Array, counts: Array, coded: Array, limits: Array, stored: Array, table: str) -> None:
         """Check the lengths of encoded chunks. `limits`: the largest for each row."""
@@ -182,7 +180,8 @@ class _Check:
         codec = self._column("state.codec")
         self._all((storage == PLAIN) | (storage == IN_DELTA) | (codec != 0), "a codec is missing")
         self._all((storage == CODED) | (storage == DERIVED) | (codec == 0), "a codec without use")
-        self._all((storage == PLAIN) | (storage == CODED) | (self._column("state.nbytes") == 0), "bytes without use")
+        extent = self._column("state.nbytes") | self._column("state.offset") | self._column("state.pack")
+        self._all((storage == PLAIN) | (storage == CODED) | (extent == 0), "bytes without use")
         names = {name: number for number, name in enumerate(tables.states)}
         bases = np.array([-1 if i.base is None else names.get(i.base, -2) for i in tables.codecs], np.int64)[codec]
         self._all((storage != DERIVED) | (bases >= 0), "a derived state without a base")
@@ -212,45 +211,35 @@ class _Check:
             same[rows] = dims[begins[first[rows]] + axis] == dims[begins[second[rows]] + axis]
         return same
 
-    def _deltas(self) -> None:
+    def _deltas(self, sizes: Array) -> None:
         """Each delta has exactly the states of its item, of one shape, and its chunks are not too large."""
-        index, tables = self.index, self.index.tables
+        index, tables, owners = self.index, self.index.tables, self._column("delta.parameter")
+        items = [tables.deltas[number] for number in self._column("delta.codec").tolist()]
+        lengths = np.array([len(item.states) for item in items], np.int64)
         in_delta = np.flatnonzero(self._column("state.storage") == IN_DELTA)
-        items, owners = self._column("delta.codec").astype(np.int64), self._column("delta.parameter")
-        counts = np.array([len(item.states) for item in tables.deltas], np.int64)[items]
-        found = np.bincount(self._column("state.parameter")[in_delta], minlength=len(index))
-        expected = np.zeros(len(index), np.int64)
-        expected[owners] = counts
+        found, expected = (
+            np.bincount(self._column("state.parameter")[in_delta], minlength=len(index)),
+            np.zeros(len(index)),
+        )
+        expected[owners] = lengths
         self._all(found == expected, "its delta has other states", "parameter")
         if not len(in_delta):
             return
-        # From here on, the states in deltas follow one another as the deltas do.
-        delta = np.repeat(np.arange(len(counts)), counts)
-        first = in_delta[np.cumsum(counts) - counts]
-        numbers = {name: number for number, name in enumerate(tables.states)}
-        known = np.array(
-            [
-                number * len(numbers) + numbers[state]
-                for number, item in enumerate(tables.deltas)
-                for state in item.states
-                if state in numbers
-            ],
-            np.int64,
-        )
-        right = np.ones(len(index.columns["state.name"]), np.bool_)
-        right[in_delta] = np.isin(items[delta] * len(numbers) + self._column("state.name")[in_delta], known)
-        self._all(right, "its delta has other states")
-        right[in_delta] = self._same_shape(first[delta], in_delta)
+        # So the rows of a delta's states follow one another, in the order of the deltas.
+        first = np.cumsum(lengths) - lengths
+        names = self._column("state.name")[in_delta].tolist()
+        own = ({tables.states[n] for n in names[at : at + k]} for at, k in zip(first, lengths, strict=True))
+        equal = [states == set(item.states) for states, item in zip(own, items, strict=True)]
+        self._all(np.array(equal), "its delta has other states", "delta")
+        heads, right = in_delta[first], np.ones(len(self._column("state.name")), np.bool_)
+        right[in_delta] = self._same_shape(np.repeat(heads, lengths), in_delta)
         self._all(right, "the states of its delta differ in shape")
-        itemsizes = np.zeros(len(counts), np.int64)
-        np.add.at(itemsizes, delta, self._itemsizes()[in_delta])
-        full = chunk_sizes(self._column("state.rank"), self._column("state.dims"))[1][first]
-        self._all(full * itemsizes <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
-        chunk_counts = index._delta_counts
-        nbytes = self._column("coded.nbytes").astype(np.int64)[index.coded_count - int(chunk_counts.sum()) :]
-        limits = self._largest_chunks()[first] * itemsizes + OVERHEAD
-        every = np.ones(len(counts), np.bool_)
-        self._coded(nbytes, chunk_counts, every, limits, self._column("delta.nbytes"), "delta")
+        itemsizes = np.add.reduceat(self._itemsizes[in_delta], first)
+        elements, counts = index.chunk_sizes[0][heads], index.delta_counts
+        self._all(elements * itemsizes <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")
+        nbytes = self._column("coded.nbytes").astype(np.int64)[index.coded_count - int(counts.sum()) :]
+        every, limits = np.ones(len(counts), np.bool_), np.minimum(elements, sizes[heads]) * itemsizes + OVERHEAD
+        self._coded(nbytes, counts, every, limits, self._column("delta.nbytes"), "delta")
 
     def _extents(self) -> None:
         """The ranges of each pack follow one another from its header to its end."""

@@ -159,7 +159,7 @@ class ChunkDigests:
         self._digests = bytearray()
 
     def add(self, values: Array) -> None:
-        """The next values: contiguous, of any shape."""
+        """The next values: contiguous, of any shape, of the dtype of the tensor."""
         data, at = values.reshape(-1).view(np.uint8).data, 0
         while at < len(data):
             part = data[at : at + self._nbytes - self._nbytes_hashed]
@@ -185,7 +185,7 @@ class ChunkDigests:
 
 
 def is_digest(values: Array, digests: bytes, index: int) -> bool:
-    """Whether the XXH3-128 of contiguous values, of any dtype, is that of chunk `index`."""
+    """Whether the XXH3-128 of contiguous values, of any shape and dtype, is that of chunk `index`."""
     actual = xxhash.xxh3_128_digest(values.reshape(-1).view(np.uint8).data)
     return actual == digests[index * DIGEST : (index + 1) * DIGEST]
 

@@ -17,7 +17,10 @@ _TAGS = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
 
 
 def dump(columns: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of the file. Columns of larger numbers come first, so that all are aligned."""
+    """The bytes of the file. Columns of larger numbers come first, so that all are aligned.
+
+    `columns`: (rows,) or (rows, width) uint8, uint16, uint32 or uint64.
+    """
     slots, parts, at = [], [], 0
     for name, column in sorted(columns.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         slots.append(TensorSlot(name, column.dtype, column.shape, at))
@@ -27,7 +30,7 @@ def dump(columns: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
 
 
 def load(data: bytes, types: Mapping[str, str], path: Path) -> dict[str, Array]:
-    """The columns in the bytes of a file. They share its memory.
+    """The columns in the bytes of a file: (rows,) or (rows, width) uint8, ..., uint64. They share its memory.
 
     `types`: the NumPy type of each column that must be there, such as `<u4`. Raises `Corrupt`.
     """

@@ -42,6 +42,7 @@ def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str]
                     {"options": encode(g.options), "parameters": [int(rank[number[name]]) for name in g.names]}
                     for g in groups
                 ],
+                "parameters": len(index),
                 "states": state_names,
                 "values": [json.loads(text) for text in value_texts],
             }

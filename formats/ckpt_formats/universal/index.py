@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Role
-from ckpt_formats.core.chunking import chunk_counts
+from ckpt_formats.core.chunking import chunk_sizes
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal import columns as container
 from ckpt_formats.universal.entry import DIGEST, CodedChunks, DeltaEntry, Extent, ParameterEntry, StateEntry
@@ -85,9 +85,14 @@ class Index(Sequence[ParameterEntry]):
         return {name: number for number, name in enumerate(self.names)}
 
     @cached_property
+    def chunk_sizes(self) -> tuple[Array, Array]:
+        """The elements of a full chunk of each state, and how many chunks it has: both (states,) int64."""
+        return chunk_sizes(self.columns["state.rank"], self.columns["state.dims"])
+
+    @property
     def chunk_counts(self) -> Array:
         """How many chunks each state has: (states,) int64."""
-        return chunk_counts(self.columns["state.rank"], self.columns["state.dims"])
+        return self.chunk_sizes[1]
 
     def with_deltas(self) -> list[str]:
         """The names of the parameters whose delta needs a parent."""
@@ -106,7 +111,7 @@ class Index(Sequence[ParameterEntry]):
         """Where the rows of each state and parameter begin in other columns."""
         counts = self.chunk_counts
         coded = np.where(self.columns["state.storage"] == CODED, counts, 0)
-        of_deltas = self._delta_counts
+        of_deltas = self.delta_counts
         states = np.arange(len(self) + 1)
         return {
             "state": np.searchsorted(self.columns["state.parameter"], states).tolist(),
@@ -118,7 +123,7 @@ class Index(Sequence[ParameterEntry]):
         }
 
     @cached_property
-    def _delta_counts(self) -> Array:
+    def delta_counts(self) -> Array:
         """How many chunks each delta has, which is that of each of its states: (deltas,) int64."""
         in_delta = self.columns["state.storage"] == IN_DELTA
         count = np.zeros(len(self), np.int64)
@@ -129,7 +134,7 @@ class Index(Sequence[ParameterEntry]):
     def coded_count(self) -> int:
         """How many encoded chunks there must be, of states and of deltas."""
         coded = self.columns["state.storage"] == CODED
-        return int(self.chunk_counts[coded].sum()) + int(self._delta_counts.sum())
+        return int(self.chunk_counts[coded].sum()) + int(self.delta_counts.sum())
 
     def _entry(self, number: int) -> ParameterEntry:
         first = self._first

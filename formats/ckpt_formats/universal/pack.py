@@ -1,6 +1,6 @@
 """Write a pack: the states of several parameters, one after another, in one safetensors file."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,8 @@ from ckpt_formats.universal.write_replayed import is_aligned, spill_states, stor
 
 _SLOT_RESERVE = 64
 """Bytes by which the header entry of an encoded state may be longer than that of the plain state."""
+_MAX_STATE_NAMES = 1 << 16
+"""As many as the column `state.name` of the index can number."""
 _PAGE = 4096
 """The data of a pack begins at a multiple of this."""
 _METADATA = {"ckpt": f"universal {VERSION}"}
@@ -125,6 +127,15 @@ def check_storable(parameter: Parameter) -> None:
                 "safetensors, and so the universal format, does not have",
                 hint="Leave the tensor out with --skip, or convert to torch.",
             )
+
+
+def check_state_names(parameters: Iterable[Parameter]) -> None:
+    """Raise `Unsupported` for more names of states than the index can number."""
+    if len({state for parameter in parameters for state in parameter.states}) > _MAX_STATE_NAMES:
+        raise Unsupported(
+            f"more than {_MAX_STATE_NAMES:,} names of states, which the universal format cannot number",
+            hint="Leave tensors out with --skip, or convert to torch.",
+        )
 
 
 def _begin(

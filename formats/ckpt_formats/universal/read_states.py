@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckpt_codecs import Codec, CodecError, from_config
+from ckpt_codecs import Codec, CodecError, Rounded, from_config
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Parameter
@@ -15,6 +15,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Leaves, Seal
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import pack_file
@@ -60,7 +61,11 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
     codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
+        if not isinstance(codec, Rounded) or not codec.can_round(base.dtype, dtype):
+            raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
         return DerivedBlob(codec, base, dtype)
+    if isinstance(codec, Rounded):
+        raise Corrupt(f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=folder)
     store = _store(folder, entry, name, state)
     return EncodedBlob.whole(ChunkedTensor(store, state.shape, dtype, codec, state.digests, base))
 

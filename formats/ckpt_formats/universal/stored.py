@@ -53,7 +53,7 @@ class StoredParameters(Mapping[str, Parameter]):
 
 @dataclass(frozen=True, eq=False)
 class StateDigests(Mapping[StateKey, int]):
-    """The checksums of values that are encoded, of a delta, or plain: all but the derived ones."""
+    """The checksums of the values of states that are encoded, alone or in a delta."""
 
     index: Index
 

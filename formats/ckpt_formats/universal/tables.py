@@ -11,7 +11,7 @@ import numpy as np
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import ErrorFigures
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 
@@ -112,7 +112,7 @@ class Tables:
         states = check.texts(check.sequence(fields, "states"), "states")
         dtypes = check.texts(check.sequence(fields, "dtypes"), "dtypes")
         check.true(len(set(states)) == len(states), "states: a name twice")
-        check.true(all(dtype in DTYPES for dtype in dtypes), "dtypes: an unknown element type")
+        check.true(all(dtype in SAFETENSORS_TAGS for dtype in dtypes), "dtypes: an unknown element type")
         codecs = tuple(_codec(item, check.of("codecs")) for item in check.sequence(fields, "codecs"))
         deltas = tuple(_delta(item, check.of("deltas")) for item in check.sequence(fields, "deltas"))
         values = tuple(_values(item, check.of("values")) for item in check.sequence(fields, "values"))
@@ -128,7 +128,7 @@ class Tables:
 
     @classmethod
     def merged(cls, tables: Sequence["Tables"]) -> "tuple[Tables, list[dict[str, Array]]]":
-        """One set of tables for several, and for each of them the new numbers of its items by column."""
+        """One set of tables for several, and for each of them the new numbers of its items by column: (n,) int64."""
         start = cls()
         states, dtypes = _Numbering[str](()), _Numbering[str](())
         codecs, deltas = _Numbering[CodecItem](start.codecs), _Numbering[DeltaItem](())
