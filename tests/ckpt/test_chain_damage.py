@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from ckpt.chains.append import append
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources
 from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
@@ -19,7 +23,7 @@ from ckpt_formats.universal.index import CODED, TYPES, Index
 from ckpt_formats.universal.tables import Tables
 from damage import ckpt
 from forged import Change, Forged, both, codec, drop, forge, number, put
-from held import contents, flip
+from held import checkpoint, contents, flip, parameter
 from training import chained
 
 STEPS = 4
@@ -444,6 +448,21 @@ def test_a_hostile_delta_is_refused(name: str, whole: Path, tmp_path: Path) -> N
     for said in (done.err, verified.out + verified.err):
         assert "Traceback" not in said
         assert "fault of ckpt" not in said
+
+
+def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) -> None:
+    """40 states of 4 bytes are within the limit of a chunk, and 40 of 8 bytes are not, however few values there are."""
+    values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+    states = {"fp32": values, **{f"moment {number}": values for number in range(39)}}
+    for step in (1, 2):
+        source = checkpoint([parameter("w", states)], origin=Origin("held", None, step))
+        append(tmp_path / "run", source, None, DeltaPolicy("difference"), Resources(1))
+    assert ckpt("verify", tmp_path / "run").code == 0
+    forge(member(tmp_path / "run", 2), put("dtypes", value=["float64"]))
+    done = ckpt("restore", tmp_path / "run", tmp_path / "out")
+    assert done.code == 20
+    assert "`w`: a chunk of its delta is too large" in done.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_delta_that_is_its_own_ancestor(whole: Path, tmp_path: Path) -> None:
