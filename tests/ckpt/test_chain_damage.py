@@ -419,7 +419,7 @@ HOSTILE: dict[str, tuple[Change, int, str]] = {
         both(
             *(
                 number(f"state.{c}", ("norm.num_batches_tracked", "param"), v)
-                for c, v in (("storage", 3), ("nbytes", 0))
+                for c, v in (("storage", 3), ("offset", 0), ("nbytes", 0))
             )
         ),
         20,
