@@ -100,6 +100,7 @@ def test_a_reader_of_the_page_reads_what_we_write(sample, tmp_path):
         assert reader.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("sample", EVERY_SAMPLE, ids=lambda path: path.name)
 def test_the_reference_library_reads_every_plain_state_of_what_we_convert(sample, tmp_path):
     source = open_checkpoint(sample)
@@ -187,7 +188,6 @@ def test_the_chunks_of_the_page_are_those_of_the_rule():
         assert chunk_count(shape) == (0 if count == "none" else int(count.rstrip(",").replace(",", ""))), text
 
 
-@pytest.mark.quick(20)
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(16_380, 16_390), st.integers(0, 2**21)), max_size=4))
 def test_the_rule_of_the_page_is_that_of_the_code(shape):
     chunking = Chunking.default(tuple(shape))

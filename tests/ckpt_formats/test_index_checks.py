@@ -1,5 +1,6 @@
 """What docs/format.md asks of an index and of its tables, where test_universal.py does not: each test is one rule."""
 
+from math import inf, nan
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from ckpt_formats.universal.check_index import check
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.index import TYPES, Index
 from ckpt_formats.universal.tables import Tables
-from forged import Change, Forged, both, codec, forge, number
+from forged import Change, Forged, both, codec, forge, number, put
 from held import checkpoint, parameter
 
 
@@ -52,9 +53,13 @@ def longer_chunk(forged: Forged) -> None:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
+    "a codec with an option that is no number": (codec("w", "param", {"name": "zstd", "level": nan}), "not valid JSON"),
+    "an extra that is infinite": (put("extras", "seed", value=inf), "not valid JSON"),
     "an element type that safetensors does not have": (dtype("w", "fp32", "complex128"), "unknown element type"),
     "a copy that another codec derives": (codec("w", "param", {"name": "zstd"}, "fp32"), "cannot be derived"),
     "a copy of integers": (dtype("w", "param", "int16"), "cannot be derived"),
+    "a copy of complex numbers": (dtype("w", "param", "complex64"), "cannot be derived"),
+    "a copy of scales": (dtype("w", "param", "float8_e8m0fnu"), "cannot be derived"),
     "a rounded copy with bytes": (codec("large", "fp32", {"name": "rounded"}), "a rounded copy has no bytes"),
     "an offset without bytes": (number("state.offset", ("w", "param"), 8), "bytes without use"),
     "a pack without bytes": (number("state.pack", ("w", "param"), 1), "bytes without use"),

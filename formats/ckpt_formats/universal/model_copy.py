@@ -13,6 +13,7 @@ from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import Passing, flat
 from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.error_figures import figures
+from ckpt_formats.universal.read_states import can_derive
 
 
 class ModelCopy:
@@ -37,8 +38,7 @@ class ModelCopy:
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             return None
-        same_kind = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if same_kind and Rounded.can_round(master.dtype, copy.dtype) else None
+        return cls(copy, master) if can_derive(master.dtype, copy.dtype) else None
 
     def compare(
         self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None

@@ -11,7 +11,7 @@ from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Leaves, Seal
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
@@ -23,6 +23,7 @@ from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 DELTA = "delta"
 """The name of the stored bytes of a delta in the header of a pack."""
+_SCALES = DTYPES["float8_e8m0fnu"]
 _Codec = TypeVar("_Codec", Codec, DeltaCodec)
 
 
@@ -53,6 +54,15 @@ def seals(folder: Path, entry: ParameterEntry) -> Iterator[Seal]:
         yield _delta_store(folder, entry, entry.delta).seal()
 
 
+def can_derive(master: DType, copy: DType) -> bool:
+    """Whether a copy of one dtype may be stored as its master of another, rounded.
+
+    Rounding to scales (float8_e8m0fnu) has ties that are not to even, and no zero, so those are stored.
+    """
+    same_kind = (master.kind == "c") == (copy.kind == "c")
+    return master == copy or (same_kind and copy != _SCALES and Rounded.can_round(master, copy))
+
+
 def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
     dtype = DTYPES[state.dtype]
     if state.codec is None:
@@ -61,7 +71,7 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
     codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
-        if not isinstance(codec, Rounded) or not codec.can_round(base.dtype, dtype):
+        if not isinstance(codec, Rounded) or not can_derive(base.dtype, dtype):
             raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
         return DerivedBlob(codec, base, dtype)
     if isinstance(codec, Rounded):
