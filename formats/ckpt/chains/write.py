@@ -214,7 +214,7 @@ def _member(folder: Path, written: Manifest, step: int) -> Member:
         for state in entry.states.values():
             if state.chunks is not None and state.codec is not None:
                 codecs[str(state.codec["name"])] = None
-    stored = written.nbytes + sum((folder / name).stat().st_size for name in (manifest.NAME, manifest.INDEX))
+    stored = written.nbytes + sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Member(
         folder.name,
         "base" if written.parent is None else "delta",

@@ -3,8 +3,9 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 
+_FLUSHERS = 4
+"""Threads that flush files to the disk."""
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
 
@@ -209,15 +212,41 @@ def _write_all(
                     error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
         staging.reached("written")
-        stage.flush(receipt)  # now, while the other workers continue, not all at the end
         return receipt
 
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         try:
-            yield from run_tasks(pool, write, parts, 2 * resources.workers)
+            yield from _flushed(stage, run_tasks(pool, write, parts, 2 * resources.workers))
         except BaseException:
             stop.set()
             raise
+
+
+def _flushed(stage: Staging, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
+    """The receipts of files that are on the disk. Files are flushed while the workers write the next ones.
+
+    After an error, first the receipts of all files that are complete.
+    """
+
+    def flush(receipt: Receipt) -> Receipt:
+        stage.flush(receipt)
+        return receipt
+
+    with ThreadPoolExecutor(_FLUSHERS, "ckpt-flush") as pool:
+        waiting, failure = deque[Future[Receipt]](), None
+        try:
+            for receipt in receipts:
+                waiting.append(pool.submit(flush, receipt))
+                while waiting and (waiting[0].done() or len(waiting) > 2 * _FLUSHERS):
+                    yield waiting.popleft().result()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failure = error
+        while waiting:
+            yield waiting.popleft().result()
+        if failure is not None:
+            raise failure
 
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:

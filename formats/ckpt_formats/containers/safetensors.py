@@ -13,7 +13,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType
+from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
@@ -105,7 +105,7 @@ def header_bytes(
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for slot in slots:
-        tag = SAFETENSORS_TAGS.get(slot.dtype.name)
+        tag = SAFETENSORS_TAGS.get(NAMES.get(slot.dtype, ""))
         if tag is None:
             raise Unsupported(
                 f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}",

@@ -2,7 +2,7 @@
 
 import builtins
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -32,11 +32,7 @@ class Chunking:
         >>> [Chunking.default(s).chunk for s in ((4096, 256), (8, 14336, 4096), (64, 3, 3, 3), (1000,))]
         [(1024, 256), (64, 4096), (9709, 27), (262144,)]
         """
-        widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
-        fitting = [width for width in widths if 1 < width <= _MAX_WIDTH]
-        last = widths[-1] if widths and 1 < widths[-1] <= DEFAULT_ELEMENTS else None
-        width = fitting[0] if fitting else last
-        return cls(shape, (DEFAULT_ELEMENTS,) if width is None else (DEFAULT_ELEMENTS // width, width))
+        return cls(shape, _default_chunk(shape, DEFAULT_ELEMENTS, _MAX_WIDTH))
 
     @cached_property
     def size(self) -> int:
@@ -70,6 +66,16 @@ class Chunking:
         """The numbers of the chunks among which all are that hold an element of a block of the tensor."""
         first, last = flat_ends(box, self.shape)
         return range(first // self.chunk_size, (last - 1) // self.chunk_size + 1) if box.size else range(0)
+
+
+@lru_cache(maxsize=1024)
+def _default_chunk(shape: Shape, elements: int, max_width: int) -> Shape:
+    """The chunk of `Chunking.default`."""
+    widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
+    fitting = [width for width in widths if 1 < width <= max_width]
+    last = widths[-1] if widths and 1 < widths[-1] <= elements else None
+    width = fitting[0] if fitting else last
+    return (elements,) if width is None else (elements // width, width)
 
 
 def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

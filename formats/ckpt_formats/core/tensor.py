@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt_codecs import Codec
+from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt, Incomplete
@@ -344,6 +344,11 @@ class Tensor(Blob):
     def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
         whole, outside = Box.whole(self.shape), False
+        if len(self.fragments) == 1 and not self.replicas:
+            box, blob = self.fragments[0].box, self.fragments[0].blob
+            if box == whole and (blob.shape, blob.dtype) == (self.shape, self.dtype):
+                yield from blob.problems()
+                return
         for fragment in self.fragments:
             if fragment.box.size and fragment.box & whole != fragment.box:
                 outside = True

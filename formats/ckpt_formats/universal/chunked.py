@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
@@ -182,6 +183,15 @@ class ChunkDigests:
         self._digests += self._hash.digest()
         self._hash.reset()
         self._nbytes_hashed = 0
+
+
+def chunk_digests(values: Array) -> bytes:
+    """The XXH3-128 of each chunk of all values of a tensor: contiguous, of its shape, any dtype."""
+    data, chunking = values.reshape(-1).view(np.uint8).data, Chunking.default(values.shape)
+    nbytes = chunking.chunk_size * values.dtype.itemsize
+    if len(data) <= nbytes:
+        return xxhash.xxh3_128_digest(data) if data else b""
+    return b"".join(xxhash.xxh3_128_digest(data[at : at + nbytes]) for at in range(0, len(data), nbytes))
 
 
 def is_digest(values: Array, digests: bytes, index: int) -> bool:

@@ -246,7 +246,8 @@ class _Builder:
         rows["parameter.names"].append(name)
         rows["parameter.ends"].append(self.nbytes)
         rows["parameter.role"].append(ROLES.index(entry.role))
-        rows["parameter.values"].append(_number(self.values, Tables.text(encode(dict(entry.values)))))
+        values = Tables.text(encode(dict(entry.values))) if entry.values else "{}"
+        rows["parameter.values"].append(_number(self.values, values))
         in_delta = () if entry.delta is None else entry.delta.states
         for state, stored in entry.states.items():
             self._state(number, state, stored, state in in_delta)
@@ -266,14 +267,14 @@ class _Builder:
             storage = PLAIN
         else:
             storage = DERIVED if state.extent is None else CODED
-        item = CodecItem.none() if state.codec is None else CodecItem.of(state.codec, state.base)
-        error: Any = None if state.error is None else encode(dict(state.error))
+        codec = 0 if state.codec is None else _number(self.codecs, CodecItem.of(state.codec, state.base))
+        error = "null" if state.error is None else Tables.text(encode(dict(state.error)))
         rows["state.parameter"].append(number)
         rows["state.name"].append(_number(self.states, name))
         rows["state.dtype"].append(_number(self.dtypes, state.dtype))
         rows["state.storage"].append(storage)
-        rows["state.codec"].append(_number(self.codecs, item))
-        rows["state.error"].append(_number(self.errors, Tables.text(error)))
+        rows["state.codec"].append(codec)
+        rows["state.error"].append(_number(self.errors, error))
         self._extent("state", state.extent or Extent(0, 0, 0))
         rows["state.rank"].append(len(state.shape))
         rows["state.dims"] += state.shape

@@ -6,9 +6,8 @@ A manifest may be hostile: every field is checked before it is used.
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
-from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
@@ -29,6 +28,7 @@ from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
 from ckpt_formats.universal.index import ROLES, TYPES, Index
+from ckpt_formats.universal.original import load as load_original
 from ckpt_formats.universal.tables import Tables
 
 NAME = "manifest.json"
@@ -79,9 +79,9 @@ def pack_file(number: int) -> str:
     return f"packs/{number:05d}.safetensors"
 
 
-def dump(manifest: Manifest, index: bytes) -> bytes:
-    """The bytes of `manifest.json`. `index`: those of the file of the index."""
-    parent, original = manifest.parent, manifest.original
+def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -> bytes:
+    """The bytes of `manifest.json`. `index`: those of the file of the index. `original`: this field."""
+    parent = manifest.parent
     fields = {
         "format": "ckpt-universal",
         "version": VERSION,
@@ -94,7 +94,7 @@ def dump(manifest: Manifest, index: bytes) -> bytes:
             "step": manifest.origin.step,
             "layout": encode(manifest.origin.layout),
         },
-        **({} if original is None else {"original": _original_json(original)}),
+        **({} if original is None else {"original": original}),
         "index": {"nbytes": len(index), "checksum": hash_text(xxhash.xxh3_128_intdigest(index))},
         "packs": [[pack.nbytes, pack.header_nbytes, pack.header] for pack in manifest.packs],
         **manifest.entries.tables.to_json(),
@@ -146,7 +146,7 @@ def load(path: Path) -> Manifest:
         check.values(fields, "extras"),
         check.text(fields, "written_by"),
         _parent(fields, check),
-        _original(fields, check),
+        load_original(fields, check),
     )
     needs_parent = bool(index.with_deltas())
     check.true(not needs_parent or manifest.parent is not None, "parent: there are deltas, but no parent is named")
@@ -208,36 +208,6 @@ def _index(path: Path, stated: Any, tables: Tables, packs: tuple[Pack, ...], che
     index = Index(columns.load(data, TYPES, path), tables)
     check_index(index, packs, path)
     return index
-
-
-def _original_json(original: OriginalForm) -> dict[str, Any]:
-    fields: dict[str, Any] = {"format": original.format}
-    if original.file is not None:
-        fields["file"] = original.file
-    if original.form is not None:
-        fields["form"] = None
-        with suppress(CkptError):  # without a form that is too large or too deep, the file cannot be restored as it was
-            fields["form"] = encode(original.form())
-    return fields
-
-
-def _original(fields: Any, check: FieldReader) -> OriginalForm | None:
-    if fields.get("original") is None:
-        return None
-    original = check.mapping(fields, "original")
-    file = original.get("file")
-    is_valid = file is None or (isinstance(file, str) and _is_file_name(file))
-    check.true(is_valid, "original.file is not the name of a file")
-    form = partial(decode, original["form"], check.path) if "form" in original else None
-    return OriginalForm(check.text(original, "format"), file, form)
-
-
-def _is_file_name(text: str) -> bool:
-    return (
-        0 < len(text.encode("utf-8", "surrogatepass")) <= 255
-        and not {"/", "\0"} & set(text)
-        and text not in (".", "..")
-    )
 
 
 def _parent(fields: Any, check: FieldReader) -> Parent | None:

@@ -53,18 +53,32 @@ class ModelCopy:
         if self._by_definition:
             self.derived = self._codec.is_defined(master, self.tensor.dtype)
             values = self._codec.decode(b"", master.shape, self.tensor.dtype, master)
+            self._add(values, decoded)
         else:
-            values = transfer.fetch(tensor, box, "copy")
-            try:
-                self._codec.encode(values, master)
-            except NotApplicable:
-                self.derived = False
+            self._compare(master, transfer.fetch(tensor, box, "copy"), decoded)
+
+    def _compare(self, master: Array, values: Array, decoded: Array | None) -> None:
+        """Compare values of the copy with those of the master, of the same shape."""
+        try:
+            self._codec.encode(values, master)
+        except NotApplicable:
+            self.derived = False
+        self._add(values, decoded)
+
+    def _add(self, values: Array, decoded: Array | None) -> None:
         if decoded is not None:
             self.derived &= self._codec.is_defined(decoded, self.tensor.dtype)
             rounded = np.ascontiguousarray(self._codec.decode(b"", decoded.shape, self.tensor.dtype, decoded))
             self._errors += measured(values, rounded)
             values = rounded
         self._digests.add(np.ascontiguousarray(values))
+
+    def compare_whole(self, master: Array, transfer: Transfer) -> None:
+        """Compare all of a small copy with its master. `master`: its values, of its shape and dtype."""
+        if self._by_definition:
+            self.compare(Box.whole(master.shape), master, transfer, self.tensor)
+        elif self.derived:
+            self._compare(master, transfer.whole(self.tensor, "copy"), None)
 
     def passing(self, transfer: Transfer) -> Passing:
         """The function that receives the chunks of the master, as vectors, while they are written."""

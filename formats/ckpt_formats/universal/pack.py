@@ -1,5 +1,6 @@
 """Write a pack: the states of several parameters, one after another, in one safetensors file."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER, MODEL, ErrorFigures, Parameter
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported, at_tensor
 from ckpt_formats.core.geometry import Box
@@ -21,7 +22,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer, as_bytes
 from ckpt_formats.universal.check_index import Pack
-from ckpt_formats.universal.chunked import ChunkDigests
+from ckpt_formats.universal.chunked import ChunkDigests, chunk_digests
 from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
 from ckpt_formats.universal.encode_state import choose, flat, write_coded
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
@@ -38,8 +39,12 @@ from ckpt_formats.universal.write_replayed import (
     write_together,
 )
 
+_SLOT_NBYTES = 64
+"""Bytes of an entry in the header, without its name, shape and offsets, are fewer than this."""
 _SLOT_RESERVE = 64
 """Bytes by which the header entry of an encoded state may be longer than that of the plain state."""
+_SMALL_NBYTES = 1 << 20
+"""Bytes of a state that is read at once."""
 _MAX_STATE_NAMES = 1 << 16
 """As many as the column `state.name` of the index can number."""
 _PAGE = 4096
@@ -188,7 +193,7 @@ def _write_values(out: PackFile, draft: _Draft, state: str, transfer: Transfer, 
         draft.written[MODEL] = copy.state()
         return
     follower = copy if state == MASTER else None
-    alone = draft.alone
+    alone = draft.parameter if coding is None else draft.alone
     choice = None if coding is None else choose(alone, state, coding, transfer)
     if coding is None or choice is None:
         draft.written[state] = _write_plain(out, tensor, transfer, follower)
@@ -198,7 +203,14 @@ def _write_values(out: PackFile, draft: _Draft, state: str, transfer: Transfer, 
 
 
 def _write_plain(out: PackFile, tensor: Tensor, transfer: Transfer, copy: ModelCopy | None = None) -> StateEntry:
-    chunking, digests, start = Chunking.default(tensor.shape), ChunkDigests(tensor), out.position
+    start = out.position
+    if tensor.nbytes <= _SMALL_NBYTES:
+        values = transfer.whole(tensor)
+        out.write(as_bytes(values).data)
+        if copy is not None:
+            copy.compare_whole(values, transfer)
+        return StateEntry(NAMES[tensor.dtype], tensor.shape, chunk_digests(values), out.since(start))
+    chunking, digests = Chunking.default(tensor.shape), ChunkDigests(tensor)
     vector, copied = flat(tensor), None if copy is None else flat(copy.tensor)
     step = max(1, SLAB // (chunking.chunk_size * max(tensor.dtype.itemsize, 4))) * chunking.chunk_size
     for first in range(0, tensor.size, step):
@@ -208,7 +220,7 @@ def _write_plain(out: PackFile, tensor: Tensor, transfer: Transfer, copy: ModelC
         digests.add(values)
         if copy is not None and copied is not None:
             copy.compare(box, values, transfer, copied)
-    return StateEntry(tensor.dtype.name, tensor.shape, digests.digests(), out.since(start))
+    return StateEntry(NAMES[tensor.dtype], tensor.shape, digests.digests(), out.since(start))
 
 
 def _entry(draft: _Draft, errors: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
@@ -241,13 +253,13 @@ def _readable(
 
 def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
     """The space for the header: enough for all states, wherever they will be, so each as if it came last."""
-    names, end = _SlotNames(), sum(parameter.nbytes for parameter in parameters)
-    slots = [
-        TensorSlot(names.add(parameter.name, state), tensor.dtype, tensor.shape, end)
-        for parameter in parameters
-        for state, tensor in parameter.states.items()
-    ]
-    return -(-(len(header_bytes(slots, _METADATA)) + reserve * len(slots)) // _PAGE) * _PAGE
+    names, nbytes = _SlotNames(), len(header_bytes((), _METADATA))
+    offset_digits = len(str(sum(parameter.nbytes for parameter in parameters)))
+    for parameter in parameters:
+        for state, tensor in parameter.states.items():
+            name = len(json.dumps(names.add(parameter.name, state)))
+            nbytes += name + len(str(tensor.shape)) + 2 * offset_digits + _SLOT_NBYTES + reserve
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:

@@ -10,10 +10,11 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs.base import Bytes
-from ckpt_formats.core.files import write_all
 from ckpt_formats.universal.entry import ALIGNMENT, CodedChunks, Extent
 
 _BLOCK = 1 << 22
+_BUFFER = 1 << 18
+"""Small states are collected in a buffer of so many bytes, so that each needs no call of the system."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PackFile:
     def __init__(self, path: Path, number: int, header_nbytes: int) -> None:
         self.number = number
         self.header_nbytes = header_nbytes
-        self._out = path.open("w+b", buffering=0)
+        self._out = path.open("w+b", buffering=_BUFFER)
         self._out.seek(header_nbytes)
         self._hash = xxhash.xxh3_128()
         self.position = header_nbytes
@@ -46,7 +47,7 @@ class PackFile:
 
     def write(self, data: Bytes) -> None:
         """Write at the end."""
-        write_all(self._out, memoryview(data))
+        self._out.write(data)
         self._hash.update(data)
         self.position += len(data)
 
@@ -60,6 +61,7 @@ class PackFile:
 
     def rollback(self, mark: "Mark") -> None:
         """Remove what was written after a mark."""
+        self._out.flush()
         self.position, self._hash, self._in_order = mark.position, mark.hash.copy(), mark.in_order
         self._out.truncate(self.position)
         self._out.seek(self.position)
@@ -74,6 +76,7 @@ class PackFile:
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write into a range that was reserved."""
+        self._out.flush()
         while data:
             done = os.pwrite(self._out.fileno(), data, offset)
             data, offset = data[done:], offset + done

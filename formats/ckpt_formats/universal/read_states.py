@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ckpt_codecs import Codec, CodecError, Rounded, from_config
-from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.registry import delta_from_config
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
@@ -21,10 +20,15 @@ from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import pack_file
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
+
 DELTA = "delta"
 """The name of the stored bytes of a delta in the header of a pack."""
+_ROUNDED = "rounded"
+"""The codec of copies that are derived from their masters."""
 _SCALES = DTYPES["float8_e8m0fnu"]
-_Codec = TypeVar("_Codec", Codec, DeltaCodec)
+_Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 
 
 def read_parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
@@ -59,6 +63,8 @@ def can_derive(master: DType, copy: DType) -> bool:
 
     Rounding to scales (float8_e8m0fnu) has ties that are not to even, and no zero, so those are stored.
     """
+    from ckpt_codecs.lossless.rounded import Rounded
+
     same_kind = (master.kind == "c") == (copy.kind == "c")
     return master == copy or (same_kind and copy != _SCALES and Rounded.can_round(master, copy))
 
@@ -68,13 +74,15 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
     if state.codec is None:
         seal = _plain_seal(folder, entry, name, state)
         return FileBlob.packed(seal.path, seal.offset, state.shape, dtype, seal)
+    from ckpt_codecs.registry import from_config  # most states have no codec
+
     codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
-        if not isinstance(codec, Rounded) or not can_derive(base.dtype, dtype):
+        if codec.name != _ROUNDED or not can_derive(base.dtype, dtype):
             raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
         return DerivedBlob(codec, base, dtype)
-    if isinstance(codec, Rounded):
+    if codec.name == _ROUNDED:
         raise Corrupt(f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=folder)
     store = _store(folder, entry, name, state)
     return EncodedBlob.whole(ChunkedTensor(store, state.shape, dtype, codec, state.digests, base))
@@ -110,6 +118,8 @@ def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntr
 
 
 def _replay(folder: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
+    from ckpt_codecs.registry import delta_from_config
+
     codec = _codec(folder, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}

@@ -11,18 +11,20 @@ them are held, however long the chain is. See docs/format.md.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ckpt_codecs import CodecError
-from ckpt_codecs.delta import DeltaCodec
+from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
+
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
 
 StateArrays = dict[str, Array]
 """A chunk of every state, each as a vector."""
@@ -38,7 +40,7 @@ class StoredDelta:
     """The states and their types."""
     digests: Mapping[str, bytes]
     """Of each state, the XXH3-128 of the values of each chunk, one after another."""
-    codec: DeltaCodec
+    codec: "DeltaCodec"
     before: Mapping[str, Blob]
     """The parent's states that the codec was given, whole."""
 

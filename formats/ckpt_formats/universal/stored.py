@@ -10,6 +10,7 @@ import numpy as np
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.files import Seal
+from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, Index
 from ckpt_formats.universal.manifest import Manifest, pack_file
 from ckpt_formats.universal.read_states import read_parameter, seals
@@ -90,6 +91,7 @@ class StoredSeals(Sequence[Seal]):
     def __len__(self) -> int:
         return sum(
             len(stated.packs)
+            + (original.seal(stated.original) is not None)
             + int((stated.entries.columns["state.storage"] < DERIVED).sum())
             + len(stated.entries.columns["delta.pack"])
             for _, stated in self.checkpoints
@@ -100,6 +102,9 @@ class StoredSeals(Sequence[Seal]):
             for number, pack in enumerate(stated.packs):
                 path, digest = folder / pack_file(number), hash_number(pack.header)
                 yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+            form = original.seal(stated.original)
+            if form is not None:
+                yield form
             for entry in stated.entries:
                 yield from seals(folder, entry)
 
