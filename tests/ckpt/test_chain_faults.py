@@ -276,6 +276,6 @@ def test_what_a_killed_command_spilled_is_not_part_of_the_target(whole: Path, tm
             del ballast
         shutil.rmtree(stage, ignore_errors=True)
         found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-        assert found == {"manifest.json", "index.safetensors", "packs/00000.safetensors"}
+        assert found == {"manifest.json", "original.json", "index.safetensors", "packs/00000.safetensors"}
     assert spilled
     assert is_state(out, whole / "step4")
