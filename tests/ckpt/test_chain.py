@@ -207,7 +207,7 @@ def test_deltas_without_bytes_are_at_one_place_and_are_not_taken_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A codec may need no byte for a parameter that did not change. Then deltas of several have the same offset."""
-    monkeypatch.setitem(DELTA_CODECS, Refusing.name, Refusing)
+    monkeypatch.setitem(DELTA_CODECS, Refusing.name, f"{__name__}:Refusing")
     state = next(drifting(1))
     Refusing.encoded.clear()
     values = {name: read(tensor) for name, tensor in state.parameters["w"].states.items()}
