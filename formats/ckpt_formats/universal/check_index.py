@@ -217,20 +217,23 @@ class _Check:
         items = [tables.deltas[number] for number in self._column("delta.codec").tolist()]
         lengths = np.array([len(item.states) for item in items], np.int64)
         in_delta = np.flatnonzero(self._column("state.storage") == IN_DELTA)
-        self._true(len(in_delta) == int(lengths.sum()), "the states that are in deltas")
+        found, expected = (
+            np.bincount(self._column("state.parameter")[in_delta], minlength=len(index)),
+            np.zeros(len(index)),
+        )
+        expected[owners] = lengths
+        self._all(found == expected, "its delta has other states", "parameter")
         if not len(in_delta):
             return
-        found = np.bincount(self._column("state.parameter")[in_delta], minlength=len(index))
-        self._all(found[owners] == lengths, "the states of its delta", "delta")
         # So the rows of a delta's states follow one another, in the order of the deltas.
         first = np.cumsum(lengths) - lengths
         names = self._column("state.name")[in_delta].tolist()
-        for item, at in zip(items, first.tolist(), strict=True):
-            own = {tables.states[name] for name in names[at : at + len(item.states)]}
-            self._true(own == set(item.states), "the states of a delta are not those of its parameter")
-        heads = in_delta[first]
-        same = self._same_shape(np.repeat(heads, lengths), in_delta)
-        self._true(bool(same.all()), "the states of a delta differ in shape")
+        own = ({tables.states[n] for n in names[at : at + k]} for at, k in zip(first, lengths, strict=True))
+        equal = [states == set(item.states) for states, item in zip(own, items, strict=True)]
+        self._all(np.array(equal), "its delta has other states", "delta")
+        heads, right = in_delta[first], np.ones(len(self._column("state.name")), np.bool_)
+        right[in_delta] = self._same_shape(np.repeat(heads, lengths), in_delta)
+        self._all(right, "the states of its delta differ in shape")
         itemsizes = np.add.reduceat(self._itemsizes[in_delta], first)
         elements, counts = index.chunk_sizes[0][heads], index.delta_counts
         self._all(elements * itemsizes <= MAX_DELTA_CHUNK_NBYTES, "a chunk of its delta is too large", "delta")

@@ -31,7 +31,13 @@ from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.pack_file import PackFile
 from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.write_delta import write_delta
-from ckpt_formats.universal.write_replayed import is_aligned, spill_states, stored_delta_of, write_together
+from ckpt_formats.universal.write_replayed import (
+    are_written_together,
+    is_aligned,
+    spill_states,
+    stored_delta_of,
+    write_together,
+)
 
 _SLOT_NBYTES = 64
 """Bytes of an entry in the header, without its name, shape and offsets, are fewer than this."""
@@ -101,9 +107,10 @@ def write_pack(
     reserve = _SLOT_RESERVE if coding is not None else 0
     with ExitStack() as stack, PackFile(path, number, _header_nbytes(parameters, reserve)) as out:
         drafts = []
-        for parameter in parameters:
-            if coding is not None:
-                parameter = stack.enter_context(_readable(path, parameter, transfer))
+        for place, parameter in enumerate(parameters):
+            # The same name when an interrupted command is run again, so that no file stays.
+            spill = path.with_suffix(f".{place}.replayed")
+            parameter = stack.enter_context(_readable(spill, parameter, coding, transfer))
             with at_tensor(printable(parameter.name)):
                 draft = _begin(out, parameter, transfer, coding, (bases or {}).get(parameter.name))
             drafts.append(draft)
@@ -226,13 +233,18 @@ def _entry(draft: _Draft, errors: Mapping[tuple[str, str], ErrorFigures]) -> Par
 
 
 @contextmanager
-def _readable(path: Path, parameter: Parameter, transfer: Transfer) -> Iterator[Parameter]:
-    """The parameter, with states that can be read one after another without a replay of the deltas for each."""
+def _readable(
+    spill: Path, parameter: Parameter, coding: EncodingOptions | None, transfer: Transfer
+) -> Iterator[Parameter]:
+    """The parameter, with states that can be written one after another without a replay of the deltas for each.
+
+    Where they are not all written at once, they are at `spill` while the block runs.
+    """
     replay = stored_delta_of(parameter)
-    if replay is None or replay.chunking.count < 2:
+    at_once = coding is None and replay is not None and are_written_together(parameter, replay)
+    if replay is None or replay.chunking.count < 2 or at_once:
         yield parameter
         return
-    spill = path.with_suffix(f".{id(parameter)}.replayed")
     try:
         yield spill_states(spill, parameter, replay, transfer)
     finally:

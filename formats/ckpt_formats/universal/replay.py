@@ -64,9 +64,7 @@ class StoredDelta:
 
     def values(self, index: int, reader: Reader) -> StateArrays:
         """A chunk of all states, decoded and checked. Raises `Corrupt`."""
-        packed = reader.cached_or(
-            (self.stored.path, self.stored.offset, index), lambda: _packed(self._replayed(index, reader))
-        )
+        packed = reader.cached_or((self, index), lambda: _packed(self._replayed(index, reader)))
         start, stop = self.chunking.range(index)
         states, at = {}, 0
         for state, dtype in self.form.items():

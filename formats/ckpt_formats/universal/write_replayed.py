@@ -27,6 +27,11 @@ def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
 
 
+def are_written_together(parameter: Parameter, replay: StatesReplay) -> bool:
+    """Whether `write_together` writes all states of the replay; others must be read one by one."""
+    return all(is_aligned(parameter.states[name]) for name in _names(parameter, replay))
+
+
 def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
     """Write all states of a replay, not encoded, to a file at `path`. Returns the parameter with these states."""
     blobs, plain, at = _blobs(parameter), dict[int, FileBlob](), 0
@@ -49,12 +54,7 @@ def write_together(
     out: PackFile, parameter: Parameter, replay: StatesReplay, copy: ModelCopy | None, transfer: Transfer
 ) -> dict[str, StateEntry]:
     """Write the states of a replay, not encoded, each into a range of its own, and return their entries."""
-    blobs = _blobs(parameter)
-    names = [
-        name
-        for name, blob in blobs.items()
-        if isinstance(blob, DeltaBlob) and blob.replay is replay and is_aligned(parameter.states[name])
-    ]
+    names = [name for name in _names(parameter, replay) if is_aligned(parameter.states[name])]
     tensors = {name: flat(parameter.states[name]) for name in names}
     extents = {name: out.reserve(tensor.nbytes) for name, tensor in tensors.items()}
     digests = {name: ChunkDigests(parameter.states[name]) for name in names}
@@ -80,6 +80,12 @@ def _blobs(parameter: Parameter) -> Mapping[str, Blob]:
         for state, tensor in parameter.states.items()
         if len(tensor.fragments) == 1 and not tensor.replicas and tensor.fragments[0].box.shape == tensor.shape
     }
+
+
+def _names(parameter: Parameter, replay: StatesReplay) -> list[str]:
+    """The states of a parameter that come from a replay."""
+    blobs = _blobs(parameter).items()
+    return [name for name, blob in blobs if isinstance(blob, DeltaBlob) and blob.replay is replay]
 
 
 def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> Tensor:
