@@ -72,7 +72,7 @@ def _form(seal: Seal | None) -> Value:
     data = read_whole(seal.path, seal.nbytes)
     if len(data) != seal.nbytes or xxhash.xxh3_128_intdigest(data) != seal.digest:
         raise Corrupt("the form of the original file does not fit its checksum", where=seal.path)
-    return decode(parse_json(data, seal.path), seal.path)
+    return decode(parse_json(data, seal.path, finite=True), seal.path)
 
 
 def _is_file_name(text: str) -> bool:
