@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import nn
 
@@ -296,6 +297,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
     "other fields": (lambda said: said["form"]["views"][0].update(base="a"), BROKEN),
     "no tree": (lambda said: said["form"].pop("tree"), BROKEN),
     "a text": (lambda said: said.update(form="a"), BROKEN),
+    "a number": (lambda said: said.update(form=7), BROKEN),
     "a path": (lambda said: said.update(file="../../model.pt"), BROKEN),
     "no format": (lambda said: said.pop("format"), BROKEN),
 }
@@ -309,7 +311,12 @@ def test_a_hostile_note_is_refused_in_the_right_words(kind: str, tmp_path: Path)
     path = tmp_path / "small" / manifest.NAME
     said = json.loads(path.read_bytes())
     del said["checksum"]
-    edit(said["original"])
+    note, form = said["original"], path.with_name("original.json")
+    note["form"] = json.loads(form.read_bytes())
+    edit(note)
+    form.write_text(json.dumps(note["form"]))
+    checksum = f"xxh3-128:{xxhash.xxh3_128_hexdigest(form.read_bytes())}"
+    note["form"] = {"nbytes": form.stat().st_size, "checksum": checksum}
     path.write_bytes(sealed_json.dump(said))
     ran = ckpt("decompress", tmp_path / "small", tmp_path / "again.pt")
     assert ran.code == code, ran.err
