@@ -21,7 +21,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from damage import BROKEN, SAMPLES, UNSAFE, Ran, ckpt
-from held import contents
+from held import contents, flip
 
 
 def net() -> nn.Module:
@@ -321,6 +321,19 @@ def test_a_hostile_note_is_refused_in_the_right_words(kind: str, tmp_path: Path)
     ran = ckpt("decompress", tmp_path / "small", tmp_path / "again.pt")
     assert ran.code == code, ran.err
     assert "Traceback" not in ran.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pt", "small"]
+
+
+def test_a_damaged_or_missing_form_is_found(tmp_path: Path) -> None:
+    torch.save(tied(), tmp_path / "file.pt")
+    done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
+    form = tmp_path / "small" / "original.json"
+    flip(form, form.stat().st_size // 2)
+    for command in (["verify", tmp_path / "small"], ["decompress", tmp_path / "small", tmp_path / "again.pt"]):
+        ran = ckpt(*command)
+        assert (ran.code, "original.json" in ran.out + ran.err) == (BROKEN, True), ran
+    form.unlink()
+    assert ckpt("inspect", tmp_path / "small").code == BROKEN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pt", "small"]
 
 
