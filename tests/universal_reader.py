@@ -1,7 +1,6 @@
 """A reader of the universal format, written from docs/format.md alone: it imports neither ckpt nor NumPy.
 
-It checks everything that the page asks of a reader, and gives the values of plain states. States with a codec, deltas
-and chains are read by `universal_decoder.py`.
+It checks all that the page asks of a reader, and gives the values of plain states. `universal_decoder.py` adds others.
 """
 
 import hashlib
@@ -51,6 +50,8 @@ class UniversalReader:
             check_states(entry["states"], entry.get("delta", {"states": [], "parent_states": []}))
         self._check_names()
         self._check_packs()
+        if (tables.get("original") or {}).get("form") is not None:
+            parse_json(read_checked(self.folder / "original.json", tables["original"]["form"]))
         assert tables["content"] == self._content_id()
 
     def values(self, parameter, name):
@@ -107,7 +108,8 @@ class UniversalReader:
         return dict(zip(names, entries, strict=True))
 
     def _check_names(self):
-        assert all(self.entries[name]["role"] == "extra" for name in tensor_names(self.manifest["extras"]))
+        for text in re.findall(r'\{"\$tensor":("(?:[^"\\]|\\.)*")\}', canonical(self.manifest["extras"])):
+            assert self.entries[json.loads(text)]["role"] == "extra"
         for alias, name in self.manifest["aliases"].items():
             assert (alias in self.entries, name in self.entries) == (False, True)
         for runs in (group["parameters"] for group in self.manifest["groups"]):
@@ -200,9 +202,14 @@ def rows_of(columns, kind, names):
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
-def read_columns(path, stated):
-    raw, columns = path.read_bytes(), {}
+def read_checked(path, stated):
+    raw = path.read_bytes()
     assert (len(raw), checksum(raw)) == (stated["nbytes"], stated["checksum"])
+    return raw
+
+
+def read_columns(path, stated):
+    raw, columns = read_checked(path, stated), {}
     begin = at = 8 + struct.unpack("<Q", raw[:8])[0]
     header = parse_json(raw[8:begin])
     assert header.pop("__metadata__", None) == {"ckpt": "universal 1: the index"}
@@ -241,10 +248,3 @@ def checksum(data):
 
 def canonical(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def tensor_names(value):
-    if isinstance(value, dict) and list(value) == ["$tensor"]:
-        return [value["$tensor"]]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [name for item in inner for name in tensor_names(item)]

@@ -60,7 +60,7 @@ class Transfer:
         return self._read(tensor.crop(box), slot, counted)
 
     def whole(self, tensor: Tensor, slot: str = "values") -> Array:
-        """All values of a tensor that is within the budget: an array of its shape and dtype. Else like `fetch`."""
+        """All values of a tensor that is within the budget: (shape) of its dtype. Else like `fetch`."""
         return self._read(tensor, slot, True)
 
     def _read(self, block: Tensor, slot: str, counted: bool) -> Array:

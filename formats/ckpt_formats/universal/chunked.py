@@ -186,7 +186,7 @@ class ChunkDigests:
 
 
 def chunk_digests(values: Array) -> bytes:
-    """The XXH3-128 of each chunk of all values of a tensor: contiguous, of its shape, any dtype."""
+    """The XXH3-128 of each chunk of all values of a tensor. `values`: (shape), contiguous, any dtype."""
     data, chunking = values.reshape(-1).view(np.uint8).data, Chunking.default(values.shape)
     nbytes = chunking.chunk_size * values.dtype.itemsize
     if len(data) <= nbytes:

@@ -109,7 +109,7 @@ class Universal(WritableFormat):
             stated.groups,
             stated.extras,
             stated.aliases,
-            tuple(file for ancestor in ancestors for file in _files(ancestor)),
+            (*(file for ancestor in ancestors for file in _packs_of(ancestor)), *_form_of(path, stated)),
             StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
             _notices(errors),
             digests=StateDigests(stated.entries),
@@ -196,7 +196,7 @@ def _packs(parameters: Iterable[Parameter], limit: int) -> Iterator[tuple[Parame
     """Parameters in their order, cut where a pack has reached `limit` bytes of values, or its header its own limit."""
     pack, nbytes, header = list[Parameter](), 0, 0
     for parameter in parameters:
-        entries = sum(len(parameter.name) + len(state) + _HEADER_ENTRY for state in parameter.states)
+        entries = sum(_text_nbytes(parameter.name) + _text_nbytes(state) + _HEADER_ENTRY for state in parameter.states)
         if pack and (nbytes + parameter.nbytes > limit or header + entries > _HEADER_NBYTES):
             yield tuple(pack)
             pack, nbytes, header = [], 0, 0
@@ -207,12 +207,21 @@ def _packs(parameters: Iterable[Parameter], limit: int) -> Iterator[tuple[Parame
         yield tuple(pack)
 
 
-def _files(ancestor: Ancestor) -> Iterator[SourceFile]:
+def _text_nbytes(text: str) -> int:
+    """The most bytes that a text has in JSON."""
+    return len(text) if text.isascii() and text.isprintable() else 12 * len(text)
+
+
+def _packs_of(ancestor: Ancestor) -> Iterator[SourceFile]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     for number, pack in enumerate(ancestor.manifest.packs):
         path = ancestor.folder / pack_file(number)
         yield SourceFile(path, _length(path, pack.nbytes, "pack"), "all")
-    form = original.seal(ancestor.manifest.original)
+
+
+def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:
+    """The file with the form of the original file. Those of ancestors are not read."""
+    form = original.seal(stated.original)
     if form is not None:
         yield SourceFile(form.path, _length(form.path, form.nbytes, "form of the original file"), "form")
 

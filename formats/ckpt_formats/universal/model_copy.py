@@ -74,7 +74,7 @@ class ModelCopy:
         self._digests.add(np.ascontiguousarray(values))
 
     def compare_whole(self, master: Array, transfer: Transfer) -> None:
-        """Compare all of a small copy with its master. `master`: its values, of its shape and dtype."""
+        """Compare all of a small copy with its master. `master`: its values, (shape) of its dtype."""
         if self._by_definition:
             self.compare(Box.whole(master.shape), master, transfer, self.tensor)
         elif self.derived:

@@ -13,7 +13,7 @@ from ckpt_formats.containers.safetensors import parse_json
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import OriginalForm
-from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.values import Value
 
@@ -31,7 +31,9 @@ def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | 
     if original.form is None:
         return fields, None
     fields["form"], data = None, None
-    with suppress(CkptError):  # without a form that is too large or too deep, the file cannot be restored as it was
+    with suppress(
+        Unsafe, Unsupported
+    ):  # without a form that is too large or too deep, the file cannot be restored as it was
         data = json.dumps(encode(original.form()), separators=(",", ":"), allow_nan=False).encode()
         fields["form"] = {"nbytes": len(data), "checksum": hash_text(xxhash.xxh3_128_intdigest(data))}
     return fields, data
@@ -72,7 +74,7 @@ def _form(seal: Seal | None) -> Value:
     data = read_whole(seal.path, seal.nbytes)
     if len(data) != seal.nbytes or xxhash.xxh3_128_intdigest(data) != seal.digest:
         raise Corrupt("the form of the original file does not fit its checksum", where=seal.path)
-    return decode(parse_json(data, seal.path), seal.path)
+    return decode(parse_json(data, seal.path, finite=True), seal.path)
 
 
 def _is_file_name(text: str) -> bool:

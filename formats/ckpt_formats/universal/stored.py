@@ -86,25 +86,27 @@ class StoredSeals(Sequence[Seal]):
     """The checksums of all bytes of several checkpoints: of the headers of packs, and of what is stored."""
 
     checkpoints: tuple[tuple[Path, Manifest], ...]
-    """Folders and their manifests."""
+    """Folders and their manifests: ancestors, then the checkpoint itself."""
 
     def __len__(self) -> int:
-        return sum(
+        return len(self._form()) + sum(
             len(stated.packs)
-            + (original.seal(stated.original) is not None)
             + int((stated.entries.columns["state.storage"] < DERIVED).sum())
             + len(stated.entries.columns["delta.pack"])
             for _, stated in self.checkpoints
         )
 
+    def _form(self) -> tuple[Seal, ...]:
+        """That of the form of the original file. Those of ancestors are not read."""
+        form = original.seal(self.checkpoints[-1][1].original)
+        return () if form is None else (form,)
+
     def __iter__(self) -> Iterator[Seal]:
+        yield from self._form()
         for folder, stated in self.checkpoints:
             for number, pack in enumerate(stated.packs):
                 path, digest = folder / pack_file(number), hash_number(pack.header)
                 yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
-            form = original.seal(stated.original)
-            if form is not None:
-                yield form
             for entry in stated.entries:
                 yield from seals(folder, entry)
 
