@@ -3,15 +3,18 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
+from ckpt_formats.core.bands import Band
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
@@ -22,6 +25,9 @@ from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
+
+_MAX_GROUP = 64
+"""Files written in step: each has a thread and a slab of its own, which must not become too short."""
 
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
@@ -50,8 +56,17 @@ class Resources:
 
     @property
     def slab(self) -> int:
-        # A worker holds up to four slabs: values, a copy, a replica, and the one that is computed.
+        # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
+
+    def shared(self, files: int) -> "Resources":
+        """The resources of one worker, shared by so many files that are written in step."""
+        return replace(self, workers=self.workers * files, memory=4 * self.workers * self.slab)
+
+    @property
+    def group(self) -> int:
+        """Files that may be written in step."""
+        return max(1, min(_MAX_GROUP, max_workers() // self.workers))
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ def write(
         try:
             stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
-            todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
+            todo = [part for part in parts if part.file not in done]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
             for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
@@ -193,31 +208,62 @@ def _write_all(
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
+    """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band."""
+    working = threading.Semaphore(resources.workers)
+
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
         count_bytes(nbytes)
 
-    def write(part: FilePlan) -> Receipt:
+    def write(part: FilePlan, band: Band) -> Receipt:
+        with working:
+            try:
+                receipt = write_values(part, band)
+            finally:
+                band.leave()
+            staging.reached("written")
+        stage.flush(receipt)  # now, while others work, not all at the end
+        return receipt
+
+    def write_values(part: FilePlan, band: Band) -> Receipt:
+        share = resources.shared(band.readers)
         with (
-            Reader(max_files=resources.files, identities=identities) as reader,
-            Transfer(reader, resources.slab, count) as transfer,
+            Reader(max_files=share.files, identities=identities, band=band) as reader,
+            Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                receipt = format.write(stage.data, part, transfer)
+                return format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
-        staging.reached("written")
-        stage.flush(receipt)  # now, while the other workers continue, not all at the end
-        return receipt
 
-    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+    def write_group(group: Group) -> list[Receipt]:
+        band = Band(len(group), resources.slab, lambda: _released(working))
+        if len(group) == 1:
+            return [write(group[0], band)]
+        with ThreadPoolExecutor(len(group), "ckpt") as members:
+            written = [members.submit(write, part, band) for part in group]
+        return [one.result() for one in written]
+
+    in_flight = 2 * resources.workers
+    with ThreadPoolExecutor(in_flight, "ckpt") as pool:
         try:
-            yield from run_tasks(pool, write, parts, 2 * resources.workers)
+            for receipts in run_tasks(pool, write_group, in_step(parts, resources.group), in_flight):
+                yield from receipts
         except BaseException:
             stop.set()
             raise
+
+
+@contextmanager
+def _released(working: threading.Semaphore) -> Iterator[None]:
+    """Within the context, another thread may work."""
+    working.release()
+    try:
+        yield
+    finally:
+        working.acquire()
 
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:

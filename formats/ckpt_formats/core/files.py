@@ -24,6 +24,7 @@ import xxhash
 from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
+from ckpt_formats.core.bands import Band
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
@@ -68,13 +69,19 @@ class Reader:
     """Reads ranges of files, and collects evidence of what it read. Threads must not share one."""
 
     def __init__(
-        self, *, check: bool = True, max_files: int | None = None, identities: Identities | None = None
+        self,
+        *,
+        check: bool = True,
+        max_files: int | None = None,
+        identities: Identities | None = None,
+        band: Band | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
-        if another file is at its path later, reading raises `Corrupt`.
+        if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
         """
+        self.band = Band() if band is None else band
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
@@ -118,6 +125,10 @@ class Reader:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
             self._checksum(seal).note(offset - seal.offset, out)
+
+    def file_nbytes(self, path: Path) -> int:
+        """The length of a file. Raises as `read_into`."""
+        return os.fstat(self._open(path)).st_size
 
     def cached(self, key: Hashable) -> "_Array | None":
         """The array in the cache under this key; None if there is none. The caller must not change it."""

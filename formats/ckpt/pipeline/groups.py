@@ -1,0 +1,35 @@
+"""Which files are written in step: those of tensor-parallel ranks, because each has other columns of the same rows."""
+
+from collections.abc import Iterable, Sequence
+
+from ckpt_formats.core.format import FilePlan
+
+Group = tuple[FilePlan, ...]
+
+_AXIS = "tp"
+_NUMBERS = (_AXIS, "rank")
+"""What tells the files of a group apart: the tensor-parallel rank, and the rank's number among all."""
+
+
+def in_step(files: Iterable[FilePlan], max_size: int) -> list[Group]:
+    """The files in groups of at most `max_size`, the largest group first.
+
+    The ranks of a group differ in nothing but the tensor-parallel rank. Of each rank's files of one role, the first
+    ones are in one group, then the second ones.
+    """
+    groups: dict[object, list[FilePlan]] = {}
+    seen: dict[object, int] = {}
+    for file in files:
+        key: object = file.file
+        if _AXIS in file.rank:
+            alike = (file.role, *sorted((axis, n) for axis, n in file.rank.items() if axis not in _NUMBERS))
+            number = seen[alike, file.rank[_AXIS]] = seen.get((alike, file.rank[_AXIS]), -1) + 1
+            key = (alike, number)
+        groups.setdefault(key, []).append(file)
+    parts = (members[at : at + max_size] for members in groups.values() for at in range(0, len(members), max_size))
+    return sorted(map(tuple, parts), key=lambda group: -nbytes(group))
+
+
+def nbytes(group: Sequence[FilePlan]) -> int:
+    """About how many bytes are read and written for the files."""
+    return sum(file.nbytes for file in group)
