@@ -25,6 +25,7 @@ from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import Band
+from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
@@ -35,6 +36,7 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 1 << 22
 _MAX_RANGES = 4096
 """Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
+_PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
 """Files that the process may need besides those that it reads: standard streams, libraries, output files."""
@@ -285,6 +287,12 @@ def crc32_combine(first: int, second: int, nbytes: int) -> int:
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
+def crc32_without(both: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of the first of two neighbouring ranges, given that of both and that of the second, `nbytes` long."""
+    # To append n zeros is linear in the CRC, and to append 2^32 - 1 zeros changes nothing: the polynomial is primitive.
+    return crc32_combine(both ^ second, 0, -nbytes % _PERIOD)
+
+
 _HINTS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Check its permissions."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Allow more: `ulimit -n 1024`; or give fewer --workers."),
@@ -303,13 +311,7 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
     if seal.kind == "crc32":
-        total, at = 0, 0
-        for one in sorted(evidence, key=lambda e: (e.start, -e.stop)):
-            if one.start < at:
-                continue  # it overlaps earlier evidence: what it adds is read again as a gap
-            total = _extend_crc(seal, at, one.start, total, reader)
-            total, at = crc32_combine(total, one.digest, one.stop - one.start), one.stop
-        return _extend_crc(seal, at, seal.nbytes, total, reader)
+        return _crc(seal, evidence, reader)
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
@@ -319,9 +321,20 @@ def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     return int(state.intdigest())
 
 
-def _extend_crc(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
-    for block in _blocks(seal, start, stop, reader):
-        total = crc32(block, total)
+def _crc(seal: Seal, evidence: Iterable[Evidence], reader: Reader) -> int:
+    """The CRC-32 of a sealed range: that of its first `n` bytes, for n from 0 to the end.
+
+    Several readers may have read the same bytes, so a step may also go back.
+    """
+    total = 0
+    for step in steps_over(seal.nbytes, (Piece(one.start, one.stop, one.digest) for one in evidence)):
+        low, high = sorted((step.start, step.stop))
+        crc = step.checksum
+        if crc is None:
+            crc = 0
+            for block in _blocks(seal, low, high, reader):
+                crc = crc32(block, crc)
+        total = (crc32_combine if step.start == low else crc32_without)(total, crc, high - low)
     return total
 
 
