@@ -119,10 +119,11 @@ def write(
         try:
             stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
-            todo = [part for part in parts if part.file not in done]
+            groups = in_step(parts, resources.group)
+            todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
+            for receipt in _write_all(stage, format, filter(None, todo), resources, identities, stop, count_bytes):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 staging.reached("journalled")
@@ -202,31 +203,34 @@ def _min_nbytes(part: FilePlan) -> int:
 def _write_all(
     stage: Staging,
     format: WritableFormat,
-    parts: Iterable[FilePlan],
+    groups: Iterable[Group],
     resources: Resources,
     identities: Identities,
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
-    """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band."""
+    """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band.
+
+    The receipts of a group come together, when all its files are on the disk.
+    """
     working = threading.Semaphore(resources.workers)
 
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
         count_bytes(nbytes)
 
-    def write(part: FilePlan, band: Band) -> Receipt:
+    def write(part: FilePlan, share: Resources, band: Band | None = None) -> Receipt:
         with working:
             try:
-                receipt = write_values(part, band)
+                receipt = write_values(part, share, band)
             finally:
-                band.leave()
+                if band is not None:
+                    band.leave()
             staging.reached("written")
         stage.flush(receipt)  # now, while others work, not all at the end
         return receipt
 
-    def write_values(part: FilePlan, band: Band) -> Receipt:
-        share = resources.shared(band.readers)
+    def write_values(part: FilePlan, share: Resources, band: Band | None) -> Receipt:
         with (
             Reader(max_files=share.files, identities=identities, band=band) as reader,
             Transfer(reader, share.slab, count) as transfer,
@@ -238,19 +242,27 @@ def _write_all(
                     error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
                 raise
 
-    def write_group(group: Group) -> list[Receipt]:
-        band = Band(len(group), resources.slab, lambda: _released(working))
+    def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:
+        """The receipts of the files that were written, and the first error of the others."""
         if len(group) == 1:
-            return [write(group[0], band)]
-        with ThreadPoolExecutor(len(group), "ckpt") as members:
-            written = [members.submit(write, part, band) for part in group]
-        return [one.result() for one in written]
+            return [write(group[0], resources)], None
+        share = resources.shared(len(group))
+        with (
+            Reader(max_files=share.files, identities=identities) as reader,
+            ThreadPoolExecutor(len(group), "ckpt") as members,
+        ):
+            band = Band(reader, len(group), resources.slab, lambda: _released(working))
+            written = [members.submit(write, part, share, band) for part in group]
+        errors = [one.exception() for one in written]
+        receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
+        return receipts, next(filter(None, errors), None)
 
-    in_flight = 2 * resources.workers
-    with ThreadPoolExecutor(in_flight, "ckpt") as pool:
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         try:
-            for receipts in run_tasks(pool, write_group, in_step(parts, resources.group), in_flight):
+            for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
                 yield from receipts
+                if error is not None:
+                    raise error
         except BaseException:
             stop.set()
             raise

@@ -5,7 +5,7 @@ the files of these ranks are written in step. A reader that needs rows outside t
 needs other rows, too, or has left. Then the band moves: at that moment nobody uses it, so one buffer is enough.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.files import Seal
+    from ckpt_formats.core.files import Evidence, Seal
 
 BAND = 1 << 22
 """Bytes of a band: few enough to stay in a core's cache, and many enough that there are few reads."""
@@ -36,6 +36,11 @@ class Rows:
     seal: "Seal | None"
     """The checksum of a range of the file that holds all of them."""
 
+    @property
+    def span(self) -> int:
+        """Number of bytes from the first run to the end of the last."""
+        return (self.count - 1) * self.stride + self.run
+
     def within(self, nbytes: int) -> int:
         """How many runs, from the first one on, are complete in the bytes from `offset` to `offset + nbytes`."""
         return min(self.count, (nbytes - self.run) // self.stride + 1) if self.stride else self.count
@@ -50,48 +55,90 @@ class FileReader(Protocol):
     def file_nbytes(self, path: Path) -> int:
         """The length of a file."""
 
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    rows: Rows
-    reader: FileReader
-    is_answered: bool = False
-    error: BaseException | None = None
+    def evidence(self) -> "Iterable[Evidence]":
+        """The checksums of what was read."""
 
 
-class Band:
-    """The part of a file that all its readers are at. Each reader belongs to one thread."""
+class Window:
+    """Bytes of one file that are in memory."""
 
-    def __init__(
-        self,
-        readers: int = 1,
-        nbytes: int = BAND,
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """A band of `nbytes` bytes, or of one run if that is longer, for so many readers.
-
-        A thread waits for other readers inside the context `waiting()`, which may let another thread work meanwhile.
-        """
-        self.readers = readers
-        self._present = readers
-        self._nbytes = nbytes
-        self._while_waiting = waiting
-        self._changed = Condition()
-        self._requests: list[_Request] = []
-        """Those that wait, in the order in which they came."""
+    def __init__(self) -> None:
         self._path: Path | None = None
         self._start = 0
         self._bytes: _Bytes = np.empty(0, np.uint8)
         self._buffer = self._bytes
 
-    def rows(self, rows: Rows, reader: FileReader) -> _Bytes:
+    def has(self, rows: Rows) -> bool:
+        """Is the first run in it?"""
+        end = self._start + self._bytes.size
+        return self._path == rows.path and self._start <= rows.offset and rows.offset + rows.run <= end
+
+    def at(self, offset: int) -> _Bytes:
+        """Its bytes from `offset` of the file on: (nbytes,) uint8. They are valid until the window moves."""
+        return self._bytes[offset - self._start :]
+
+    def move(self, rows: Rows, nbytes: int, reader: FileReader) -> None:
+        """Read so many bytes from the first run on. Raises what reading raises; then the window has nothing."""
+        self._path = None
+        if self._buffer.size < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        self._start, self._bytes = rows.offset, self._buffer[:nbytes]
+        reader.read_into(rows.path, rows.offset, self._bytes.data, rows.seal)
+        self._path = rows.path
+
+
+def rows_nbytes(rows: Rows, most: int) -> int:
+    """How many bytes to read for one reader: those of as many runs as `most` bytes hold, at least of one."""
+    count = max(1, rows.within(most))
+    return (count - 1) * rows.stride + rows.run
+
+
+def band_nbytes(rows: Rows, most: int, end: int) -> int:
+    """How many bytes to read for several readers, who need all columns: whole rows, but nothing from `end` on."""
+    whole = min(rows.count, most // rows.stride) * rows.stride if rows.stride else 0
+    return max(min(whole, end - rows.offset), rows_nbytes(rows, most))
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    rows: Rows
+    is_answered: bool = False
+    error: BaseException | None = None
+
+
+class Band:
+    """The part of a file that all its readers are at. Each of them belongs to one thread."""
+
+    def __init__(
+        self,
+        reader: FileReader,
+        sharers: int,
+        nbytes: int = BAND,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """A band of `nbytes` bytes, or of one run if that is longer, that `sharers` readers share.
+
+        It is read with `reader`, by one thread at a time, so that the checksums of what is read are computed once. A
+        thread waits for others inside the context `waiting()`, which may let another thread work meanwhile.
+        """
+        self.sharers = sharers
+        self._present = sharers
+        self._reader = reader
+        self._nbytes = nbytes
+        self._while_waiting = waiting
+        self._changed = Condition()
+        self._requests: list[_Request] = []
+        """Those that wait, in the order in which they came."""
+        self._window = Window()
+
+    def rows(self, rows: Rows) -> _Bytes:
         """The bytes from `rows.offset` on, (nbytes,) uint8: of at least one run (see `Rows.within`).
 
         They are valid until the same thread calls this method again, or `leave`. Raises what reading raises.
         """
-        request = _Request(rows, reader)
+        request = _Request(rows)
         with self._changed:
-            request.is_answered = self._has(rows)
+            request.is_answered = self._window.has(rows)
             if not request.is_answered:
                 self._requests.append(request)
                 self._move_if_all_wait()
@@ -100,7 +147,7 @@ class Band:
                 self._changed.wait_for(lambda: request.is_answered)
         if request.error is not None:
             raise request.error
-        return self._bytes[rows.offset - self._start :]
+        return self._window.at(rows.offset)
 
     def leave(self) -> None:
         """Say that one of the readers will ask for nothing more."""
@@ -108,20 +155,21 @@ class Band:
             self._present -= 1
             self._move_if_all_wait()
 
-    def _has(self, rows: Rows) -> bool:
-        end = self._start + self._bytes.size
-        return self._path == rows.path and self._start <= rows.offset and rows.offset + rows.run <= end
+    def evidence(self, seals: "Container[Seal]") -> "list[Evidence]":
+        """The checksums of what was read under these seals, whoever asked for it."""
+        with self._changed:
+            return [one for one in self._reader.evidence() if one.seal in seals]
 
     def _move_if_all_wait(self) -> None:
         if not self._requests or len(self._requests) < self._present:
             return
         first = self._first()
         try:
-            self._read(first)
+            self._window.move(first.rows, self._nbytes_of(first.rows), self._reader)
         except BaseException as error:
-            first.error, self._path = error, None
+            first.error = error
         for request in self._requests:
-            request.is_answered = request is first or self._has(request.rows)
+            request.is_answered = request is first or self._window.has(request.rows)
         self._requests = [request for request in self._requests if not request.is_answered]
         self._changed.notify_all()
 
@@ -133,16 +181,9 @@ class Band:
         within = (one for one in alike if start <= one.rows.offset <= oldest.rows.offset)
         return min(within, key=lambda one: one.rows.offset, default=oldest)
 
-    def _read(self, request: _Request) -> None:
-        """Whole rows if there are several readers, else what lies between the first run and the end of the last."""
-        rows, reader = request.rows, request.reader
-        count = max(1, rows.within(self._nbytes))
-        nbytes = (count - 1) * rows.stride + rows.run
-        whole_rows = min(rows.count, self._nbytes // rows.stride) * rows.stride if rows.stride else 0
-        if self.readers > 1 and whole_rows:
-            end = reader.file_nbytes(rows.path) if rows.seal is None else rows.seal.offset + rows.seal.nbytes
-            nbytes = max(min(whole_rows, end - rows.offset), rows.run)
-        if self._buffer.size < nbytes:
-            self._buffer = np.empty(max(nbytes, min(self._nbytes, rows.count * rows.stride)), np.uint8)
-        self._path, self._start, self._bytes = rows.path, rows.offset, self._buffer[:nbytes]
-        reader.read_into(rows.path, rows.offset, self._bytes.data, rows.seal)
+    def _nbytes_of(self, rows: Rows) -> int:
+        if self._present == 1:  # nobody needs the other columns any more
+            return rows_nbytes(rows, self._nbytes)
+        seal = rows.seal
+        end = self._reader.file_nbytes(rows.path) if seal is None else seal.offset + seal.nbytes
+        return band_nbytes(rows, self._nbytes, end)

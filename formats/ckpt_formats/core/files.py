@@ -24,7 +24,7 @@ import xxhash
 from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
-from ckpt_formats.core.bands import Band
+from ckpt_formats.core.bands import BAND, Band, Rows, Window, rows_nbytes
 from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
@@ -83,7 +83,9 @@ class Reader:
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
         if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
         """
-        self.band = Band() if band is None else band
+        self._band = band
+        self._seals_of_band: set[Seal] = set()
+        self._window = Window()
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
@@ -101,6 +103,7 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        self._window = Window()
         self._cache.clear()
         while self._buffers:
             release_buffer(self._buffers.popitem()[1])
@@ -127,6 +130,24 @@ class Reader:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
             self._checksum(seal).note(offset - seal.offset, out)
+
+    @property
+    def sharers(self) -> int:
+        """How many readers read the same rows at the same time, this one included."""
+        return 1 if self._band is None else self._band.sharers
+
+    def rows(self, rows: Rows) -> "_Array":
+        """The bytes from `rows.offset` on, (nbytes,) uint8: of at least one run (see `Rows.within`).
+
+        They are valid until the next call. Raises as `read_into`.
+        """
+        if self._band is None:
+            if not self._window.has(rows):
+                self._window.move(rows, rows_nbytes(rows, BAND), self)
+            return self._window.at(rows.offset)
+        if rows.seal is not None and self._check:
+            self._seals_of_band.add(rows.seal)
+        return self._band.rows(rows)
 
     def file_nbytes(self, path: Path) -> int:
         """The length of a file. Raises as `read_into`."""
@@ -172,7 +193,8 @@ class Reader:
 
     def evidence(self) -> tuple[Evidence, ...]:
         """The evidence of everything that was read so far of sealed ranges."""
-        return tuple(one for checksum in self._checksums.values() for one in checksum.evidence())
+        own = [one for checksum in self._checksums.values() for one in checksum.evidence()]
+        return (*own, *(self._band.evidence(self._seals_of_band) if self._band is not None else ()))
 
     def _open(self, path: Path) -> int:
         if path not in self._files:

@@ -116,7 +116,7 @@ class FileBlob(Blob):
             reader.read_into(self.path, self.offset, out.reshape(-1).view(np.uint8).data, self.seal)
             return
         axis = max(range(len(self.shape)), key=lambda i: (self.shape[i] - 1) * self.strides[i])
-        if self._reads_around(axis, reader.band.readers):
+        if self._reads_around(axis, reader.sharers):
             self._read_rows(axis, out, reader)
             return
         half = self.shape[axis] // 2
@@ -129,7 +129,7 @@ class FileBlob(Blob):
         if self._run(axis) > BAND:
             return False
         is_short = _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE
-        around = _MAX_OVERREAD * readers if is_short else max(2, readers)
+        around = max(_MAX_OVERREAD if is_short else 2, 2 * readers)
         return self.span <= max(around * prod(self.shape) * self.dtype.itemsize, 4096)
 
     def _read_rows(self, axis: int, out: Array, reader: Reader) -> None:
@@ -137,7 +137,7 @@ class FileBlob(Blob):
         stride, count, done = self.strides[axis], self.shape[axis], 0
         while done < count:
             rows = Rows(self.path, self.offset + done * stride, self._run(axis), stride, count - done, self.seal)
-            window = reader.band.rows(rows, reader)
+            window = reader.rows(rows)
             box = slab(self.shape, axis, done, done + rows.within(window.size))
             out[box.index] = np.ndarray(box.shape, self.dtype, window, 0, self.strides)
             done = box.stop[axis]
