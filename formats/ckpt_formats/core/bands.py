@@ -5,11 +5,12 @@ the files of these ranks are written in step. A reader that needs rows outside t
 needs other rows, too, or has left. Then the band moves: at that moment nobody uses it, so one buffer is enough.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition
+from threading import Condition, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -96,12 +97,13 @@ def rows_nbytes(rows: Rows, most: int) -> int:
 def band_nbytes(rows: Rows, most: int, end: int) -> int:
     """How many bytes to read for several readers, who need all columns: whole rows, but nothing from `end` on."""
     whole = min(rows.count, most // rows.stride) * rows.stride if rows.stride else 0
-    return max(min(whole, end - rows.offset), rows_nbytes(rows, most))
+    return max(min(whole, end - rows.offset), rows.run) if whole else rows_nbytes(rows, most)
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
     rows: Rows
+    thread: int
     is_answered: bool = False
     error: BaseException | None = None
 
@@ -128,7 +130,8 @@ class Band:
         self._while_waiting = waiting
         self._changed = Condition()
         self._requests: list[_Request] = []
-        """Those that wait, in the order in which they came."""
+        self._answered: Counter[int] = Counter()
+        """How often each thread was answered."""
         self._window = Window()
 
     def rows(self, rows: Rows) -> _Bytes:
@@ -136,7 +139,7 @@ class Band:
 
         They are valid until the same thread calls this method again, or `leave`. Raises what reading raises.
         """
-        request = _Request(rows)
+        request = _Request(rows, get_ident())
         with self._changed:
             request.is_answered = self._window.has(rows)
             if not request.is_answered:
@@ -170,16 +173,25 @@ class Band:
             first.error = error
         for request in self._requests:
             request.is_answered = request is first or self._window.has(request.rows)
+            self._answered[request.thread] += request.is_answered
         self._requests = [request for request in self._requests if not request.is_answered]
         self._changed.notify_all()
 
     def _first(self) -> _Request:
-        """Of those that ask for the same rows as the one that waits longest, the one whose columns come first."""
-        oldest = self._requests[0]
-        start = oldest.rows.offset - oldest.rows.stride + 1
-        alike = (one for one in self._requests if one.rows.path == oldest.rows.path)
-        within = (one for one in alike if start <= one.rows.offset <= oldest.rows.offset)
-        return min(within, key=lambda one: one.rows.offset, default=oldest)
+        """The request with the lowest columns of the rows that most threads ask for.
+
+        Every file has its tensors in one order. So all who need the tensor that comes first are at it: they are the
+        most, and share it. Where each needs several files, a thread that was answered fewer times goes before others.
+        """
+        requests = iter(sorted(self._requests, key=lambda one: (one.rows.path, one.rows.offset)))
+        alike = [[next(requests)]]
+        for request in requests:
+            rows = alike[-1][0].rows
+            if request.rows.path == rows.path and request.rows.offset - rows.offset < max(rows.stride, 1):
+                alike[-1].append(request)
+            else:
+                alike.append([request])
+        return max(alike, key=lambda ones: (len(ones), -min(self._answered[one.thread] for one in ones)))[0]
 
     def _nbytes_of(self, rows: Rows) -> int:
         if self._present == 1:  # nobody needs the other columns any more
