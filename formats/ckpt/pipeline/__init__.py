@@ -14,7 +14,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
-from ckpt_formats.core.bands import Band
+from ckpt_formats.core.bands import BAND, Band
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
@@ -60,8 +60,16 @@ class Resources:
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
 
     def shared(self, files: int) -> "Resources":
-        """The resources of one worker, shared by so many files that are written in step."""
-        return replace(self, workers=self.workers * files, memory=4 * self.workers * self.slab)
+        """The resources of one worker, shared by so many files that are written in step.
+
+        If the memory suffices, together they hold as much as four files that are written alone.
+        """
+        return replace(self, workers=self.workers * files, memory=min(self.memory, 16 * self.workers * self.slab))
+
+    @property
+    def band(self) -> int:
+        """Bytes of rows that files in step share."""
+        return min(BAND, 4 * self.slab)
 
     @property
     def group(self) -> int:
@@ -251,7 +259,7 @@ def _write_all(
             Reader(max_files=share.files, identities=identities) as reader,
             ThreadPoolExecutor(len(group), "ckpt") as members,
         ):
-            band = Band(reader, len(group), resources.slab, lambda: _released(working))
+            band = Band(reader, len(group), resources.band, lambda: _released(working))
             written = [members.submit(write, part, share, band) for part in group]
         errors = [one.exception() for one in written]
         receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
