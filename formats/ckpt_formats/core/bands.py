@@ -60,8 +60,8 @@ class FileReader(Protocol):
         """The checksums of what was read."""
 
 
-class Window:
-    """Bytes of one file that are in memory."""
+class BytesInMemory:
+    """A range of one file that is in memory."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -75,11 +75,11 @@ class Window:
         return self._path == rows.path and self._start <= rows.offset and rows.offset + rows.run <= end
 
     def at(self, offset: int) -> _Bytes:
-        """Its bytes from `offset` of the file on: (nbytes,) uint8. They are valid until the window moves."""
+        """Its bytes from `offset` of the file on: (nbytes,) uint8. They are valid until it moves."""
         return self._bytes[offset - self._start :]
 
     def move(self, rows: Rows, nbytes: int, reader: FileReader) -> None:
-        """Read so many bytes from the first run on. Raises what reading raises; then the window has nothing."""
+        """Read so many bytes from the first run on. Raises what reading raises; then there is nothing."""
         self._path = None
         if self._buffer.size < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
@@ -132,7 +132,7 @@ class Band:
         self._requests: list[_Request] = []
         self._answered: Counter[int] = Counter()
         """How often each thread was answered."""
-        self._window = Window()
+        self._in_memory = BytesInMemory()
 
     def rows(self, rows: Rows) -> _Bytes:
         """The bytes from `rows.offset` on, (nbytes,) uint8: of at least one run (see `Rows.within`).
@@ -141,7 +141,7 @@ class Band:
         """
         request = _Request(rows, get_ident())
         with self._changed:
-            request.is_answered = self._window.has(rows)
+            request.is_answered = self._in_memory.has(rows)
             if not request.is_answered:
                 self._requests.append(request)
                 self._move_if_all_wait()
@@ -150,7 +150,7 @@ class Band:
                 self._changed.wait_for(lambda: request.is_answered)
         if request.error is not None:
             raise request.error
-        return self._window.at(rows.offset)
+        return self._in_memory.at(rows.offset)
 
     def leave(self) -> None:
         """Say that one of the readers will ask for nothing more."""
@@ -168,11 +168,11 @@ class Band:
             return
         first = self._first()
         try:
-            self._window.move(first.rows, self._nbytes_of(first.rows), self._reader)
+            self._in_memory.move(first.rows, self._nbytes_of(first.rows), self._reader)
         except BaseException as error:
             first.error = error
         for request in self._requests:
-            request.is_answered = request is first or self._window.has(request.rows)
+            request.is_answered = request is first or self._in_memory.has(request.rows)
             self._answered[request.thread] += request.is_answered
         self._requests = [request for request in self._requests if not request.is_answered]
         self._changed.notify_all()

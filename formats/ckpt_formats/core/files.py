@@ -24,7 +24,7 @@ import xxhash
 from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
-from ckpt_formats.core.bands import BAND, Band, Rows, Window, rows_nbytes
+from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
@@ -85,7 +85,7 @@ class Reader:
         """
         self._band = band
         self._seals_of_band: set[Seal] = set()
-        self._window = Window()
+        self._in_memory = BytesInMemory()
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
@@ -103,7 +103,7 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
-        self._window = Window()
+        self._in_memory = BytesInMemory()
         self._cache.clear()
         while self._buffers:
             release_buffer(self._buffers.popitem()[1])
@@ -142,9 +142,9 @@ class Reader:
         They are valid until the next call. Raises as `read_into`.
         """
         if self._band is None:
-            if not self._window.has(rows):
-                self._window.move(rows, rows_nbytes(rows, BAND), self)
-            return self._window.at(rows.offset)
+            if not self._in_memory.has(rows):
+                self._in_memory.move(rows, rows_nbytes(rows, BAND), self)
+            return self._in_memory.at(rows.offset)
         if rows.seal is not None and self._check:
             self._seals_of_band.add(rows.seal)
         return self._band.rows(rows)
