@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
-from ckpt.pipeline.groups import Group, in_step
+from ckpt.pipeline.groups import Group, in_step, ranks
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
 from ckpt_formats.core.bands import BAND, Band
@@ -59,12 +59,13 @@ class Resources:
         # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
 
-    def shared(self, files: int) -> "Resources":
-        """The resources of one worker, shared by so many files that are written in step.
+    def shared(self, files: int, ranks: int) -> "Resources":
+        """The resources of one worker, shared by so many files of so many ranks that are written in step.
 
-        If the memory suffices, together they hold as much as four files that are written alone.
+        If the memory suffices, one file of each rank together hold as much as four files that are written alone.
         """
-        return replace(self, workers=self.workers * files, memory=min(self.memory, 16 * self.workers * self.slab))
+        most = 16 * self.workers * self.slab * files // ranks
+        return replace(self, workers=self.workers * files, memory=min(self.memory, most))
 
     @property
     def band(self) -> int:
@@ -254,7 +255,7 @@ def _write_all(
         """The receipts of the files that were written, and the first error of the others."""
         if len(group) == 1:
             return [write(group[0], resources)], None
-        share = resources.shared(len(group))
+        share = resources.shared(len(group), ranks(group))
         with (
             Reader(max_files=share.files, identities=identities) as reader,
             ThreadPoolExecutor(len(group), "ckpt") as members,

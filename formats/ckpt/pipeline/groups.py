@@ -31,6 +31,11 @@ def in_step(files: Iterable[FilePlan], max_size: int) -> list[Group]:
     return sorted(map(tuple, parts), key=lambda group: -nbytes(group))
 
 
+def ranks(group: Sequence[FilePlan]) -> int:
+    """Of how many tensor-parallel ranks the files of a group are."""
+    return len({file.rank.get(_AXIS) for file in group})
+
+
 def nbytes(group: Sequence[FilePlan]) -> int:
     """About how many bytes are read and written for the files."""
     return sum(file.nbytes for file in group)
