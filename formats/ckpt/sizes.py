@@ -118,7 +118,7 @@ def _encoded(blob: Blob) -> tuple[int, str] | None:
     from ckpt_formats.universal.replay import DeltaBlob, stored_delta
 
     if isinstance(blob, EncodedBlob):
-        return blob.store.nbytes, blob.store.codec.name
+        return blob.store.stored.nbytes, blob.store.codec.name
     if isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
         return _share(blob, delta), f"{delta.codec.name} (delta)"
     return None
@@ -127,7 +127,7 @@ def _encoded(blob: Blob) -> tuple[int, str] | None:
 def _share(blob: "DeltaBlob", delta: "StoredDelta") -> int:
     """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
     full = sum(dtype.itemsize for dtype in delta.form.values())
-    return round(delta.nbytes * blob.dtype.itemsize / full)
+    return round(delta.stored.nbytes * blob.dtype.itemsize / full)
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

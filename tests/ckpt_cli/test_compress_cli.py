@@ -153,7 +153,7 @@ def test_the_json_adds_up(trained: Path, tmp_path: Path) -> None:
     said = json.loads(done(ckpt("compress", trained, tmp_path / "small", "--json")).out)
     assert said["raw_nbytes"] == sum(row["raw_nbytes"] for row in said["states"])
     assert said["stored_nbytes"] == sum(row["stored_nbytes"] for row in said["states"])
-    assert said["stored_nbytes"] <= said["nbytes"] == _size(tmp_path / "small" / "parameters")
+    assert said["stored_nbytes"] <= said["nbytes"] == _size(tmp_path / "small" / "packs")
     assert said["ratio"] == round(said["raw_nbytes"] / said["stored_nbytes"], 4)
     weight = next(row for row in said["states"] if row["state"] == "param")
     assert weight["bits_per_element"] == round(8 * weight["stored_nbytes"] / weight["elements"], 3)
@@ -226,7 +226,7 @@ def test_a_damaged_chunk_is_named_by_verify_and_refused_by_all(small: Path, tmp_
 
     broken = tmp_path / "broken"
     shutil.copytree(small, broken)
-    path = max((broken / "parameters").iterdir(), key=lambda path: path.stat().st_size)
+    path = max((broken / "packs").iterdir(), key=lambda path: path.stat().st_size)
     flip(path, path.stat().st_size // 2, 3)
     ran = ckpt("verify", broken)
     assert ran.code == BROKEN

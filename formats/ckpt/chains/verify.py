@@ -136,16 +136,16 @@ def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place])
 def _own(blob: Blob) -> Iterator[_Place]:
     """The file and the offset of a blob's chunks."""
     if (delta := stored_delta(blob)) is not None:
-        yield delta.path, delta.offset
+        yield delta.stored.path, delta.stored.offset
     if isinstance(blob, EncodedBlob):
-        yield blob.store.path, blob.store.offset
+        yield blob.store.stored.path, blob.store.stored.offset
 
 
 def _places(blob: Blob) -> Iterator[_Place]:
     """The places of all chunks that are decoded and checked to replay a blob."""
     if (delta := stored_delta(blob)) is not None:
         for replay in delta.lineage():
-            yield replay.path, replay.offset
+            yield replay.stored.path, replay.stored.offset
             for before in replay.before.values():
                 yield from _own(before)
 

@@ -21,7 +21,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
@@ -212,9 +212,9 @@ def _member(folder: Path, written: Manifest, step: int) -> Member:
         if entry.delta is not None:
             codecs[str(entry.delta.codec["name"])] = None
         for state in entry.states.values():
-            if state.codec is not None and state.offset is not None:
+            if state.chunks is not None and state.codec is not None:
                 codecs[str(state.codec["name"])] = None
-    stored = sum(entry.nbytes for entry in written.entries) + len(read_whole(folder / manifest.NAME, 4 << 30))
+    stored = written.nbytes + sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Member(
         folder.name,
         "base" if written.parent is None else "delta",

@@ -3,8 +3,9 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from ckpt_formats.core.version import WRITTEN_BY
 
 _MAX_GROUP = 64
 """Files written in step: each has a thread and a slab of its own, which must not become too short."""
+
+_FLUSHERS = 4
+"""Threads that flush files to the disk."""
 
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
@@ -236,7 +240,6 @@ def _write_all(
                 if band is not None:
                     band.leave()
             staging.reached("written")
-        stage.flush(receipt)  # now, while others work, not all at the end
         return receipt
 
     def write_values(part: FilePlan, share: Resources, band: Band | None) -> Receipt:
@@ -266,12 +269,15 @@ def _write_all(
         receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
         return receipts, next(filter(None, errors), None)
 
+    def written(pool: ThreadPoolExecutor) -> Iterator[Receipt]:
+        for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
+            yield from receipts
+            if error is not None:
+                raise error
+
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         try:
-            for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
-                yield from receipts
-                if error is not None:
-                    raise error
+            yield from _flushed(stage, written(pool))
         except BaseException:
             stop.set()
             raise
@@ -285,6 +291,33 @@ def _released(working: threading.Semaphore) -> Iterator[None]:
         yield
     finally:
         working.acquire()
+
+
+def _flushed(stage: Staging, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
+    """The receipts of files that are on the disk. Files are flushed while the workers write the next ones.
+
+    After an error, first the receipts of all files that are complete.
+    """
+
+    def flush(receipt: Receipt) -> Receipt:
+        stage.flush(receipt)
+        return receipt
+
+    with ThreadPoolExecutor(_FLUSHERS, "ckpt-flush") as pool:
+        waiting, failure = deque[Future[Receipt]](), None
+        try:
+            for receipt in receipts:
+                waiting.append(pool.submit(flush, receipt))
+                while waiting and (waiting[0].done() or len(waiting) > 2 * _FLUSHERS):
+                    yield waiting.popleft().result()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failure = error
+        while waiting:
+            yield waiting.popleft().result()
+        if failure is not None:
+            raise failure
 
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:

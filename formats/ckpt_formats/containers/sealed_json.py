@@ -28,7 +28,7 @@ def load(path: Path, max_nbytes: int, kind: str) -> dict[str, Any]:
         raise Corrupt(f"not {kind}", where=path)
     if xxhash.xxh3_128_hexdigest(content[checksum_line.end() :]) != checksum_line[1].decode():
         raise Corrupt("the manifest's checksum does not match its text: it was damaged or edited", where=path)
-    return parse_json_object(content, path)
+    return parse_json_object(content, path, finite=True)
 
 
 def _lines(value: Any) -> str:

@@ -13,7 +13,7 @@ import resource
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
-Kind = Literal["crc32", "xxh3-128"]
+Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,9 +44,22 @@ _EXPECTED_READERS = 16
 """How many readers are open at the same time, if the caller does not state it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves:
+    """The checksums of the chunks of a range, which follow one another."""
+
+    nbytes: _Array
+    """The length of each chunk: (chunks,) int64."""
+    digests: bytes
+    """The checksums, one after another, most significant byte first: 16 bytes each (XXH3-128) or 8 (XXH3-64)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A checksum that a file promises for a range of its own bytes."""
+    """A checksum that a file promises for a range of its own bytes.
+
+    A range in chunks has a checksum for each: then `digest` is the XXH3-128 of these, one after another.
+    """
 
     path: Path
     offset: int
@@ -55,6 +68,10 @@ class Seal:
     digest: int
     label: str
     """The name of the range in messages: `archive/data/3`, `layer.0/exp_avg`."""
+    chunk_nbytes: int = 0
+    """The length of every chunk but the last; 0 if the range is not in chunks, or in chunks of several lengths."""
+    leaves: Leaves | None = field(default=None, compare=False, repr=False)
+    """The checksums of the chunks, if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +107,7 @@ class Reader:
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, int] = {}
-        self._checksums: dict[Seal, _RunningCrc | _RunningHash] = {}
+        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
 
@@ -203,9 +220,12 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash":
+    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves":
         if seal not in self._checksums:
-            self._checksums[seal] = _RunningCrc(seal) if seal.kind == "crc32" else _RunningHash(seal)
+            if seal.kind == "crc32":
+                self._checksums[seal] = _RunningCrc(seal)
+            else:
+                self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash(seal)
         return self._checksums[seal]
 
 
@@ -227,6 +247,16 @@ def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> 
 def seal_is_valid(seal: Seal, reader: Reader) -> bool:
     """Read the whole range, and compare its checksum."""
     return _digest(seal, [], reader) == seal.digest
+
+
+def damaged_chunks(seal: Seal, reader: Reader) -> list[int]:
+    """The numbers of the chunks of a range that do not match their checksums; none if the range has no chunks."""
+    if seal.leaves is None:
+        return []
+    width = _WIDTHS[seal.kind]
+    actual, expected = b"".join(_leaves(seal, reader)), seal.leaves.digests
+    numbers = range(len(expected) // width)
+    return [i for i in numbers if actual[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]]
 
 
 def files_each(sharers: int) -> int:
@@ -337,6 +367,8 @@ def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
+    if seal.chunk_nbytes or seal.leaves is not None:
+        return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
     state = xxhash.xxh3_128()
     for block in _blocks(seal, 0, seal.nbytes, reader):
         state.update(block)
@@ -366,6 +398,68 @@ def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memor
         view = buffer[: min(_BLOCK, stop - at)]
         reader.read_into(seal.path, seal.offset + at, view)
         yield view
+
+
+_WIDTHS = {"xxh3-128": 16, "xxh3-64": 8}
+"""Bytes of a checksum of a chunk."""
+
+
+def _leaves(seal: Seal, reader: Reader) -> Iterator[bytes]:
+    """The actual checksums of the chunks of a range."""
+    digest = xxhash.xxh3_128_digest if seal.kind == "xxh3-128" else xxhash.xxh3_64_digest
+    for block in _joined(seal):
+        buffer = np.empty(sum(block[1]), np.uint8).data
+        reader.read_into(seal.path, seal.offset + block[0], buffer)
+        at = 0
+        for nbytes in block[1]:
+            yield digest(buffer[at : at + nbytes])
+            at += nbytes
+
+
+def _joined(seal: Seal) -> Iterator[tuple[int, list[int]]]:
+    """The chunks of a range, several at once: where they begin, and their lengths."""
+    if seal.leaves is not None:
+        lengths = seal.leaves.nbytes.tolist()
+    else:
+        lengths = [seal.chunk_nbytes] * (seal.nbytes // seal.chunk_nbytes)
+        lengths += [seal.nbytes % seal.chunk_nbytes] if seal.nbytes % seal.chunk_nbytes else []
+    begin, block, total = 0, list[int](), 0
+    for nbytes in lengths:
+        if block and total + nbytes > _BLOCK:
+            yield begin, block
+            begin, block, total = begin + total, [], 0
+        block.append(nbytes)
+        total += nbytes
+    if block:
+        yield begin, block
+
+
+class _RunningLeaves:
+    """The hashes of the chunks of a range, as far as it was read front to back."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._state = xxhash.xxh3_128()
+        self._leaves = bytearray()
+        self._stop = 0
+
+    def note(self, start: int, data: memoryview) -> None:
+        if start != self._stop:
+            return
+        chunk, at = self._seal.chunk_nbytes, 0
+        while at < len(data):
+            stop = min(chunk - self._stop % chunk, self._seal.nbytes - self._stop, len(data) - at) + at
+            if stop == at:
+                return  # beyond the range
+            self._state.update(data[at:stop])
+            self._stop += stop - at
+            at = stop
+            if self._stop % chunk == 0 or self._stop == self._seal.nbytes:
+                self._leaves += self._state.digest()
+                self._state.reset()
+
+    def evidence(self) -> Iterator[Evidence]:
+        yield Evidence(self._seal, 0, self._stop, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
 
 
 class _RunningCrc:

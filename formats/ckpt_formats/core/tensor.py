@@ -360,6 +360,11 @@ class Tensor(Blob):
     def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
         whole, outside = Box.whole(self.shape), False
+        if len(self.fragments) == 1 and not self.replicas:
+            box, blob = self.fragments[0].box, self.fragments[0].blob
+            if box == whole and (blob.shape, blob.dtype) == (self.shape, self.dtype):
+                yield from blob.problems()
+                return
         for fragment in self.fragments:
             if fragment.box.size and fragment.box & whole != fragment.box:
                 outside = True

@@ -61,7 +61,13 @@ class Transfer:
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
         progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
         """
-        block = tensor.crop(box)
+        return self._read(tensor.crop(box), slot, counted)
+
+    def whole(self, tensor: Tensor, slot: str = "values") -> Array:
+        """All values of a tensor that is within the budget: an array of its shape and dtype. Else like `fetch`."""
+        return self._read(tensor, slot, True)
+
+    def _read(self, block: Tensor, slot: str, counted: bool) -> Array:
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.size < block.nbytes:
             buffer = self._buffers[slot] = acquire_buffer(block.nbytes)

@@ -1,13 +1,12 @@
-"""The ancestors of a delta up to its base: their folders, and the entries that are needed of each."""
+"""The ancestors of a delta up to its base: their folders, and the parameters that are needed of each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
@@ -19,11 +18,11 @@ _REMOVED = (
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A folder, its manifest, and those of its entries that are needed."""
+    """A folder, its manifest, and the names of the parameters that are needed of it."""
 
     folder: Path
     manifest: Manifest
-    entries: tuple[ParameterEntry, ...]
+    names: Collection[str]
 
 
 def lineage(folder: Path) -> tuple[Ancestor, ...]:
@@ -32,22 +31,22 @@ def lineage(folder: Path) -> tuple[Ancestor, ...]:
     Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
     """
     stated = manifest.load(folder / manifest.NAME)
-    ancestors = [Ancestor(folder, stated, stated.entries)]
+    ancestors = [Ancestor(folder, stated, stated.entries.numbers.keys())]
     seen, folders = {folder.resolve()}, _FolderIndex({})
-    while needed := _needed(ancestors[-1].entries):
+    while needed := _needed(ancestors[-1]):
         child = ancestors[-1]
         assert child.manifest.parent is not None  # `manifest.load` checks it
         above, stated = _parent(child.folder, child.manifest.parent, folders)
         if above.resolve() in seen:
             raise Corrupt("it is its own ancestor", where=above)
         seen.add(above.resolve())
-        ancestors.append(Ancestor(above, stated, tuple(entry for entry in stated.entries if entry.name in needed)))
+        ancestors.append(Ancestor(above, stated, needed & stated.entries.numbers.keys()))
     return tuple(ancestors[::-1])
 
 
-def _needed(entries: Iterable[ParameterEntry]) -> set[str]:
+def _needed(ancestor: Ancestor) -> set[str]:
     """Names of the parameters that are needed of the parent."""
-    return {entry.name for entry in entries if entry.delta is not None and entry.delta.parent_states}
+    return {name for name in ancestor.manifest.entries.with_deltas() if name in ancestor.names}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""What a universal checkpoint holds, as mappings over its index: nothing is made until somebody asks for it."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_formats.containers.sealed_json import hash_number
+from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
+from ckpt_formats.core.files import Seal
+from ckpt_formats.universal import original
+from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, Index
+from ckpt_formats.universal.manifest import Manifest, pack_file
+from ckpt_formats.universal.read_states import read_parameter, seals
+
+StateKey = tuple[str, str]
+"""The name of a parameter, and of one of its states."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredParameters(Mapping[str, Parameter]):
+    """The parameters in a folder by name, in the model's order. Each is created once, when it is asked for."""
+
+    folder: Path
+    index: Index
+    names: Collection[str]
+    """Those that there are: of an ancestor only what is needed."""
+    parent: Mapping[str, Parameter]
+    """The parameters of the parent checkpoint."""
+    _created: dict[str, Parameter] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Parameter:
+        known = self._created.get(name)
+        if known is not None:
+            return known
+        if name not in self.names:
+            raise KeyError(name)
+        entry = self.index[self.index.numbers[name]]
+        needs_parent = entry.delta is not None and entry.delta.parent_states
+        parent = self.parent.get(name) if needs_parent else None
+        return self._created.setdefault(name, read_parameter(self.folder, entry, parent))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.index.names if name in self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, eq=False)
+class StateDigests(Mapping[StateKey, int]):
+    """The checksums of the values of states that are encoded, alone or in a delta."""
+
+    index: Index
+
+    def __getitem__(self, key: StateKey) -> int:
+        name, state = key
+        number = self.index.numbers[name]
+        entry = self.index[number].states[state]
+        if entry.extent is None and entry.codec is not None:
+            raise KeyError(key)
+        if entry.extent is not None and entry.chunks is None:
+            raise KeyError(key)
+        digest: int = entry.digest
+        return digest
+
+    def __iter__(self) -> Iterator[StateKey]:
+        columns, names = self.index.columns, self.index.names
+        storage = columns["state.storage"]
+        rows = np.flatnonzero((storage == CODED) | (storage == IN_DELTA))
+        owners, states = columns["state.parameter"][rows].tolist(), columns["state.name"][rows].tolist()
+        return ((names[a], self.index.tables.states[b]) for a, b in zip(owners, states, strict=True))
+
+    def __len__(self) -> int:
+        storage = self.index.columns["state.storage"]
+        return int(((storage == CODED) | (storage == IN_DELTA)).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSeals(Sequence[Seal]):
+    """The checksums of all bytes of several checkpoints: of the headers of packs, and of what is stored."""
+
+    checkpoints: tuple[tuple[Path, Manifest], ...]
+    """Folders and their manifests."""
+
+    def __len__(self) -> int:
+        return sum(
+            len(stated.packs)
+            + (original.seal(stated.original) is not None)
+            + int((stated.entries.columns["state.storage"] < DERIVED).sum())
+            + len(stated.entries.columns["delta.pack"])
+            for _, stated in self.checkpoints
+        )
+
+    def __iter__(self) -> Iterator[Seal]:
+        for folder, stated in self.checkpoints:
+            for number, pack in enumerate(stated.packs):
+                path, digest = folder / pack_file(number), hash_number(pack.header)
+                yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+            form = original.seal(stated.original)
+            if form is not None:
+                yield form
+            for entry in stated.entries:
+                yield from seals(folder, entry)
+
+    def __getitem__(self, number: Any) -> Any:
+        return tuple(self)[number]
+
+
+def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:
+    """The figures of approximate states."""
+    columns, names = index.columns, index.names
+    rows = np.flatnonzero(columns["state.error"])
+    result: dict[StateKey, ErrorFigures] = {}
+    for row in rows.tolist():
+        figures = index.tables.errors[int(columns["state.error"][row])]
+        state = index.tables.states[int(columns["state.name"][row])]
+        if figures is not None:
+            result[names[int(columns["state.parameter"][row])], state] = figures
+    return result
