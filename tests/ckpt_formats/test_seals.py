@@ -126,6 +126,16 @@ def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
         list(verify_seals(evidence[1:]))
 
 
+def test_reads_that_overlap_are_put_together_backwards_too(tmp_path: Path) -> None:
+    """Some read whole rows, others a part of them: what both have read is taken off again, not read a second time."""
+    seal = sealed(tmp_path / "file", "crc32", os.urandom(90))
+    evidence = [*see(seal, (0, 60)), *see(seal, (50, 60)), *see(seal, (50, 90)), *see(seal, (50, 60))]
+    seal.path.unlink()
+    assert list(verify_seals(evidence)) == []
+    wrong = replace(evidence[1], digest=evidence[1].digest ^ 1)
+    assert list(verify_seals([evidence[0], wrong, evidence[2]])) == [seal]
+
+
 def test_thousands_of_scattered_reads_still_settle(tmp_path: Path) -> None:
     """Beyond some number of pieces nothing more is remembered, and what is forgotten is read again."""
     seal = sealed(tmp_path / "file", "crc32", os.urandom(10_000))

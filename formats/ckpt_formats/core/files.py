@@ -24,6 +24,8 @@ import xxhash
 from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
+from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
+from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
@@ -34,6 +36,7 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 1 << 22
 _MAX_RANGES = 4096
 """Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
+_PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
 """Files that the process may need besides those that it reads: standard streams, libraries, output files."""
@@ -85,13 +88,21 @@ class Reader:
     """Reads ranges of files, and collects evidence of what it read. Threads must not share one."""
 
     def __init__(
-        self, *, check: bool = True, max_files: int | None = None, identities: Identities | None = None
+        self,
+        *,
+        check: bool = True,
+        max_files: int | None = None,
+        identities: Identities | None = None,
+        band: Band | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
-        if another file is at its path later, reading raises `Corrupt`.
+        if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
         """
+        self._band = band
+        self._seals_of_band: set[Seal] = set()
+        self._in_memory = BytesInMemory()
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
@@ -109,6 +120,7 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        self._in_memory = BytesInMemory()
         self._cache.clear()
         while self._buffers:
             release_buffer(self._buffers.popitem()[1])
@@ -135,6 +147,28 @@ class Reader:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
             self._checksum(seal).note(offset - seal.offset, out)
+
+    @property
+    def sharers(self) -> int:
+        """How many readers read the same rows at the same time, this one included."""
+        return 1 if self._band is None else self._band.sharers
+
+    def rows(self, rows: Rows) -> "_Array":
+        """The bytes from `rows.offset` on, (nbytes,) uint8: of at least one run (see `Rows.within`).
+
+        They are valid until the next call. Raises as `read_into`.
+        """
+        if self._band is None:
+            if not self._in_memory.has(rows):
+                self._in_memory.move(rows, rows_nbytes(rows, BAND), self)
+            return self._in_memory.at(rows.offset)
+        if rows.seal is not None and self._check:
+            self._seals_of_band.add(rows.seal)
+        return self._band.rows(rows)
+
+    def file_nbytes(self, path: Path) -> int:
+        """The length of a file. Raises as `read_into`."""
+        return os.fstat(self._open(path)).st_size
 
     def cached(self, key: Hashable) -> "_Array | None":
         """The array in the cache under this key; None if there is none. The caller must not change it."""
@@ -176,7 +210,8 @@ class Reader:
 
     def evidence(self) -> tuple[Evidence, ...]:
         """The evidence of everything that was read so far of sealed ranges."""
-        return tuple(one for checksum in self._checksums.values() for one in checksum.evidence())
+        own = [one for checksum in self._checksums.values() for one in checksum.evidence()]
+        return (*own, *(self._band.evidence(self._seals_of_band) if self._band is not None else ()))
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
@@ -304,6 +339,12 @@ def crc32_combine(first: int, second: int, nbytes: int) -> int:
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
+def crc32_without(both: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of the first of two neighbouring ranges, given that of both and that of the second, `nbytes` long."""
+    # To append n zeros is linear in the CRC, and to append 2^32 - 1 zeros changes nothing: the polynomial is primitive.
+    return crc32_combine(both ^ second, 0, -nbytes % _PERIOD)
+
+
 _HINTS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Check its permissions."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Allow more: `ulimit -n 1024`; or give fewer --workers."),
@@ -322,13 +363,7 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
     if seal.kind == "crc32":
-        total, at = 0, 0
-        for one in sorted(evidence, key=lambda e: (e.start, -e.stop)):
-            if one.start < at:
-                continue  # it overlaps earlier evidence: what it adds is read again as a gap
-            total = _extend_crc(seal, at, one.start, total, reader)
-            total, at = crc32_combine(total, one.digest, one.stop - one.start), one.stop
-        return _extend_crc(seal, at, seal.nbytes, total, reader)
+        return _crc(seal, evidence, reader)
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
@@ -340,9 +375,20 @@ def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     return int(state.intdigest())
 
 
-def _extend_crc(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
-    for block in _blocks(seal, start, stop, reader):
-        total = crc32(block, total)
+def _crc(seal: Seal, evidence: Iterable[Evidence], reader: Reader) -> int:
+    """The CRC-32 of a sealed range: that of its first `n` bytes, for n from 0 to the end.
+
+    Several readers may have read the same bytes, so a step may also go back.
+    """
+    total = 0
+    for step in steps_over(seal.nbytes, (Piece(one.start, one.stop, one.digest) for one in evidence)):
+        low, high = sorted((step.start, step.stop))
+        crc = step.checksum
+        if crc is None:
+            crc = 0
+            for block in _blocks(seal, low, high, reader):
+                crc = crc32(block, crc)
+        total = (crc32_combine if step.start == low else crc32_without)(total, crc, high - low)
     return total
 
 

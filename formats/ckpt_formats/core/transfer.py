@@ -9,8 +9,12 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Tensor
 
-SLAB = 4 << 20
-"""Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written."""
+SLAB = 1 << 20
+"""Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written.
+
+Linux caches what one call of `write` brings in huge pages if it can, from 2 MiB on. To find and clear these costs it
+more than the copy: see docs/log.md.
+"""
 
 
 class Transfer:

@@ -75,7 +75,7 @@ class _Placement:
                     ItemsContent(tuple(of_rank)),
                     sizes[rank],
                     "data",
-                    {"rank": rank},
+                    {"rank": rank} | ({"tp": rank % self.mesh.tp} if self.mesh.tp > 1 else {}),
                     tuple(block_of(entry) for entry in of_rank if entry.box is not None),
                 )
 
