@@ -51,12 +51,12 @@ class TorchFile:
         """The name of the archive's one folder: the stem of the name under which the file was saved; else empty."""
         return self._archive.stem if self._archive else ""
 
-    def seals(self) -> tuple[Seal, ...]:
+    def seals(self) -> Sequence[Seal]:
         """The checksums that the file states; none in legacy files and plain pickles.
 
         Reads the local header of every member.
         """
-        return tuple(self._archive.seals()) if self._archive else ()
+        return self._archive.seals() if self._archive else ()
 
     def as_template(self, window: ByteSource) -> ParsedTemplate | None:
         """A template to compare other archives with, if this one stores a single plain tensor; else None."""
@@ -139,10 +139,8 @@ _MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
 def _check_members(archive: Archive, table: "_StorageTable") -> None:
     """Raise `Unsupported` for members that torch does not write, or that are storages without a tensor."""
     stem = len(archive.stem) + 1
-    names = (member.name[stem:] for member in archive.members)
-    unexpected = [
-        name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")
-    ]
+    expected = {f"{archive.stem}/data/{key}" for key in table.storages}
+    unexpected = [name[stem:] for name in archive.directory.names if name not in expected]
     unexpected = [name for name in unexpected if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
     if unexpected:
         reason = (
@@ -225,7 +223,7 @@ class _StorageTable:
         dtype, itemsize = kind
         nbytes = numel * itemsize
         if self._archive is not None:
-            actual_nbytes = self._archive.member(f"data/{key}").nbytes
+            actual_nbytes = self._archive.storage_nbytes(key)
             # A storage of foreign memory may end with a part of an element, which `numel` does not count.
             if not nbytes <= actual_nbytes < nbytes + itemsize:
                 raise Corrupt(
