@@ -27,6 +27,7 @@ from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS,
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
+from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
 from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
@@ -83,7 +84,7 @@ class Truncated(Corrupt):
 
 
 class _NeedsPlainRead(Exception):
-    """A pickle refers to a part of a compact record, or uses explicit memo indices: read it without forms."""
+    """A pickle refers to a part of a compact record or of a tensor, or numbers records: read it opcode by opcode."""
 
 
 class _NumberedMemo(list[Value]):
@@ -91,6 +92,9 @@ class _NumberedMemo(list[Value]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _NeedsPlainRead
+
+
+_UNREAD = object()
 
 
 class Interpreter:
@@ -110,6 +114,9 @@ class Interpreter:
         self.globals: dict[tuple[str, str], Global] = {}
         """Every name that was read so far."""
         self._persistent = persistent
+        self._tensor_calls = None if persistent is None or forms else TensorCalls(persistent, where)
+        self._tensor_function: object = _UNREAD
+        """The name in a call that `_tensor_calls` matches, once it was read."""
         self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this lookup is on the hot path
         self._data = b""
         self._size = self._pos = self._ops = 0
@@ -149,7 +156,7 @@ class Interpreter:
             raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
             self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
-        self._forms = {}
+        self._forms, self._tensor_calls, self._tensor_function = {}, None, _UNREAD
         return self.load(padded, start)
 
     def corrupt(self, message: str) -> Corrupt:
@@ -171,38 +178,52 @@ class Interpreter:
         stack, outer_stacks, memo, builders = self._stack, self._outer_stacks, self._memo, self._builders
         push, load_persistent = stack.append, self._persistent
         matchers, numbered_memo = self._matchers, memo if isinstance(memo, _NumberedMemo) else None
+        tensor_function, tensor_memo = self._tensor_function, {} if isinstance(memo, _NumberedMemo) else memo
+        match_tensor = None if self._tensor_calls is None else self._tensor_calls.match
         try:
             while True:
                 for _ in repeat(None, _BETWEEN_CHECKS):
                     op = data[pos]
                     pos += 1
-                    if op == LONG_BINPUT:
-                        pos += 4
-                        memo[_u4(data, pos - 4)[0]] = stack[-1]
-                    elif op == BININT1:
-                        pos += 1
-                        push(data[pos - 1])
-                    elif op == BINGET:
+                    if op == BINGET:
                         pos += 1
                         known = memo[data[pos - 1]]
                         if known is SKIPPED:
                             raise _NeedsPlainRead
                         push(known)
-                    elif op == TUPLE:
-                        value = tuple(stack)
-                        stack = self._stack = outer_stacks.pop()
-                        push = stack.append
-                        push(value)
                     elif op == MARK:
+                        if stack and stack[-1] is tensor_function and match_tensor is not None:
+                            self._pos = pos
+                            matched = match_tensor(data, pos - 1, size, tensor_memo)
+                            if matched is not None:
+                                stack[-1], pos = matched
+                                continue
                         outer_stacks.append(stack)
                         stack = self._stack = []
                         push = stack.append
+                    elif op == LONG_BINPUT:
+                        pos += 4
+                        memo[_u4(data, pos - 4)[0]] = stack[-1]
                     elif op == BINUNICODE:
                         begin = pos + 4
                         pos = begin + _u4(data, pos)[0]
                         if pos > size:
                             raise self.truncated(pos)
                         push(data[begin:pos].decode("utf-8", "surrogatepass"))
+                    elif op == LONG_BINGET:
+                        pos += 4
+                        known = memo[_u4(data, pos - 4)[0]]
+                        if known is SKIPPED:
+                            raise _NeedsPlainRead
+                        push(known)
+                    elif op == BININT1:
+                        pos += 1
+                        push(data[pos - 1])
+                    elif op == TUPLE:
+                        value = tuple(stack)
+                        stack = self._stack = outer_stacks.pop()
+                        push = stack.append
+                        push(value)
                     elif op == REDUCE:
                         args = stack.pop()
                         function = stack[-1]
@@ -220,12 +241,6 @@ class Interpreter:
                     elif op == BINPUT:
                         pos += 1
                         memo[data[pos - 1]] = stack[-1]
-                    elif op == LONG_BINGET:
-                        pos += 4
-                        known = memo[_u4(data, pos - 4)[0]]
-                        if known is SKIPPED:
-                            raise _NeedsPlainRead
-                        push(known)
                     elif op == TUPLE2:
                         second = stack.pop()
                         stack[-1] = (stack[-1], second)
@@ -284,6 +299,7 @@ class Interpreter:
                             raise self.truncated() if pos > size else self.corrupt(f"not one: it has an opcode {op:#x}")
                         rare(self)
                         pos = self._pos
+                        tensor_function = self._tensor_function
                         if stack is not self._stack:
                             stack = self._stack
                             push = stack.append
@@ -318,9 +334,10 @@ class Interpreter:
 
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS
+        tensors = 0 if self._tensor_calls is None else self._tensor_calls.count
         height = len(self._stack) + sum(map(len, self._outer_stacks[-2:]))
         if (
-            self._ops > MAX_OPS
+            self._ops + OPCODES * tensors > MAX_OPS
             or height > MAX_STACK
             or len(self._outer_stacks) > MAX_MARKS
             or len(self._memo) > MAX_MEMO
@@ -384,6 +401,8 @@ class Interpreter:
             self.globals[key] = value
             if build := BUILDERS.get(key):
                 self._builders[id(value)] = build
+            if key == FUNCTION and self._tensor_calls is not None:
+                self._tensor_function = value
             if form := self._forms.get(key):
                 self._matchers[id(value)] = FormMatcher(form)
         return self.globals[key]
@@ -522,7 +541,10 @@ def _unicode(m: Interpreter) -> None:
 def _get(m: Interpreter) -> None:
     if isinstance(m._memo, _NumberedMemo):
         raise _NeedsPlainRead
-    m.push(m._memo[_decimal(m, m.line())])
+    known = m._memo[_decimal(m, m.line())]
+    if known is SKIPPED:
+        raise _NeedsPlainRead
+    m.push(known)
 
 
 def _put(m: Interpreter) -> None:

@@ -20,6 +20,7 @@ from ckpt_formats.containers.torchfile.storages import (
     tensor_of,
 )
 from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
+from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob
@@ -187,6 +188,8 @@ class _StorageTable:
         self._where = where
         self._offsets = offsets
         self._archive = archive
+        self._kinds: dict[int, tuple[Value, DType | None, int]] = {}
+        """By the id of a storage class: the class, its element type, and bytes per element."""
 
     def resolve(self, persistent_id: Value) -> Value:
         """The storage, part of a storage, or class that a persistent id means. Raises `Corrupt`.
@@ -196,15 +199,14 @@ class _StorageTable:
         """
         if type(persistent_id) is not tuple or len(persistent_id) < 4:
             raise self._malformed()
-        if persistent_id[0] == "module" and self._archive is None and type(persistent_id[1]) is Global:
+        if len(persistent_id) == 5 and persistent_id[0] == "storage":
+            _, cls, key, location, numel = persistent_id
+        elif persistent_id[0] == "module" and self._archive is None and type(persistent_id[1]) is Global:
             return persistent_id[1]
-        if (
-            persistent_id[0] != "storage"
-            or len(persistent_id) not in (5, 6)
-            or (len(persistent_id) == 6 and self._archive)
-        ):
+        elif persistent_id[0] == "storage" and len(persistent_id) == 6 and not self._archive:
+            _, cls, key, location, numel, _ = persistent_id
+        else:
             raise self._malformed()
-        _, cls, key, location, numel = persistent_id[:5]
         if type(key) is int:
             key = str(key)
         if type(key) is not str or type(location) is not str or type(numel) is not int:
@@ -217,10 +219,15 @@ class _StorageTable:
         return storage
 
     def _storage(self, cls: Value, key: str, location: str, numel: int, earlier: Storage | None) -> Storage:
-        kind = storage_class(cls) if type(cls) is Global else None
-        if kind is None or not 0 <= numel < MAX_ELEMENTS:
+        known = self._kinds.get(id(cls))
+        if known is None:
+            kind = storage_class(cls) if type(cls) is Global else None
+            if kind is None:
+                raise self._malformed()
+            known = self._kinds[id(cls)] = (cls, *kind)
+        _, dtype, itemsize = known
+        if not 0 <= numel < MAX_ELEMENTS:
             raise self._malformed()
-        dtype, itemsize = kind
         nbytes = numel * itemsize
         if self._archive is not None:
             actual_nbytes = self._archive.storage_nbytes(key)
