@@ -41,7 +41,8 @@ _EXPECTED_READERS = 16
 """How many readers are open at the same time, if the caller does not state it."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like `Box`: there is one for each tensor.
+@dataclass(slots=True, unsafe_hash=True)
 class Seal:
     """A checksum that a file promises for a range of its own bytes."""
 
