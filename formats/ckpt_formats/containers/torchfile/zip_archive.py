@@ -113,6 +113,8 @@ class Archive:
     stem: str = ""
     sealed: bool = True
     """False if torch computed no checksums: then all of them are zero."""
+    _storages: dict[str, int] = field(default_factory=dict, repr=False)
+    """The number of each storage, by its key."""
     _nbytes: list[int] = field(default_factory=list, repr=False)
     _crcs: list[int] = field(default_factory=list, repr=False)
     _starts: list[int] = field(default_factory=list, repr=False)
@@ -124,6 +126,12 @@ class Archive:
         self._nbytes, self._crcs = self.directory.nbytes.tolist(), self.directory.crcs.tolist()
         self._starts = [0] * len(self.directory)
 
+    def find_storages(self) -> None:
+        """Note the numbers of all storages, by their keys."""
+        begin = f"{self.stem}/data/"
+        after = len(begin)
+        self._storages = {name[after:]: number for name, number in self.index.items() if name.startswith(begin)}
+
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index
 
@@ -133,12 +141,18 @@ class Archive:
 
     def storage_nbytes(self, key: str) -> int:
         """The size of a storage. Raises `Corrupt` if there is none with this key."""
-        return self._nbytes[self._number(f"{self.stem}/data/{key}")]
+        number = self._storages.get(key)
+        return self._nbytes[self._number(f"{self.stem}/data/{key}") if number is None else number]
 
     def find(self, key: str) -> tuple[int, Seal | None]:
         """Byte offset in the file of a storage's data, and its checksum."""
-        number = self._number(f"{self.stem}/data/{key}")
-        return self._starts[number] or self._start(number), self.seal(number)
+        number = self._storages.get(key)
+        if number is None:
+            number = self._number(f"{self.stem}/data/{key}")
+        start, nbytes = self._starts[number] or self._start(number), self._nbytes[number]
+        if not nbytes or not self.sealed:
+            return start, None
+        return start, Seal(self.path, start, nbytes, "crc32", self._crcs[number], self.directory.names[number])
 
     def seals(self) -> Sequence[Seal]:
         """The checksums of all members, in file order. Reads and checks all local headers."""
@@ -296,6 +310,7 @@ def read_directory(window: ByteSource) -> Archive:
     archive = Archive(window.path, window.base, window.length, directory, index)
     archive.sealed = bool(directory.crcs.any())
     archive.stem = _stem(archive)
+    archive.find_storages()
     return archive
 
 
