@@ -15,7 +15,7 @@ from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_writer import emit
 from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
-from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
+from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm, StateForm
 from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.containers.torchfile.writer import (
@@ -33,6 +33,7 @@ __all__ = [
     "FileLayout",
     "ParsedTemplate",
     "RecordForm",
+    "StateForm",
     "Storage",
     "StorageSlice",
     "StorageSlot",

@@ -308,17 +308,29 @@ class Interpreter:
             self._pos = pos
 
     def _read_compact_records(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
-        """Read consecutive objects of one form, and push them. Returns the position after the last one.
+        """Read consecutive objects with forms, and push them. Returns the position after the last one.
 
-        On top of the stack are a class and the empty tuple of its arguments.
+        On top of the stack are a class and the empty tuple of its arguments. A short text may be before each object:
+        in a dict of objects, it is the key.
         """
-        data = self._data
+        data, size = self._data, self._size
         match = self._matchers[id(stack[-2])].match(data, pos, memo)
         if match is not None:
             del stack[-2:]
         while match is not None:
             stack.append(match[0])
             pos = match[1]
+            if data[pos] == SHORT_BINUNICODE:
+                end = pos + 2 + data[pos + 1]
+                if end >= size or data[end] != MEMOIZE:
+                    break
+                try:
+                    text = data[pos + 2 : end].decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError:
+                    break  # the interpreter reports it
+                stack.append(text)
+                memo.append(text)
+                pos = end + 1
             begin = pos + (6 if data[pos] == LONG_BINGET else 3)
             matcher = self._matcher_for(data[pos:begin], memo) if len(stack) < MAX_STACK else None
             match = None if matcher is None else matcher.match(data, begin, memo)
