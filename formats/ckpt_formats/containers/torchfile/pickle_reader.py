@@ -201,6 +201,11 @@ class Interpreter:
                         outer_stacks.append(stack)
                         stack = self._stack = []
                         push = stack.append
+                    elif op == MEMOIZE:
+                        if numbered_memo is None:
+                            memo[len(memo)] = stack[-1]
+                        else:
+                            numbered_memo.append(stack[-1])
                     elif op == LONG_BINPUT:
                         pos += 4
                         memo[_u4(data, pos - 4)[0]] = stack[-1]
@@ -216,6 +221,12 @@ class Interpreter:
                         if known is SKIPPED:
                             raise _NeedsPlainRead
                         push(known)
+                    elif op == SHORT_BINUNICODE:
+                        begin = pos + 1
+                        pos = begin + data[pos]
+                        if pos > size:
+                            raise self.truncated(pos)
+                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
                     elif op == BININT1:
                         pos += 1
                         push(data[pos - 1])
@@ -263,17 +274,6 @@ class Interpreter:
                         push(())
                         if numbered_memo is not None and len(stack) > 1 and id(stack[-2]) in matchers:
                             pos = self._read_compact_records(numbered_memo, stack, pos)
-                    elif op == MEMOIZE:
-                        if numbered_memo is None:
-                            memo[len(memo)] = stack[-1]
-                        else:
-                            numbered_memo.append(stack[-1])
-                    elif op == SHORT_BINUNICODE:
-                        begin = pos + 1
-                        pos = begin + data[pos]
-                        if pos > size:
-                            raise self.truncated(pos)
-                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
                     elif op == BINFLOAT:
                         pos += 8
                         push(_f8(data, pos - 8)[0])
@@ -313,13 +313,13 @@ class Interpreter:
         On top of the stack are a class and the empty tuple of its arguments. A short text may be before each object:
         in a dict of objects, it is the key.
         """
-        data, size = self._data, self._size
+        data, size, push, matchers = self._data, self._size, stack.append, self._matchers_by_opcodes
         match = self._matchers[id(stack[-2])].match(data, pos, memo)
         if match is not None:
             del stack[-2:]
         while match is not None:
-            stack.append(match[0])
-            pos = match[1]
+            record, pos = match
+            push(record)
             if data[pos] == SHORT_BINUNICODE:
                 end = pos + 2 + data[pos + 1]
                 if end >= size or data[end] != MEMOIZE:
@@ -328,21 +328,21 @@ class Interpreter:
                     text = data[pos + 2 : end].decode("utf-8", "surrogatepass")
                 except UnicodeDecodeError:
                     break  # the interpreter reports it
-                stack.append(text)
+                push(text)
                 memo.append(text)
                 pos = end + 1
             begin = pos + (6 if data[pos] == LONG_BINGET else 3)
-            matcher = self._matcher_for(data[pos:begin], memo) if len(stack) < MAX_STACK else None
-            match = None if matcher is None else matcher.match(data, begin, memo)
+            opcodes = data[pos:begin]
+            matcher = matchers[opcodes] if opcodes in matchers else self._matcher_for(opcodes, memo)
+            match = None if matcher is None or len(stack) >= MAX_STACK else matcher.match(data, begin, memo)
         return pos
 
     def _matcher_for(self, opcodes: bytes, memo: _NumberedMemo) -> FormMatcher | None:
         """The matcher of the class whose objects begin with these opcodes: a GET of the class, and EMPTY_TUPLE."""
-        if opcodes not in self._matchers_by_opcodes:
-            at = int.from_bytes(opcodes[1:-1], "little")
-            is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
-            self._matchers_by_opcodes[opcodes] = self._matchers.get(id(memo[at])) if is_get else None
-        return self._matchers_by_opcodes[opcodes]
+        at = int.from_bytes(opcodes[1:-1], "little")
+        is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
+        matcher = self._matchers_by_opcodes[opcodes] = self._matchers.get(id(memo[at])) if is_get else None
+        return matcher
 
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS

@@ -16,6 +16,7 @@ it is checked afterwards.
 """
 
 import re
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -41,6 +42,9 @@ _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _BYTE, _SHORT, _LONG = 0x4B, 0x4D, 0x8A
 _BINGET = 0x68
+_INT4 = 0x4A
+_i4 = struct.Struct("<i").unpack_from
+_u4 = struct.Struct("<I").unpack_from
 _WIDTHS = {_BYTE: 1, _SHORT: 2, 0x4A: 4}
 _SIZE = Global("torch", "Size")
 
@@ -162,17 +166,24 @@ class FormMatcher:
                 # An absent field, or a size that is itself a reference.
                 if not optional:
                     return False
-            elif _index(get) >= len(memo) or memo[_index(get)] != expected:
+            elif _index(get) >= len(memo) or not _is(memo[_index(get)], expected):
                 return False
         return True
 
     # Decoders of one field each; the groups of the field begin at `i`.
 
     def _text(self, groups: _Groups, i: int, parts: list[Value], memo: list[Value]) -> Value:
-        length, text, get = groups[i : i + 3]
-        if text is None or length is None:
-            return None if get is None else _of_type(memo[_index(get)], str)
-        if len(text) != length[0]:
+        text = groups[i + 1]
+        if text is None:
+            get = groups[i + 2]
+            if get is None:
+                return None
+            value = memo[get[1] if len(get) == 2 else _u4(get, 1)[0]]
+            if type(value) is not str:
+                raise _NotThisForm
+            return value
+        length = groups[i]
+        if length is None or len(text) != length[0]:
             raise _NotThisForm
         decoded = self._texts.get(text)
         if decoded is None:
@@ -187,6 +198,8 @@ class FormMatcher:
         kind = data[0]
         if kind == _BYTE:
             return data[1]
+        if kind == _INT4:
+            return _i4(data, 1)[0]
         return int.from_bytes(data[2:] if kind == _LONG else data[1:], "little", signed=kind != _SHORT)
 
     def _size(self, groups: _Groups, i: int, parts: list[Value], memo: list[Value]) -> Value:
@@ -273,6 +286,11 @@ def _size(opcodes: bytes) -> Size:
 
 def _index(get: bytes) -> int:
     return int.from_bytes(get[1:], "little")
+
+
+def _is(value: Value, expected: Value) -> bool:
+    """Whether a value is this name or class. (Arrays cannot be compared with `==` alone.)"""
+    return type(value) is type(expected) and bool(value == expected)
 
 
 def _of_type(value: Value, kind: type) -> Value:

@@ -53,7 +53,8 @@ Key = tuple[str, Shape | None]
 """FQN and offsets of a block; None for objects that are no tensors."""
 
 
-# Not frozen, like storages of `torchfile`: there is one for each block, and frozen dataclasses take longer to make.
+# Neither `ItemRange` nor `StoredTensor` is frozen, like storages of `torchfile`: there is one for each block, and
+# frozen dataclasses take longer to make.
 @dataclass(slots=True)
 class ItemRange:
     """The place of one saved item: bytes `offset` to `offset + nbytes` of a file in the checkpoint's folder."""
@@ -65,7 +66,7 @@ class ItemRange:
     """Names of the stream's transformations, in the order in which a reader reverses them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredTensor:
     """A tensor: its non-empty blocks, each with its item, or None if no file contains it."""
 
@@ -96,6 +97,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 _VERSION = "1.0.0"
+_STEP_TYPES = frozenset((str, int))
 _MAX_CHECKED = 1 << 24
 _NAMES_SPLIT = (
     "the metadata do not state how the state dict was nested: its names are split after those of the model and the "
@@ -259,7 +261,7 @@ class _MetadataReader:
         paths = {}
         for name in names:
             path = planner_data.get(name)
-            if type(path) not in (tuple, list) or not path or not all(type(key) in (str, int) for key in path):
+            if type(path) not in (tuple, list) or not path or not _STEP_TYPES.issuperset(map(type, path)):
                 raise self._corrupt(f"`{printable(name)}` has an impossible path in the state dict")
             if ".".join(map(str, path)) != name:
                 raise self._corrupt(
