@@ -62,11 +62,14 @@ def dump(value: Any) -> Iterator[Any]:
             yield repr(item)
 
 
-def outcome(data: bytes, archive: Archive) -> Any:
+def outcome(data: bytes, archive: Archive, *, matched: bool = True) -> Any:
     """What the pickle of an archive is read as: a value and its storages, or an error."""
     table = _StorageTable("a file", archive, archive)
+    interpreter = Interpreter("a file", table.resolve)
+    if not matched:
+        interpreter._tensor_calls = None
     try:
-        value, end = Interpreter("a file", table.resolve).load(data + PAD)
+        value, end = interpreter.load(data + PAD)
     except CkptError as error:
         return type(error), str(error)
     return list(dump(value)), end, list(table.storages)
@@ -88,16 +91,13 @@ def test_most_tensors_are_matched(saved: tuple[bytes, Archive], monkeypatch: pyt
     assert sum(one is not None for one in found) > 0.7 * COUNT  # the first 30 have indices of one byte
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_changed_pickle_is_read_or_refused_as_without_matching(
-    saved: tuple[bytes, Archive], monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_a_changed_pickle_is_read_or_refused_as_without_matching(saved: tuple[bytes, Archive], seed: int) -> None:
     data, archive = saved
     rng = random.Random(seed)
-    changed = [data, *(_changed(data, rng) for _ in range(150))]
-    matched = [outcome(one, archive) for one in changed]
-    monkeypatch.setattr(tensor_calls, "_TENSOR", lambda data, at: None)
-    assert [outcome(one, archive) for one in changed] == matched
+    for _ in range(150):
+        changed = _changed(data, rng)
+        assert outcome(changed, archive) == outcome(changed, archive, matched=False)
 
 
 def test_a_reference_to_a_part_of_a_tensor_is_read_without_matching(saved: tuple[bytes, Archive]) -> None:

@@ -127,8 +127,29 @@ class Interpreter:
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
         """Read one pickle; return its value and where it ends.
 
-        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`.
+        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`; what is refused, and in which words, does
+        not depend on tensors and alike objects being matched whole.
         """
+        try:
+            return self._load(padded, start)
+        except _NeedsPlainRead:
+            if not self._match_less():
+                self._forms = {}
+        except Truncated:
+            raise
+        except (Corrupt, Unsafe):
+            if not self._match_less():
+                raise
+        return self.load(padded, start)
+
+    def _match_less(self) -> bool:
+        """From now on, match no tensors and no alike objects whole; False if none could have been."""
+        forms = {name: form for name, form in self._forms.items() if not form.alike}
+        matched = len(forms) < len(self._forms) or (self._tensor_calls is not None and self._tensor_calls.count > 0)
+        self._forms, self._tensor_calls, self._tensor_function = forms, None, _UNREAD
+        return matched
+
+    def _load(self, padded: bytes, start: int) -> tuple[Value, int]:
         self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
         self._stack, self._outer_stacks, self._ops = [], [], 0
         self._memo = _NumberedMemo() if self._forms else {}
@@ -139,8 +160,6 @@ class Interpreter:
             value = self._run()
             check_repeated(value, self.where, self._pos - start)
             return value, self._pos
-        except _NeedsPlainRead:
-            pass
         except (
             IndexError,
             KeyError,
@@ -156,8 +175,6 @@ class Interpreter:
             raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
             self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
-        self._forms, self._tensor_calls, self._tensor_function = {}, None, _UNREAD
-        return self.load(padded, start)
 
     def corrupt(self, message: str) -> Corrupt:
         """An error that states the position in the pickle."""

@@ -42,6 +42,7 @@ _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _BYTE, _SHORT, _LONG = 0x4B, 0x4D, 0x8A
 _BINGET = 0x68
+_MAX_TEXT = 64
 _INT4 = 0x4A
 _i4 = struct.Struct("<i").unpack_from
 _u4 = struct.Struct("<I").unpack_from
@@ -64,7 +65,10 @@ class CompactRecord(tuple[Value, ...]):
 
 @dataclass(frozen=True)
 class StateForm:
-    """A class whose objects have a tuple of earlier values and constants as their state; they become `Record`s."""
+    """A class whose objects have as their state a tuple of constants, names and calls that were read before.
+
+    They become `Record`s.
+    """
 
     module: str
     name: str
@@ -263,9 +267,19 @@ def _earlier_values(opcodes: bytes, memo: list[Value]) -> tuple[Value, ...]:
             width = 2 if kind == _BINGET else 5
             values.append(memo[_index(opcodes[at : at + width])])
             at += width
-    if any(value is SKIPPED for value in values):
-        raise _NotThisForm  # the interpreter reads the pickle again, without forms
+    if not all(map(_is_simple, values)):
+        raise _NotThisForm
     return tuple(values)
+
+
+def _is_simple(value: Value) -> bool:
+    """Whether a value is a constant, a name, or a call of one with a text or number, as layouts are: it hides nothing."""
+    if type(value) is Record:
+        small = all(type(one) is int or (type(one) is str and len(one) < _MAX_TEXT) for one in value.args[:3])
+        return (
+            small and len(value.args) < 3 and not (value.kwargs or value.items or value.mapping) and value.state is None
+        )
+    return value is None or type(value) in (bool, Global)
 
 
 def _size(opcodes: bytes) -> Size:
