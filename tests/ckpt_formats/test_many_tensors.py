@@ -1,4 +1,4 @@
-"""What opening a checkpoint costs for each tensor, counted in calls of functions; matching whole objects hides nothing."""
+"""What opening a checkpoint costs for each tensor, counted in calls; and that objects matched whole hide nothing."""
 
 import gc
 import pickle

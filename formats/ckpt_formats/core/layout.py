@@ -14,7 +14,6 @@ from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
-from ckpt_formats.core.views import stacked, unstacked
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
 _COPIES = ("replicated", "averaged", "first")
@@ -146,6 +145,8 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
         if rule.how == "replicated":
             merged = with_replicas(shards)
         elif rule.how == "unique":
+            from ckpt_formats.core.views import stacked  # most layouts need no views
+
             return stacked(shards)
         else:
             merged = Tensor.of(MeanBlob(tuple(shards))) if rule.how == "averaged" else shards[0]
@@ -176,6 +177,8 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
     if rule.how == "unique":
         if not tensor.shape or tensor.shape[0] != ranks:
             raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+        from ckpt_formats.core.views import unstacked
+
         return [unstacked(tensor, rank) for rank in range(ranks)]
     if (rule.vocabulary is not None or rule.padded) and tensor.shape:
         rows = max(tensor.shape[0], rows or 0)

@@ -273,7 +273,7 @@ def _earlier_values(opcodes: bytes, memo: list[Value]) -> tuple[Value, ...]:
 
 
 def _is_simple(value: Value) -> bool:
-    """Whether a value is a constant, a name, or a call of one with a text or number, as layouts are: it hides nothing."""
+    """Whether a value is a constant, a name, or a call of one with a text or number: it hides nothing."""
     if type(value) is Record:
         small = all(type(one) is int or (type(one) is str and len(one) < _MAX_TEXT) for one in value.args[:3])
         return (
