@@ -210,7 +210,6 @@ class Interpreter:
                         push(known)
                     elif op == MARK:
                         if stack and stack[-1] is tensor_function and match_tensor is not None:
-                            self._pos = pos
                             matched = match_tensor(data, pos - 1, size, tensor_memo)
                             if matched is not None:
                                 stack[-1], pos = matched
