@@ -54,7 +54,8 @@ class Leaves:
     """The checksums, one after another, most significant byte first: 16 bytes each (XXH3-128) or 8 (XXH3-64)."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like `Box`: there is one for each tensor.
+@dataclass(slots=True, unsafe_hash=True)
 class Seal:
     """A checksum that a file promises for a range of its own bytes.
 

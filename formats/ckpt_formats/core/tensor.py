@@ -68,7 +68,9 @@ class Blob(ABC):
             yield from part.problems()
 
 
-@dataclass(frozen=True, slots=True)
+# Neither `FileBlob`, `Fragment` nor `Tensor` is frozen, although nothing changes them: a checkpoint has hundreds of
+# thousands, and to make frozen ones takes four to ten times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class FileBlob(Blob):
     """Values lying plain in a file, little-endian, at any strides (in bytes)."""
 
@@ -271,7 +273,7 @@ class FlatRangeBlob(Blob):
         return tuple(self.base.crop(box) for box in flat_boxes(self.base.shape, self.start, self.stop))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Fragment:
     """One stored block of a tensor: where it belongs, and where its values are."""
 
@@ -284,7 +286,7 @@ class Fragment:
         return None if common is None else Fragment(common, self.blob.crop(common.within(self.box)))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Tensor(Blob):
     """A whole tensor, however it was cut up.
 

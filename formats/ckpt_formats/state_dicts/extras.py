@@ -14,6 +14,8 @@ from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, 
 
 _MAX_DEPTH = 150
 _MAX_SHOWN = 40
+_ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
+"""Types that contain nothing; most values of a parameter have one of them."""
 _PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
 _LEAVES = {str, int, float, bool, type(None), TensorRef, TensorName, Tensor}
 """The types of most leaves."""
@@ -26,6 +28,8 @@ def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter])
     value, such as `lr_scheduler`; a tensor is named by its place, such as `rng/cpu`. A tensor
     in several places becomes one parameter. Raises `Unsafe` for a value that is nested too deeply.
     """
+    if type(value) in _ATOMS:
+        return value
     return _Visitor(_Extraction(parameters)).walk(value, name, 0)
 
 

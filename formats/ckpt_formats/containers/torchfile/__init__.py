@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
     from ckpt_formats.containers.torchfile.pickle_writer import emit
     from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
-    from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
+    from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm, StateForm
     from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
     from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
     from ckpt_formats.containers.torchfile.writer import (
@@ -41,7 +41,7 @@ _NAMES = {
     "file_window": ("ByteSource", "Window"),
     "pickle_writer": ("emit",),
     "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
-    "record_forms": ("CompactRecord", "RecordForm"),
+    "record_forms": ("CompactRecord", "RecordForm", "StateForm"),
     "same_shape": ("ParsedTemplate",),
     "storages": ("Storage", "StorageSlice", "TensorRef", "tensor_of"),
     "writer": ("FileLayout", "StorageSlot", "StorageView", "layout_file", "reading_chunks", "write_file"),
@@ -56,6 +56,7 @@ __all__ = [
     "FileLayout",
     "ParsedTemplate",
     "RecordForm",
+    "StateForm",
     "Storage",
     "StorageSlice",
     "StorageSlot",
