@@ -104,7 +104,7 @@ def write(
         try:
             stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
-            todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
+            todo = sorted((part for part in parts if part.file not in done), key=_order)
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
             for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
@@ -184,6 +184,12 @@ def _min_nbytes(part: FilePlan) -> int:
     return part.nbytes - sum(copies)
 
 
+def _order(part: FilePlan) -> int:
+    """Large files first. Those of about equal size stay in the order of the plan: neighbours share a layout."""
+    shift = max(part.nbytes.bit_length() - 4, 0)
+    return -(part.nbytes >> shift << shift)
+
+
 def _write_all(
     stage: Staging,
     format: WritableFormat,
@@ -206,7 +212,7 @@ def _write_all(
                 receipt = format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
-                    error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
+                    error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
         staging.reached("written")
         stage.flush(receipt)  # now, while the other workers continue, not all at the end

@@ -174,14 +174,30 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
     number that divides. Raises `BadRules` if the tensor does not divide.
     """
     if rule.how == "unique":
-        if not tensor.shape or tensor.shape[0] != ranks:
-            raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+        _check_unique(name, tensor, ranks)
         return [unstacked(tensor, rank) for rank in range(ranks)]
-    if (rule.vocabulary is not None or rule.padded) and tensor.shape:
-        rows = max(tensor.shape[0], rows or 0)
-        tensor = _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    tensor = _with_padding(tensor, rule, ranks, rows)
     blocks = cuts(name, tensor.shape, rule, ranks)
     return [tensor] * ranks if rule.how in _COPIES else [_shard(tensor, placed) for placed in blocks]
+
+
+def shard(name: str, tensor: Tensor, rule: Rule, ranks: int, rank: int, rows: int | None = None) -> Tensor:
+    """The shard of one rank: `split(...)[rank]`, without the shards of the others."""
+    if rule.how == "unique":
+        _check_unique(name, tensor, ranks)
+        return unstacked(tensor, rank)
+    tensor = _with_padding(tensor, rule, ranks, rows)
+    if rule.how in _COPIES or rule.how == "blocks":
+        blocks = cuts(name, tensor.shape, rule, ranks)[rank]
+    else:
+        _check_division(name, tensor.shape, rule, ranks)
+        blocks = tuple(place(tensor.shape, rule.axis, _widths(name, tensor.shape, rule, ranks), rank))
+    return tensor if rule.how in _COPIES else _shard(tensor, blocks)
+
+
+def is_even(rule: Rule) -> bool:
+    """Whether the shards of all ranks have the same shape."""
+    return rule.how != "blocks" and not rule.widths
 
 
 def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
@@ -189,8 +205,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
 
     Raises `BadRules` if the tensor does not divide.
     """
-    if rule.vocabulary is None and not rule.padded:
-        _check_length(name, shape, rule, ranks)
+    _check_division(name, shape, rule, ranks)
     if rule.how in _COPIES:
         return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
@@ -199,6 +214,30 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
         if rule.shape != shape or len(rule.blocks) != ranks:
             raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
         return list(rule.blocks)
+    table = _widths(name, shape, rule, ranks)
+    return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
+
+
+def _check_unique(name: str, tensor: Tensor, ranks: int) -> None:
+    if not tensor.shape or tensor.shape[0] != ranks:
+        raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+
+
+def _with_padding(tensor: Tensor, rule: Rule, ranks: int, rows: int | None) -> Tensor:
+    """A vocabulary's table with its padding; any other tensor unchanged."""
+    if (rule.vocabulary is None and not rule.padded) or not tensor.shape:
+        return tensor
+    rows = max(tensor.shape[0], rows or 0)
+    return _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+
+
+def _check_division(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
+    if rule.vocabulary is None and not rule.padded:
+        _check_length(name, shape, rule, ranks)
+
+
+def _widths(name: str, shape: Shape, rule: Rule, ranks: int) -> list[list[int]]:
+    """The length of each fused part on each rank. Raises `BadRules` if the tensor does not divide."""
     if not 0 <= rule.axis < len(shape):
         raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to shard along")
     length = shape[rule.axis]
@@ -215,7 +254,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
         raise BadRules(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
-    return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
+    return table
 
 
 def lengths(name: str, rule: Rule, shard_lengths: Sequence[int]) -> list[list[int]]:

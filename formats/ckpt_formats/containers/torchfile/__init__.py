@@ -8,7 +8,7 @@ storages        tensors as views of storages
 zip_archive     the zip container; legacy_stream: the format before it; same_shape: archives that differ in values only
 reader          open_file, load_pickle
 pickle_writer   values -> pickle
-writer          layout_file, write_file
+writer          layout_file, outline_file, write_file
 """
 
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
@@ -20,9 +20,11 @@ from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.containers.torchfile.writer import (
     FileLayout,
+    FileOutline,
     StorageSlot,
     StorageView,
     layout_file,
+    outline_file,
     reading_chunks,
     write_file,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "ByteSource",
     "CompactRecord",
     "FileLayout",
+    "FileOutline",
     "ParsedTemplate",
     "RecordForm",
     "Storage",
@@ -46,6 +49,7 @@ __all__ = [
     "load_pickle",
     "open_file",
     "open_item",
+    "outline_file",
     "reading_chunks",
     "tensor_of",
     "write_file",
