@@ -14,6 +14,7 @@ from ckpt_cli.views import inspect, job
 from ckpt_cli.views.file_ranges import SourceFiles
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan, Plan
+from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.deepspeed import write_optimizer, write_parts
 from ckpt_formats.registry import writable
@@ -22,11 +23,15 @@ from damage import SAMPLES
 
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 ZERO3 = next(SAMPLES.glob("deepspeed-*-zero3-bf16-dp4-tied-frozen"))
+COLUMNS = (Rule(r".*weight", axis=1), Rule(r".*bias", axis=0), Rule(".*", "replicated"))
 PIPELINE = next(SAMPLES.glob("deepspeed-*-bf16opt-tp2-pp2"))
 CASES = [
     *((ZERO1, "deepspeed", {"dp": 5, "zero": zero}) for zero in (0, 1, 2, 3)),
     *((ZERO3, "deepspeed", {"dp": dp, "zero": 3}) for dp in (1, 3, 64)),
     *((PIPELINE, "deepspeed", {"dp": 3, "tp": tp}) for tp in (1, 2)),
+    *((ZERO3, "dcp", {"dp": dp}) for dp in (1, 5)),
+    (ZERO3, "dcp", {"dp": 3, "tp": 2, "rules": COLUMNS}),
+    (ZERO1, "dcp", {"dp": 2, "tp": 3, "keys": "accelerate"}),
 ]
 
 
@@ -68,11 +73,11 @@ def test_another_process_writes_the_same_file(sample: Path, name: str, options: 
     again: tuple[FilePlan, ...] = pickle.loads(pickle.dumps(plan.files))
     written = []
     for files, folder in ((plan.files, tmp_path / "here"), (again, tmp_path / "there")):
-        (folder / files[-2].file).parent.mkdir(parents=True)
+        (folder / files[-1].file).parent.mkdir(parents=True)
         with Reader() as reader, Transfer(reader) as transfer:
-            writable(name, **options).write(folder, files[-2], transfer)
-        written.append((folder / files[-2].file).read_bytes())
-    assert len(written[0]) == plan.files[-2].nbytes
+            writable(name, **options).write(folder, files[-1], transfer)
+        written.append((folder / files[-1].file).read_bytes())
+    assert len(written[0]) == plan.files[-1].nbytes
     assert written[0] == written[1]
 
 
