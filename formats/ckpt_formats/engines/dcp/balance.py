@@ -52,9 +52,10 @@ class BlockRows:
 
 
 def block_rows(shape: Shape, grid: RankGrid, axis: int | None = None) -> list[BlockRows]:
-    """The blocks of a tensor of this shape, by column of ranks. It has elements and an axis. Columns may have none.
+    """The blocks of a tensor of this shape, by column of the grid. Columns without blocks are left out.
 
-    `axis` is the axis that tensor parallelism splits; with None, all tensor-parallel ranks have the same blocks.
+    The tensor has elements and at least one axis. `axis` is the axis that tensor parallelism splits; with None, all
+    tensor-parallel ranks have the same blocks.
     """
     full, columns, first = Box.whole(shape), [], 0
     wholes = [(None, full)] if axis is None else list(_chunks(full, axis, grid.tp))

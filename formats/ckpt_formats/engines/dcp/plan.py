@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,8 +94,6 @@ class _Leaf:
     tensor: Tensor
     owner: str | None
     """The parameter to which it belongs."""
-    columns: tuple[BlockRows, ...]
-    """The blocks over which it is sharded; none if one rank writes all of it."""
 
     def block(self, chunk: int, box: Box) -> Entry:
         return Entry(self.name, self.path, self.number, self.tensor, box, chunk)
@@ -103,15 +101,29 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Table:
-    """Who writes what."""
+    """Who writes what. Tensors that are sharded have one or more `BlockRows`, which are numbered in their order."""
 
     nbytes: Counts
     """Bytes of each rank's file: (dp, tp) int64."""
     items: Counts
     """Its number of items: (dp, tp) int64."""
-    writers: tuple[Columns | int | None, ...]
-    """For each tensor: the rank that writes all of it; or the column that writes each row of blocks, (rows,); None
-    if each rank writes the block that it has."""
+    wholes: Counts
+    """The rank that writes all of a tensor, or -1 if it is sharded: (tensors,) int64."""
+    rows: tuple[BlockRows, ...]
+    owners: Counts
+    """The number of the tensor: (block rows,) int64."""
+    counts: Counts
+    """The number of blocks: (block rows,) int64."""
+    columns: Counts
+    """The column that writes all of them, or -1 if each row has another one: (block rows,) int64."""
+    writers: Columns
+    """For those: the column that writes the block of each row, (dp, block rows where `columns` is -1)."""
+
+    def of_rank(self, row: int, column: int) -> tuple[Counts, Counts]:
+        """The numbers of the tensors that a rank writes: those that it writes whole; and the numbers of block rows."""
+        chosen = (self.counts > row) & ((self.columns == column) | (self.columns == -1))
+        chosen[self.columns == -1] &= self.writers[row] == column
+        return np.flatnonzero(self.wholes == row * self.nbytes.shape[1] + column), np.flatnonzero(chosen)
 
 
 @dataclass(frozen=True)
@@ -133,45 +145,64 @@ class _Placement(FileLayouts):
     def lay_out(self, file: FilePlan) -> FilePlan:
         assert isinstance(file.content, RankItems)
         objects = self._objects if file.content.rank == 0 else ()
-        pairs = [(leaf, leaf.block(*block)) for leaf, block in self._blocks(file.content.rank)]
-        content = ItemsContent((*objects, *(entry for _, entry in pairs)))
-        parameters = tuple(self.source.parameters[name] for name in self._names(leaf for leaf, _ in pairs))
-        tensors = tuple(block_of(entry) for _, entry in pairs)
+        wholes, sharded = self._of_rank(file.content.rank)
+        entries = {i: self._leaves[i].block(0, Box.whole(self._tensors[i].shape)) for i in wholes.tolist()}
+        row = file.content.rank // self.grid.tp
+        for k in sharded.tolist():
+            rows, i = self._table.rows[k], int(self._table.owners[k])
+            entries[i] = self._leaves[i].block(rows.first + row, rows.box(row))
+        content = ItemsContent((*objects, *(entries[i] for i in sorted(entries))))
+        parameters = tuple(self.source.parameters[name] for name in self.names(file))
+        tensors = tuple(block_of(entry) for entry in content.entries[len(objects) :])
         return FilePlan(file.file, parameters, content, file.size, file.role, file.rank, tensors)
 
     def names(self, file: FilePlan) -> Sequence[str]:
         assert isinstance(file.content, RankItems)
-        return self._names(leaf for leaf, _ in self._blocks(file.content.rank))
+        wholes, sharded = self._of_rank(file.content.rank)
+        numbers = np.sort(np.concatenate([wholes, self._table.owners[sharded]]))
+        key = numbers.tobytes()
+        if key not in self._names:
+            self._names.clear()
+            owners = (self._leaves[i].owner for i in numbers.tolist())
+            self._names[key] = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        return self._names[key]
 
     def ranges(self, file: FilePlan) -> Sequence[TensorRanges]:
         assert isinstance(file.content, RankItems)
-        starts, stops = np.zeros((2, len(self._leaves)), np.int64)
-        others = []
-        for i, (leaf, (chunk, box)) in self._numbered_blocks(file.content.rank):
-            row = prod(box.shape[1:])
-            if leaf.columns and row == prod(leaf.tensor.shape[1:]) and box.shape != leaf.tensor.shape:
-                starts[i], stops[i] = box.start[0] * row, box.stop[0] * row
-            else:
-                others.append(block_of(leaf.block(chunk, box)))
-        return [TensorRanges(self._tensors, starts, stops), TensorRanges.whole(others)]
+        wholes, sharded = self._of_rank(file.content.rank)
+        row, (partial, starts, lengths, ends) = file.content.rank // self.grid.tp, self._rows_in_order
+        apart = sharded[~partial[sharded]]
+        sharded = sharded[partial[sharded]]
+        low, high = np.zeros((2, len(self._leaves)), np.int64)
+        low[self._table.owners[sharded]] = starts[sharded] + row * lengths[sharded]
+        high[self._table.owners[sharded]] = np.minimum(starts[sharded] + (row + 1) * lengths[sharded], ends[sharded])
+        others = [self._tensors[i] for i in wholes.tolist()]
+        for k in apart.tolist():
+            rows, leaf = self._table.rows[k], self._leaves[int(self._table.owners[k])]
+            others.append(block_of(leaf.block(rows.first + row, rows.box(row))))
+        return [TensorRanges(self._tensors, low, high), TensorRanges.whole(others)]
 
-    def _names(self, leaves: Iterator[_Leaf]) -> Sequence[str]:
-        return list(dict.fromkeys(leaf.owner for leaf in leaves if leaf.owner is not None))
+    def _of_rank(self, rank: int) -> tuple[Counts, Counts]:
+        return self._table.of_rank(*divmod(rank, self.grid.tp))
 
-    def _blocks(self, rank: int) -> Iterator[tuple[_Leaf, tuple[int, Box]]]:
-        return (pair for _, pair in self._numbered_blocks(rank))
+    @cached_property
+    def _rows_in_order(self) -> tuple[Counts, Counts, Counts, Counts]:
+        """Of all block rows: whether a block is a part of the tensor without holes between its elements; the first
+        element, the elements of a block, and the end of the last one: 4 times (block rows,).
+        """
+        found = []
+        for rows, owner in zip(self._table.rows, self._table.owners.tolist(), strict=True):
+            shape = self._tensors[owner].shape
+            size, block = prod(shape[1:]), rows.box(0).shape
+            start, stop = rows.whole.start[0] * size, rows.whole.stop[0] * size
+            found.append((rows.whole.shape[1:] == shape[1:] and block != shape, start, rows.length * size, stop))
+        partial, starts, lengths, ends = np.array(found, np.int64).reshape(-1, 4).T
+        return partial.astype(bool), starts, lengths, ends
 
-    def _numbered_blocks(self, rank: int) -> Iterator[tuple[int, tuple[_Leaf, tuple[int, Box]]]]:
-        """The blocks that a rank writes: number of the tensor, tensor, and number and place of the block."""
-        row, column = divmod(rank, self.grid.tp)
-        for i, (leaf, writers) in enumerate(zip(self._leaves, self._table.writers, strict=True)):
-            if isinstance(writers, int):
-                if writers == rank:
-                    yield i, (leaf, (0, Box.whole(leaf.tensor.shape)))
-                continue
-            for rows in leaf.columns:
-                if row < rows.count and rows.column in (None, column) and (writers is None or writers[row] == column):
-                    yield i, (leaf, (rows.first + row, rows.box(row)))
+    @cached_property
+    def _names(self) -> dict[bytes, list[str]]:
+        """The names that were asked for last, by the numbers of tensors: neighbours have the same."""
+        return {}
 
     @cached_property
     def _table(self) -> _Table:
@@ -181,24 +212,44 @@ class _Placement(FileLayouts):
         for entry in self._objects:
             nbytes[0, 0] += layouts.of(entry).nbytes
             items[0, 0] += 1
-        writers: list[Columns | int | None] = []
-        for leaf in self._leaves:
-            writer: Columns | int | None = None
-            if not leaf.columns:
-                writer = int(nbytes.argmin())
-                nbytes.flat[writer] += layouts.of(leaf.block(0, Box.whole(leaf.tensor.shape))).nbytes
-                items.flat[writer] += 1
-            for rows in leaf.columns:
-                columns = np.full(rows.count, rows.column or 0)
-                if rows.column is None and self.grid.tp > 1:
-                    columns = nbytes[: rows.count].argmin(axis=1)
-                    writer = columns.astype(np.min_scalar_type(self.grid.tp))
-                first, last = (layouts.of(leaf.block(0, rows.box(row))).nbytes for row in (0, rows.count - 1))
-                every = np.arange(rows.count)
-                nbytes[every, columns] += np.where(every < rows.count - 1, first, last)
-                items[every, columns] += 1
-            writers.append(writer)
-        return _Table(nbytes, items, tuple(writers))
+        wholes = np.full(len(self._leaves), -1)
+        found: list[tuple[int, BlockRows, int]] = []
+        writers: list[Columns] = []
+        sizes: dict[object, list[tuple[BlockRows, Counts]]] = {}
+        for i, leaf in enumerate(self._leaves):
+            axis = self._axis(leaf)
+            if axis == "whole":
+                rank = wholes[i] = nbytes.argmin()
+                nbytes.flat[rank] += layouts.of(leaf.block(0, Box.whole(leaf.tensor.shape))).nbytes
+                items.flat[rank] += 1
+                continue
+            kind = leaf.tensor.shape, leaf.tensor.dtype, axis
+            if kind not in sizes:
+                rows_of = block_rows(leaf.tensor.shape, self.grid, axis)
+                sizes[kind] = [(rows, _sizes(layouts, leaf, rows)) for rows in rows_of]
+            for rows, of_rows in sizes[kind]:
+                column = rows.column or 0
+                if rows.column is not None or self.grid.tp == 1:
+                    nbytes[: rows.count, column] += of_rows
+                    items[: rows.count, column] += 1
+                else:
+                    columns, every = nbytes[: rows.count].argmin(axis=1), np.arange(rows.count)
+                    nbytes[every, columns] += of_rows
+                    items[every, columns] += 1
+                    writers.append(np.full(self.grid.dp, self.grid.tp, np.min_scalar_type(self.grid.tp)))
+                    writers[-1][: rows.count] = columns
+                    column = -1
+                found.append((i, rows, column))
+        return _Table(
+            nbytes,
+            items,
+            wholes,
+            tuple(rows for _, rows, _ in found),
+            np.array([i for i, _, _ in found], np.int64),
+            np.array([rows.count for _, rows, _ in found], np.int64),
+            np.array([column for _, _, column in found], np.int64),
+            np.stack(writers, 1) if writers else np.zeros((self.grid.dp, 0), np.uint8),
+        )
 
     @cached_property
     def _objects(self) -> tuple[Entry, ...]:
@@ -211,22 +262,23 @@ class _Placement(FileLayouts):
         for number, (name, path, value) in enumerate(flattened(self.tree)):
             if isinstance(value, Tensor):
                 owner = self._owner(path)
-                columns = self._columns(owner, value)
-                leaves.append(_Leaf(name, path, number, value, None if owner is None else owner.name, columns))
+                leaves.append(_Leaf(name, path, number, value, None if owner is None else owner.name))
         return tuple(leaves)
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, ...]:
         return tuple(leaf.tensor for leaf in self._leaves)
 
-    def _columns(self, owner: Parameter | None, tensor: Tensor) -> tuple[BlockRows, ...]:
-        """The blocks over which a tensor is sharded. FSDP2 shards parameters; every rank has all buffers."""
-        shape = tensor.shape
-        if owner is None or owner.role in ("buffer", "extra") or not prod(shape) or not shape:
-            return ()
+    def _axis(self, leaf: _Leaf) -> int | Literal["whole"] | None:
+        """The axis that tensor parallelism splits, None if there is none; or `whole` if one rank writes the tensor.
+
+        FSDP2 shards parameters; every rank has all buffers.
+        """
+        owner, shape = self.source.parameters.get(leaf.owner or ""), leaf.tensor.shape
+        if leaf.owner is None or owner is None or owner.role in ("buffer", "extra") or not prod(shape) or not shape:
+            return "whole"
         rule = next((rule for rule in self.rules if rule.matches(owner.name)), None) if self.grid.tp > 1 else None
-        axis = rule.axis if rule is not None and rule.how == "sharded" and rule.axis < len(shape) else None
-        return tuple(block_rows(shape, self.grid, axis))
+        return rule.axis if rule is not None and rule.how == "sharded" and rule.axis < len(shape) else None
 
     def _owner(self, path: Steps) -> Parameter | None:
         """The parameter to which a tensor of the state dict belongs."""
@@ -239,3 +291,9 @@ class _Placement(FileLayouts):
         while name and name not in parameters:
             name = name.rpartition(".")[0]
         return parameters.get(name)
+
+
+def _sizes(layouts: EntryLayouts, leaf: _Leaf, rows: BlockRows) -> Counts:
+    """The bytes of the items of each row: (rows,) int64. Raises `Unsupported` for types that PyTorch does not have."""
+    first, last = (layouts.of(leaf.block(0, rows.box(row))).nbytes for row in (0, rows.count - 1))
+    return np.where(np.arange(rows.count) < rows.count - 1, first, last)
