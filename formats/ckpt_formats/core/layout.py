@@ -8,6 +8,7 @@ ranks, as in Universal Checkpointing (arXiv 2406.18820). Rules are plain data;
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from ckpt_formats.core.errors import BadRules
@@ -124,7 +125,14 @@ class Layout:
 
     def matching(self, name: str) -> list[Rule]:
         """All rules for a parameter, the one that applies first."""
-        return [rule for rule in self.rules if rule.matches(name) and self._applies(rule)]
+        if name not in self._matching:
+            self._matching[name] = [rule for rule in self.rules if rule.matches(name) and self._applies(rule)]
+        return self._matching[name]
+
+    @cached_property
+    def _matching(self) -> dict[str, list[Rule]]:
+        """Of the names that were asked for: a name is asked for by every rank."""
+        return {}
 
     def check(self, name: str, shape: Shape) -> None:
         """Raise `BadRules` if the length of a full tensor contradicts the model's sizes."""
