@@ -1,16 +1,17 @@
 """The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
 
+import gc
 import os
-import shutil
 import signal
 import sys
-import traceback
 from contextlib import suppress
 from importlib import import_module
 
 import click
 
 from ckpt_cli import notes
+from ckpt_cli.options.command import help_text
+from ckpt_cli.options.groups import TerminalContext
 from ckpt_formats.core.errors import (
     BadRules,
     CkptError,
@@ -74,12 +75,17 @@ FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
 
+_GARBAGE_THRESHOLD = 100_000
+"""New objects after which Python looks for garbage: modules and indexes make very many that stay."""
+
 _MAX_LENGTH = 1000
 """Characters of a message: names in files may have any length."""
 
 
 class Commands(click.Group):
     """The commands; the module of each is imported when it is run or its help is shown."""
+
+    context_class = TerminalContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -89,17 +95,18 @@ class Commands(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), attribute)
+        gc.freeze()  # modules stay as long as the process: the collector need not visit them
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands and the beginnings of their help texts, as Click shows them. No module is imported for it."""
+        limit = formatter.width - 6 - max(map(len, COMMANDS))
+        rows = [(name, click.Command(name, help=help_text(name)).get_short_help_str(limit)) for name in COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
-_WIDTH = shutil.get_terminal_size((100, 24)).columns
-"""The width of the terminal; 100 if there is none."""
 
-
-@click.command(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDTH, "terminal_width": _WIDTH},
-)
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="ckpt")
 def cli() -> None:
     """Convert, reshard, compare and verify the checkpoints of distributed training.
@@ -122,6 +129,7 @@ def cli() -> None:
 def run() -> None:
     """Run the command line; every error ends here, as a message and an exit code."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # idle threads of NumPy use the processor
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     verbose = any(argument in ("-v", "--verbose") for argument in _options())
     notes.begin("--json" in _options(), verbose)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it; it is handled like Ctrl-C
@@ -137,20 +145,20 @@ def run() -> None:
         _print_json(code, "usage", error.format_message(), None, None)
     except CkptError as error:
         if verbose:
-            traceback.print_exc()
+            _print_traceback()
         code = report(error)
     except BrokenPipeError:  # `ckpt inspect | head`
         _drop_stdout()
         code = 0
     except OSError as error:
         if verbose:
-            traceback.print_exc()
+            _print_traceback()
         code = report(_of_system(error))
     except MemoryError:
         code = _fault("not enough memory", "use a smaller --memory, or fewer --workers")
     except ImportError as error:  # a package of another version, or compiled kernels that are missing or stale
         if verbose:
-            traceback.print_exc()
+            _print_traceback()
         code = _fault(_clean(str(error)), "ckpt is not installed correctly: install it again")
     except Exception as error:
         if verbose:
@@ -160,6 +168,12 @@ def run() -> None:
     with suppress(OSError):
         notes.flush()
     sys.exit(code)
+
+
+def _print_traceback() -> None:
+    import traceback  # only `-v` needs it
+
+    traceback.print_exc()
 
 
 def _options() -> list[str]:

@@ -16,12 +16,12 @@ from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.rules import read_rules
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
+    from ckpt_formats.core.layout import Rule
 
 _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
@@ -74,7 +74,13 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
         else:
             orders[place] = _names_in(file)
     other = None if shapes is None else open_checkpoint(Path(shapes))
-    return ReadOptions(read_rules(Path(rules)) if rules else (), order, orders, other)
+    return ReadOptions(_rules(rules) if rules else (), order, orders, other)
+
+
+def _rules(file: str) -> "tuple[Rule, ...]":
+    from ckpt_formats.core.rules import read_rules  # few commands are given rules
+
+    return read_rules(Path(file))
 
 
 def _place_and_file(text: str) -> tuple[str | None, Path]:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
-from ckpt_codecs import CODECS
+from ckpt_codecs import CODECS, find
 from ckpt_codecs.chunk.streams import LEVELS
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
@@ -77,7 +77,8 @@ def parameters() -> Iterator[tuple[str, dict[str, Array], EncodingOptions]]:
             "exp_avg_sq": sparse("float32", 700, 900, seed=4) ** 2,
         }
         yield f"several.chunks.{level}", several, EncodingOptions(level=level)
-    for name, codec in CODECS.items():
+    for name in CODECS:
+        codec = find(name)
         if codec.lossless and name != "rounded":
             for dtype in ("float32", "bfloat16", "int32"):
                 moments = {

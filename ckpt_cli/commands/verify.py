@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.source import read_options
+from ckpt_cli.options.source import opening, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
     from pathlib import Path
 
-    from ckpt_cli.reading import open_source
     from ckpt_cli.views.verify import verify
 
-    if not verify(Path(path), lambda: open_source(path, options), resources, replay, as_json):
+    if not verify(Path(path), opening(path, options), resources, replay, as_json):
         raise SystemExit(20)

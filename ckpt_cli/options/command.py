@@ -1,8 +1,8 @@
 """Parts of all commands: the help text, `-v`, `--json`, and options for the resources of the machine."""
 
+import os
 from collections.abc import Callable
 from functools import wraps
-from importlib.resources import files
 from typing import Any, TypeVar, cast
 
 import click
@@ -11,6 +11,14 @@ from ckpt_cli.options.groups import GroupedCommand, with_options
 from ckpt_cli.options.types import SizeType
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_TEXTS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "help")
+
+
+def help_text(name: str) -> str:
+    """The help text of a command: `ckpt_cli/help/NAME.txt`."""
+    with open(os.path.join(_TEXTS, f"{name}.txt"), encoding="utf-8") as file:
+        return file.read().replace("\\b\n", "\b\n")
 
 
 class PathsCommand(GroupedCommand):
@@ -26,13 +34,12 @@ class PathsCommand(GroupedCommand):
 
 
 def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
-    """A command whose help text is `ckpt_cli/help/NAME.txt`, with `-v` and, if `as_json`, `--json`."""
+    """A command with its help text, with `-v` and, if `as_json`, `--json`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         if as_json:
             function = _json(function)
-        text = files("ckpt_cli").joinpath("help", f"{name}.txt").read_text("utf-8").replace("\\b\n", "\b\n")
-        return click.command(name, cls=PathsCommand, help=text)(_verbose(function))
+        return click.command(name, cls=PathsCommand, help=help_text(name))(_verbose(function))
 
     return decorate
 

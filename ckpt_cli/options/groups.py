@@ -18,8 +18,21 @@ def with_options(command: Callable[..., Any], *options: Callable[[Any], Any], gr
     return decorated
 
 
+class TerminalContext(click.Context):
+    """A context whose help is as wide as the terminal; 100 columns if there is none."""
+
+    def make_formatter(self) -> click.HelpFormatter:
+        if self.terminal_width is None:
+            import shutil  # only help needs it
+
+            self.terminal_width = self.max_content_width = shutil.get_terminal_size((100, 24)).columns
+        return super().make_formatter()
+
+
 class GroupedCommand(click.Command):
     """A command whose `--help` shows its options in groups."""
+
+    context_class = TerminalContext
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

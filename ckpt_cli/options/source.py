@@ -54,6 +54,13 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
+def opening(path: str, options: "ReadOptions") -> "Callable[[], Checkpoint]":
+    """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
+    from ckpt_cli.reading import open_source
+
+    return lambda: open_source(path, options)
+
+
 def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 

@@ -8,20 +8,16 @@ from typing import Any
 import click
 import numpy as np
 
-from ckpt import sizes as savings
-from ckpt.pipeline import space_needed
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
-from ckpt_cli.views.sizes import table
-from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
+from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.location import detect
-from ckpt_formats.universal.encoded import uses_codecs
 
 _COLUMNS = 48
 _MAX_FILES = 40
@@ -31,6 +27,8 @@ _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", 
 
 def print_json(checkpoint: Checkpoint) -> None:
     """Print the full index as one JSON object on stdout."""
+    from ckpt_formats.containers.typed_json import encode
+
     data(
         {
             "path": str(checkpoint.path),
@@ -82,6 +80,9 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         nbytes = format_nbytes(sum(parameter.nbytes for parameter in members))
         click.echo(f"{_PLURALS[role]:<11} {_tensors(len(members))}, {count:,} elements, {nbytes} with all states")
     if uses_codecs(checkpoint):
+        from ckpt import sizes as savings
+        from ckpt_cli.views.sizes import table
+
         click.echo("\nstored")
         for line in table(savings.rows(checkpoint)):
             click.echo(f"  {line}")
@@ -109,6 +110,8 @@ def print_ranks(
     checkpoint: Checkpoint, parts: Sequence[FilePlan], target: Path, format_name: str, as_json: bool
 ) -> None:
     """Print what a run would write for each rank, and from which ranks it comes: the layout before and after."""
+    from ckpt.pipeline import space_needed
+
     if as_json:
         rows, files = [], SourceFiles()
         for part in parts:
@@ -220,6 +223,8 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
 
 def _coded(tensor: Tensor) -> dict[str, Any]:
     """The stored bytes and the codec of a state that is encoded; else nothing."""
+    from ckpt import sizes as savings
+
     nbytes, codecs = savings.stored(tensor)
     return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
 
@@ -233,6 +238,8 @@ def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterato
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    from ckpt_formats.containers.typed_json import encode
+
     origin = checkpoint.origin
     return {"engine": origin.engine, "version": origin.version, "step": origin.step, "layout": encode(origin.layout)}
 

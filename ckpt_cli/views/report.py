@@ -1,18 +1,19 @@
 """What commands print: results on stdout, everything else on stderr."""
 
 import json
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.findings import Finding
 from ckpt_cli import notes
-from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, printable
+
+if TYPE_CHECKING:
+    from ckpt.findings import Finding
+    from ckpt_formats.core.checkpoint import Checkpoint
 
 _MAX_LENGTH = 1000
 """Characters of a message."""
@@ -29,7 +30,7 @@ def data(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
-def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:
+def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:
     """Print the findings of `verify`, or that there are none."""
     read = sum(seal.nbytes for seal in checkpoint.seals)
     if as_json:
@@ -50,13 +51,15 @@ def findings(checkpoint: Checkpoint, problems: Sequence[Finding], seconds: float
         say(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 
-def unreadable(path: Path, error: CkptError, problems: Sequence[Finding], seconds: float, as_json: bool) -> None:
+def unreadable(path: Path, error: CkptError, problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:
     """Print the findings of `verify` for a checkpoint that cannot be opened, and the error."""
     if as_json:
         data(findings_json(path, problems, seconds) | {"checksums": 0, "parameters": 0})
     else:
         print_findings(problems)
     if notes.is_verbose():
+        import traceback
+
         traceback.print_exception(error)
     error_lines(error)
 
@@ -74,13 +77,13 @@ def bounded(text: str) -> str:
     return shown if len(shown) <= _MAX_LENGTH else f"{shown[:_MAX_LENGTH]}…"
 
 
-def findings_json(path: Path, problems: Sequence[Finding], seconds: float) -> dict[str, Any]:
+def findings_json(path: Path, problems: "Sequence[Finding]", seconds: float) -> dict[str, Any]:
     """The findings as plain data."""
     rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in problems]
     return {"path": str(path), "ok": not problems, "findings": rows, "seconds": round(seconds, 3)}
 
 
-def print_findings(problems: Sequence[Finding]) -> None:
+def print_findings(problems: "Sequence[Finding]") -> None:
     from ckpt_cli.views.job import first_names
 
     for finding in problems:

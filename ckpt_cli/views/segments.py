@@ -1,11 +1,13 @@
 """The lines and the JSON of a chain's log of gradients."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.chains.segments import SegmentView, gradient_nbytes
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.universal.gradients.segment import Segment
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.gradients.segment import Segment
 
 
 def to_json(view: SegmentView) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def lines(views: list[SegmentView]) -> Iterator[str]:
             yield f"  {path.name}: records after step {segment.last} do not count: {reason}"
 
 
-def _exactness(exactness: str, segment: Segment) -> str:
+def _exactness(exactness: str, segment: "Segment") -> str:
     if exactness == "approximate":
         return "approximate: replayed with other rounding"
     if not segment.is_exact:

@@ -16,8 +16,8 @@ from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.encoded import uses_codecs
 
 _MAX_STEPS = 10
 

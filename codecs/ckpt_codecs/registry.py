@@ -1,34 +1,41 @@
-"""The codecs by name. To add one, write its module and add its class here."""
+"""The codecs by name. To add one, write its module and add its line here.
+
+The values are import paths, not classes, so that only the codecs that a checkpoint has are imported.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_codecs.base import Codec
-from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.deltas.difference import Difference
-from ckpt_codecs.deltas.replay import Replay
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.lossless.float_planes import Planes
-from ckpt_codecs.lossless.integers import Integers
-from ckpt_codecs.lossless.moments import FirstMoment, SecondMoment
-from ckpt_codecs.lossless.rounded import Rounded
-from ckpt_codecs.lossless.zstd import Zstd
-from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 
-_AnyCodec = TypeVar("_AnyCodec", Codec, DeltaCodec)
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Rounded, Planes, FirstMoment, SecondMoment, Integers, Zstd)
+_AnyCodec = TypeVar("_AnyCodec", Codec, "DeltaCodec")
+
+CODECS: dict[str, str] = {
+    "rounded": "ckpt_codecs.lossless.rounded:Rounded",
+    "planes": "ckpt_codecs.lossless.float_planes:Planes",
+    "first-moment": "ckpt_codecs.lossless.moments:FirstMoment",
+    "second-moment": "ckpt_codecs.lossless.moments:SecondMoment",
+    "integers": "ckpt_codecs.lossless.integers:Integers",
+    "zstd": "ckpt_codecs.lossless.zstd:Zstd",
 }
 ENTRY_POINTS = "ckpt.codecs"
 """The entry points by which other packages add codecs: each has the name of a codec and refers to its class."""
 
-DELTA_CODECS: dict[str, type[DeltaCodec]] = {
-    codec.name: codec for codec in (Replay, Difference, Subspace, LcCheckpoint, Excp)
+DELTA_CODECS: dict[str, str] = {
+    "replay": "ckpt_codecs.deltas.replay:Replay",
+    "difference": "ckpt_codecs.deltas.difference:Difference",
+    "subspace": "ckpt_codecs.lossy.subspace:Subspace",
+    "lc": "ckpt_codecs.lossy.lc:LcCheckpoint",
+    "excp": "ckpt_codecs.lossy.excp:Excp",
 }
-DEFAULT_DELTA = Replay.name
+DEFAULT_DELTA = "replay"
 """The codec of a new chain if the user names none."""
 DELTA_ENTRY_POINTS = "ckpt.delta_codecs"
 
@@ -38,8 +45,10 @@ def find(name: str) -> type[Codec]:
     return _find(name, CODECS, Codec, ENTRY_POINTS)
 
 
-def find_delta(name: str) -> type[DeltaCodec]:
+def find_delta(name: str) -> "type[DeltaCodec]":
     """Return the class of a delta codec, built in or of an installed package. Raises `CodecError` if there is none."""
+    from ckpt_codecs.delta import DeltaCodec  # most checkpoints have no deltas
+
     return _find(name, DELTA_CODECS, DeltaCodec, DELTA_ENTRY_POINTS)
 
 
@@ -48,7 +57,7 @@ def from_config(config: dict[str, Any]) -> Codec:
     return _create(config, find)
 
 
-def delta_from_config(config: dict[str, Any]) -> DeltaCodec:
+def delta_from_config(config: dict[str, Any]) -> "DeltaCodec":
     """Return the codec with this `DeltaCodec.config`. Raises `CodecError` if its name or an option is unknown."""
     return _create(config, find_delta)
 
@@ -64,20 +73,22 @@ def parse(text: str) -> Codec:
     return from_config(_parse(text, find))
 
 
-def parse_delta(text: str) -> DeltaCodec:
+def parse_delta(text: str) -> "DeltaCodec":
     """Return the delta codec that a user writes as `name:option=value,...`. Raises `CodecError`."""
     return delta_from_config(_parse(text, find_delta))
 
 
-def _find(name: str, builtin: dict[str, type[_AnyCodec]], base: type[Any], group: str) -> type[_AnyCodec]:
+def _find(name: str, builtin: Mapping[str, str], base: type[Any], group: str) -> type[_AnyCodec]:
     if name in builtin:
-        return builtin[name]
+        module, _, attribute = builtin[name].partition(":")
+        codec: type[_AnyCodec] = getattr(import_module(module), attribute)
+        return codec
     from importlib.metadata import entry_points
 
     for entry_point in entry_points(group=group, name=name):
-        codec = entry_point.load()
-        if isinstance(codec, type) and issubclass(codec, base) and getattr(codec, "name", None) == name:
-            return codec
+        loaded = entry_point.load()
+        if isinstance(loaded, type) and issubclass(loaded, base) and getattr(loaded, "name", None) == name:
+            return loaded
         raise CodecError(
             f"the entry point {entry_point.value} of codec {name!r} is not a subclass of {base.__name__} of that name"
         )

@@ -12,8 +12,7 @@ from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan, WritableFormat
-from ckpt_formats.universal.delta_format import Delta
-from ckpt_formats.universal.encoded import uses_codecs
+from ckpt_formats.registry.encoded import uses_codecs
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far, and the total; from any thread, one call at a time."""
@@ -53,8 +52,7 @@ class Job:
     @property
     def needs_kernels(self) -> bool:
         """Is anything encoded or decoded?"""
-        encodes = isinstance(self.format, Delta) or getattr(self.format, "codec", None) is not None
-        return encodes or uses_codecs(self.source)
+        return getattr(self.format, "codec", None) is not None or uses_codecs(self.source)
 
     @cached_property
     def _format(self) -> WritableFormat:

@@ -37,7 +37,7 @@ def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
     if format.naming is None or any(isinstance(edit, UseNames) for edit in source.history):
         return source
     # Imported only here: it loads the tables of many models.
-    from ckpt_formats.names import naming_of
+    from ckpt_formats.names.translate import naming_of
 
     path = next(iter(format.input_files()), None)
     config, current = _configuration(source, path), naming_of(source)
@@ -55,7 +55,7 @@ def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] |
 
 def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | None) -> Checkpoint:
     from ckpt_formats.engines.hf.model_names import with_model_names
-    from ckpt_formats.names import naming_of, to_core, to_hf, to_legacy, to_megatron
+    from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
 
     is_megatron = naming_of(source) in _MEGATRON
     if naming == "hf" and is_megatron:
@@ -71,8 +71,8 @@ def _needed(
     source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None, chosen: bool
 ) -> Naming | None:
     """The names that the format needs, if they differ from the current ones and can be derived; else None."""
-    from ckpt_formats.names import table_for
     from ckpt_formats.names.from_arguments import ARGUMENTS
+    from ckpt_formats.names.tables import table_for
 
     known = config is not None and table_for(config) is not None
     if naming == "hf":

@@ -3,14 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.tensor import DerivedBlob, Tensor
-from ckpt_formats.universal.chunked import EncodedBlob
-from ckpt_formats.universal.entry import ParameterEntry
-from ckpt_formats.universal.replay import DeltaBlob, StoredDelta, stored_delta
+from ckpt_formats.core.tensor import Blob, DerivedBlob, Tensor
+from ckpt_formats.registry.encoded import may_be_encoded
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.entry import ParameterEntry
+    from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 PLAIN = "none"
 """The name that stands for a codec if values are stored as they are."""
@@ -59,7 +61,7 @@ def rows(checkpoint: Checkpoint) -> list[StateSizes]:
     )
 
 
-def written_rows(entries: Iterable[ParameterEntry]) -> list[StateSizes]:
+def written_rows(entries: "Iterable[ParameterEntry]") -> list[StateSizes]:
     """The rows of the entries of a manifest that has no deltas."""
     return merged(
         StateSizes(
@@ -98,19 +100,31 @@ def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     nbytes, codecs = 0, []
     for fragment in tensor.fragments:
         blob = fragment.blob
-        if isinstance(blob, EncodedBlob):
-            nbytes, name = nbytes + blob.store.nbytes, blob.store.codec.name
-        elif isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
-            nbytes, name = nbytes + _share(blob, delta), f"{delta.codec.name} (delta)"
-        elif isinstance(blob, DerivedBlob):
+        if isinstance(blob, DerivedBlob):
             name = blob.codec.name
+        elif (encoded := _encoded(blob)) is not None:
+            nbytes, name = nbytes + encoded[0], encoded[1]
         else:
             nbytes, name = nbytes + fragment.box.size * tensor.dtype.itemsize, PLAIN
         codecs.append(name)
     return nbytes, tuple(dict.fromkeys(codecs))
 
 
-def _share(blob: DeltaBlob, delta: StoredDelta) -> int:
+def _encoded(blob: Blob) -> tuple[int, str] | None:
+    """The bytes and the codec of values that the universal format stores encoded; None for other values."""
+    if not may_be_encoded(blob):
+        return None
+    from ckpt_formats.universal.chunked import EncodedBlob
+    from ckpt_formats.universal.replay import DeltaBlob, stored_delta
+
+    if isinstance(blob, EncodedBlob):
+        return blob.store.nbytes, blob.store.codec.name
+    if isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
+        return _share(blob, delta), f"{delta.codec.name} (delta)"
+    return None
+
+
+def _share(blob: "DeltaBlob", delta: "StoredDelta") -> int:
     """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
     full = sum(dtype.itemsize for dtype in delta.form.values())
     return round(delta.nbytes * blob.dtype.itemsize / full)

@@ -193,7 +193,7 @@ def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
     holds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it at one of the two chunks that are tried, or in the midst of writing."""
-    monkeypatch.setitem(DELTA_CODECS, Refusing.name, Refusing)
+    monkeypatch.setitem(DELTA_CODECS, Refusing.name, f"{__name__}:Refusing")
     state = next(drifting(1, 2 * CHUNK + 5))
     chain_of(tmp_path / "run", iter([state]))
     Refusing.encoded.clear()
@@ -233,7 +233,7 @@ class Coarse(DeltaCodec):
 
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(DELTA_CODECS, Coarse.name, Coarse)
+    monkeypatch.setitem(DELTA_CODECS, Coarse.name, f"{__name__}:Coarse")
     return Coarse.name
 
 

@@ -175,7 +175,7 @@ class Careless(Subspace):
 def test_a_promise_that_is_not_kept_is_found_while_writing(
     saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DELTA_CODECS, Careless.name, Careless)
+    monkeypatch.setitem(DELTA_CODECS, Careless.name, f"{__name__}:Careless")
     run = tmp_path / "run"
     appended(run, saved[:1])
     monkeypatch.setattr(Careless, "_encode_weights", Subspace(step_size=8.0)._encode_weights)
@@ -220,7 +220,7 @@ class Zeroing(DeltaCodec):
 
 def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer's count for each element has the shape of the weight."""
-    monkeypatch.setitem(DELTA_CODECS, Zeroing.name, Zeroing)
+    monkeypatch.setitem(DELTA_CODECS, Zeroing.name, f"{__name__}:Zeroing")
     for step in (1, 2):
         states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
@@ -256,7 +256,7 @@ class Surveying(Subspace):
 def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
     saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DELTA_CODECS, Surveying.name, Surveying)
+    monkeypatch.setitem(DELTA_CODECS, Surveying.name, f"{__name__}:Surveying")
     run = tmp_path / "run"
     appended(run, saved[:1])
     Surveying.seen.clear()

@@ -12,7 +12,7 @@ from ckpt_codecs import CodecError, DeltaCodec, candidate_codecs
 from ckpt_codecs.delta import StatePair, StepInfo
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import encode_float16
-from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, parse_delta
+from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, find_delta, parse_delta
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 from delta_cases import BF16, DELTAS, F16, F32, OPTIONS, Case, adam, cases, decoded, few_changes, fitted, only
@@ -185,11 +185,12 @@ def test_two_threads_do_not_share_their_scratch() -> None:
 def test_a_configuration_is_json_and_makes_the_codec_again(codec: DeltaCodec) -> None:
     made = fitted(codec, *adam((40, 64)))
     assert delta_from_config(json.loads(json.dumps(made.config()))) == made
-    assert DELTA_CODECS[codec.name] is type(codec)
+    assert codec.name in DELTA_CODECS
+    assert find_delta(codec.name) is type(codec)
 
 
 def test_the_default_is_lossless() -> None:
-    assert DELTA_CODECS[DEFAULT_DELTA].lossless
+    assert find_delta(DEFAULT_DELTA).lossless
 
 
 @pytest.mark.parametrize(

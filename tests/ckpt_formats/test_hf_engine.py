@@ -18,7 +18,7 @@ from ckpt_formats.core.edits import cast
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record, TensorName
-from ckpt_formats.names import table_for
+from ckpt_formats.names.tables import table_for
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint

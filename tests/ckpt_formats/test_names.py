@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
-from ckpt_formats.names import table_for, tables
-from ckpt_formats.names.tables import parse
+from ckpt_formats.names.tables import parse, table_for, tables
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import strided, unstacked
 from held import boxes, shapes

@@ -21,12 +21,13 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Record, Value
-from ckpt_formats.names import naming_of, table_for, tables, to_core, to_hf, to_legacy, to_megatron
 from ckpt_formats.names.architecture import Architecture, Scaling
 from ckpt_formats.names.config import CONFIG, of_config, to_config
 from ckpt_formats.names.family import pattern_of
 from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments
+from ckpt_formats.names.tables import table_for, tables
 from ckpt_formats.names.to_arguments import to_arguments, updated
+from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from effort import examples

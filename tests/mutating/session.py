@@ -271,7 +271,7 @@ def shared_fixtures(item: pytest.Item) -> list[str]:
 def _forget() -> None:
     """Empty the product's caches of functions."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("ckpt_"):
+        if name.startswith("ckpt"):
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == name:
                     value.cache_clear()

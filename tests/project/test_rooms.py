@@ -5,8 +5,8 @@ import pytest
 
 LIMITS = {
     "ckpt_cli": (8, 11),
-    "ckpt": (11, 16),
-    "ckpt_formats": (8, 15),
+    "ckpt": (11, 12),
+    "ckpt_formats": (7, 15),
     "ckpt_codecs": (13, 51),
 }
 """Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""

@@ -1,29 +1,29 @@
 """Codecs for logged gradients of a training run, chunk by chunk. docs/codecs.md specifies the bytes.
 
-They are not codecs of checkpoints: the registry of those does not list them.
+They are not codecs of checkpoints: the registry of those does not list them. A module is imported at the first use of
+its names.
 """
 
-from ckpt_codecs.base import Codec
-from ckpt_codecs.errors import CodecError
-from ckpt_codecs.gradients.blocks import Int8Gradients
-from ckpt_codecs.gradients.exact import ExactGradients
-from ckpt_codecs.gradients.rounding import Bfloat16Gradients
-from ckpt_codecs.gradients.scaled import encode_scaled, find_factor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-GRADIENT_CODECS: dict[str, type[Codec]] = {"exact": ExactGradients, "bf16": Bfloat16Gradients, "int8": Int8Gradients}
-"""The codecs by their short names, as users type them."""
+if TYPE_CHECKING:
+    from ckpt_codecs.gradients.blocks import Int8Gradients
+    from ckpt_codecs.gradients.by_name import GRADIENT_CODECS, gradient_codec
+    from ckpt_codecs.gradients.exact import ExactGradients
+    from ckpt_codecs.gradients.rounding import Bfloat16Gradients
+    from ckpt_codecs.gradients.scaled import encode_scaled, find_factor
 
-
-def gradient_codec(name: str) -> Codec:
-    """The codec with this short name and default options. Raises `CodecError` if there is none.
-
-    >>> gradient_codec("bf16").config()
-    {'name': 'gradients-bf16', 'level': 'default'}
-    """
-    if name not in GRADIENT_CODECS:
-        raise CodecError(f"no gradient codec has the name {name!r}; there are: {', '.join(GRADIENT_CODECS)}")
-    return GRADIENT_CODECS[name]()
-
+_WHERE = {
+    "Bfloat16Gradients": "rounding",
+    "ExactGradients": "exact",
+    "GRADIENT_CODECS": "by_name",
+    "Int8Gradients": "blocks",
+    "encode_scaled": "scaled",
+    "find_factor": "scaled",
+    "gradient_codec": "by_name",
+}
+"""The modules of the public names."""
 
 __all__ = [
     "GRADIENT_CODECS",
@@ -34,3 +34,10 @@ __all__ = [
     "find_factor",
     "gradient_codec",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckpt_codecs.gradients' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"ckpt_codecs.gradients.{_WHERE[name]}"), name)
+    return value

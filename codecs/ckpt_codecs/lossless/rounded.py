@@ -6,9 +6,10 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes, Codec, DType, Shape
-from ckpt_codecs.chunk.frame import as_uints
 from ckpt_codecs.errors import CodecError, NotApplicable
-from ckpt_codecs.native import lossless
+
+_MIN_ELEMENTS = 1024
+"""Elements from which on a kernel rounds. Readers compare a few, for which no kernels are loaded."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Rounded(Codec):
 
     def encode(self, array: Array, base: Array | None) -> Bytes:
         if base is not None and base.shape == array.shape and _is_bfloat16_copy(base.dtype, array.dtype):
+            from ckpt_codecs.chunk.frame import as_uints
+            from ckpt_codecs.native import lossless
+
             if not lossless.is_bfloat16_of(as_uints(base), as_uints(array)):
                 raise NotApplicable("the copy is not its master, rounded, or it has NaNs")
             return b""
@@ -57,7 +61,10 @@ class Rounded(Codec):
             raise CodecError("a rounded copy needs a base of the same shape, and has no bytes")
         if not self.can_round(base.dtype, out.dtype):
             raise CodecError(f"{base.dtype} does not round to {out.dtype}")
-        if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous:
+        if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous and out.size >= _MIN_ELEMENTS:
+            from ckpt_codecs.chunk.frame import as_uints
+            from ckpt_codecs.native import lossless
+
             lossless.to_bfloat16(as_uints(base), as_uints(out))
             return
         with np.errstate(over="ignore", invalid="ignore"):

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
-from ckpt_formats.universal.chain.states import open_steps
-from ckpt_formats.universal.gradients.segment import Segment
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.gradients.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class SegmentView:
     """A segment, or why it cannot be read."""
 
     logged: LoggedSteps
-    segment: Segment | None
+    segment: "Segment | None"
     error: CkptError | None = None
 
     @property
@@ -35,6 +36,8 @@ def open_segments(run: Path, chain: ChainIndex, check: bool = False) -> list[Seg
 
 
 def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
+    from ckpt_formats.universal.chain.states import open_steps  # most chains have no log of gradients
+
     try:
         segment = open_steps(run, logged, check)
         segment.last  # noqa: B018  # reads the header of each record
@@ -43,8 +46,10 @@ def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
     return SegmentView(logged, segment)
 
 
-def gradient_nbytes(segment: Segment) -> int:
+def gradient_nbytes(segment: "Segment") -> int:
     """Bytes of the gradients of all steps that count, without the other fields of their records."""
+    from ckpt_formats.core.files import Reader
+
     total, count = 0, segment.last - segment.first
     with Reader(check=False) as reader:
         for rank, steps in enumerate(segment.updates):

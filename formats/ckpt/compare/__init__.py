@@ -13,7 +13,7 @@ from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.identity import check_unchanged
-from ckpt_formats.universal.encoded import uses_codecs
+from ckpt_formats.registry.encoded import uses_codecs
 
 __all__ = [
     "Diff",

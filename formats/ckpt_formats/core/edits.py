@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NotFound, Unsupported
@@ -103,6 +102,8 @@ def cast(source: Checkpoint, name: str) -> Checkpoint:
 def _cast(parameter: Parameter, dtype: DType) -> Parameter:
     if parameter.role == "extra" or not is_float(parameter.weight.dtype):
         return parameter
+    from ckpt_codecs import Rounded  # readers import this module, and need no codec
+
     best = parameter.states.get(MASTER, parameter.weight)
     rounded = best if best.dtype == dtype else Tensor.of(DerivedBlob(Rounded(), best, dtype))
     return replace(parameter, states={**parameter.states, MODEL: rounded})

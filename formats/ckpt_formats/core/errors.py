@@ -14,9 +14,14 @@
 Only `ckpt_cli.main` makes messages and exit codes of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class CkptError(Exception):

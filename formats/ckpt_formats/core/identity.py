@@ -8,7 +8,6 @@ compared when it is opened again and before a result is used.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -68,6 +67,10 @@ def unrecorded() -> Iterator[None]:
 def in_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The results of `call` for each item, in their order. Files that the threads open are recorded in this context."""
     waiting = [(copy_context(), item) for item in items]
+    if len(waiting) < 2:
+        return [context.run(call, item) for context, item in waiting]
+    from concurrent.futures import ThreadPoolExecutor  # a single file needs no threads
+
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(lambda task: task[0].run(call, task[1]), waiting))
 

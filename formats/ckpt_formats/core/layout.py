@@ -15,7 +15,6 @@ from ckpt_formats.core.errors import BadRules
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
-from ckpt_formats.core.views import stacked, unstacked
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
 _COPIES = ("replicated", "averaged", "first")
@@ -154,6 +153,8 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
         if rule.how == "replicated":
             merged = with_replicas(shards)
         elif rule.how == "unique":
+            from ckpt_formats.core.views import stacked  # most layouts need no views
+
             return stacked(shards)
         else:
             merged = Tensor.of(MeanBlob(tuple(shards))) if rule.how == "averaged" else shards[0]
@@ -182,6 +183,8 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
     number that divides. Raises `BadRules` if the tensor does not divide.
     """
     if rule.how == "unique":
+        from ckpt_formats.core.views import unstacked
+
         _check_unique(name, tensor, ranks)
         return [unstacked(tensor, rank) for rank in range(ranks)]
     tensor = _with_padding(tensor, rule, ranks, rows)
@@ -192,6 +195,8 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
 def shard(name: str, tensor: Tensor, rule: Rule, ranks: int, rank: int, rows: int | None = None) -> Tensor:
     """The shard of one rank: `split(...)[rank]`, without the shards of the others."""
     if rule.how == "unique":
+        from ckpt_formats.core.views import unstacked
+
         _check_unique(name, tensor, ranks)
         return unstacked(tensor, rank)
     tensor = _with_padding(tensor, rule, ranks, rows)

@@ -33,12 +33,8 @@ from ckpt_formats.core.layout import ParallelGroup, Partitioning, Rule
 
 if sys.version_info >= (3, 11):
     from re import _parser as regex_parser  # type: ignore[attr-defined]
-
-    import tomllib
 else:
     import sre_parse as regex_parser
-
-    import tomli as tomllib
 
 _KEYS = {
     "match",
@@ -77,6 +73,10 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
 
 
 def _read(path: Path, origin: str) -> tuple[Rule, ...]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:

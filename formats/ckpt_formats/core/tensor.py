@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt_codecs import Codec
+from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt, Incomplete

@@ -1,6 +1,5 @@
 """Text: file names for untrusted names, and names and sizes for people."""
 
-import hashlib
 import re
 
 PARTIAL = ".ckpt-partial"
@@ -18,8 +17,10 @@ def file_stem(name: str) -> str:
     >>> file_stem("layers.0.Attn/qkv")
     'layers.0.attn_qkv-b8b1a6beab0342a4ea39'
     """
+    from hashlib import blake2b  # it loads OpenSSL, which readers do not need
+
     slug = re.sub(r"[^a-z0-9._-]+", "_", name.lower())[:_MAX_SLUG].strip("._-") or "tensor"
-    return f"{slug}-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
+    return f"{slug}-{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=10).hexdigest()}"
 
 
 def format_nbytes(nbytes: float) -> str:

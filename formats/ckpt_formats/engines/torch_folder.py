@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
-from ckpt_formats.containers.torchfile.reader import STARTS
+from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of

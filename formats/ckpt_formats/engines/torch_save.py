@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
-from ckpt_formats.containers.torchfile.reader import STARTS
+from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile_tree import tree_part, unshare_states, write_tree
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import (

@@ -10,23 +10,3 @@ describe        the model in a checkpoint: its configuration and arguments, chec
 renames         a checkpoint under other names; legacy: names from before Megatron core
 translate       the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`
 """
-
-from ckpt_formats.names.table import ExpertStack, NamePattern, NameRow, Table, Tie
-from ckpt_formats.names.tables import table_for, tables
-from ckpt_formats.names.translate import Naming, naming_of, to_core, to_hf, to_legacy, to_megatron
-
-__all__ = [
-    "ExpertStack",
-    "NamePattern",
-    "NameRow",
-    "Naming",
-    "Table",
-    "Tie",
-    "naming_of",
-    "table_for",
-    "tables",
-    "to_core",
-    "to_hf",
-    "to_legacy",
-    "to_megatron",
-]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile.reader import STARTS
+from ckpt_formats.containers.torchfile import STARTS
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable

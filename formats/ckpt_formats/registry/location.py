@@ -10,6 +10,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.foreign import check_file, check_folder
+from ckpt_formats.registry.marks import Place
 from ckpt_formats.registry.parents import find_inside
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
@@ -74,7 +75,9 @@ def _of_folder(path: Path) -> Format | None:
 
 
 def _first(path: Path) -> Format | None:
-    return next((format for format in map(format_named, FORMATS) if format.detect(path)), None)
+    """The first format, in the order of the registry, that detects a path."""
+    candidates = map(format_named, filter(Place(path).has_marks_of, FORMATS))
+    return next((format for format in candidates if format.detect(path)), None)
 
 
 def _is_checkpoint(path: Path) -> bool:

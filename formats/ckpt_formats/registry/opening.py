@@ -10,7 +10,6 @@ from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.missing_states import check_states
 from ckpt_formats.core.text import printable
-from ckpt_formats.engines.hf.trainer_files import with_run_around
 from ckpt_formats.registry.location import Located, locate
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
 from ckpt_formats.registry.traces import check_traces
@@ -69,8 +68,11 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 def _read(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint, with the files that a trainer saved next to it."""
     checkpoint = located.format.read(located.path, options)
-    of_engine = located.format.name in _OF_ENGINES and located.path.is_dir()
-    return with_run_around(checkpoint, located.path) if of_engine else checkpoint
+    if located.format.name not in _OF_ENGINES or not located.path.is_dir():
+        return checkpoint
+    from ckpt_formats.engines.hf.trainer_files import with_run_around  # it imports the reader of torch's files
+
+    return with_run_around(checkpoint, located.path)
 
 
 def _check_folders(checkpoint: Checkpoint, located: Located) -> None:

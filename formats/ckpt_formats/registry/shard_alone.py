@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_index
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Incomplete, Unsupported
 from ckpt_formats.core.folders import names_in
@@ -66,6 +65,8 @@ def check_whole_of_meta(checkpoint: Checkpoint) -> None:
 
 def parts_unread(path: Path) -> Iterator[Notice]:
     """Notices for a file that can be read alone, although the checkpoint has further files."""
+    from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_index  # only single files need it
+
     number = number_of(path.name)
     if number is not None and number.count > 1:
         text = f"this is file {number.number} of {number.count} of a model; the tensors of the other files are not read"

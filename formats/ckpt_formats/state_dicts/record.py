@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_codecs import Rounded
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
@@ -114,6 +113,8 @@ def _with_master(parameter: Parameter, copy: Tensor | None, rounded: str | None)
     if copy is not None:
         states[MODEL] = copy
     elif rounded is not None:
+        from ckpt_codecs import Rounded  # most checkpoints have no state with a codec
+
         states[MODEL] = Tensor.of(DerivedBlob(Rounded(), replace(master), DTYPES[rounded]))
     return replace(parameter, states=states)
 
@@ -135,6 +136,8 @@ def _texts(names: Any) -> tuple[str, ...]:
 
 def _is_rounded(parameter: Parameter) -> bool:
     """Whether the model's copy is the rounded master in all its fragments."""
+    from ckpt_codecs import Rounded
+
     blobs = [fragment.blob for fragment in parameter.states[MODEL].fragments if isinstance(fragment, Fragment)]
     return bool(blobs) and all(isinstance(blob, DerivedBlob) and isinstance(blob.codec, Rounded) for blob in blobs)
 

@@ -39,7 +39,7 @@ class _Finder:
         self._folder = folder
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith("ckpt_"):
+        if not name.startswith("ckpt"):
             return None
         try:
             with open(f"{self._folder}/{name}.code", "rb") as file:

@@ -9,27 +9,59 @@ zip_archive     the zip container; legacy_stream: the format before it; same_sha
 reader          open_file, load_pickle
 pickle_writer   values -> pickle
 writer          layout_file, outline_file, write_file
+
+A module is imported at the first use of its names: other readers need the types of values, and no reader of pickles.
 """
 
-from ckpt_formats.containers.torchfile.expanded_size import check_repeated
-from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.containers.torchfile.pickle_writer import emit
-from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
-from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
-from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
-from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
-from ckpt_formats.containers.torchfile.writer import (
-    FileLayout,
-    FileOutline,
-    StorageSlot,
-    StorageView,
-    layout_file,
-    outline_file,
-    reading_chunks,
-    write_file,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_formats.containers.torchfile.expanded_size import check_repeated
+    from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
+    from ckpt_formats.containers.torchfile.pickle_writer import emit
+    from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
+    from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
+    from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
+    from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
+    from ckpt_formats.containers.torchfile.writer import (
+        FileLayout,
+        FileOutline,
+        StorageSlot,
+        StorageView,
+        layout_file,
+        outline_file,
+        reading_chunks,
+        write_file,
+    )
+
+STARTS = (b"PK", b"\x80")
+"""The possible first bytes of a file of `torch.save`: those of a zip archive, and of a pickle."""
+
+_NAMES = {
+    "expanded_size": ("check_repeated",),
+    "file_window": ("ByteSource", "Window"),
+    "pickle_writer": ("emit",),
+    "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
+    "record_forms": ("CompactRecord", "RecordForm"),
+    "same_shape": ("ParsedTemplate",),
+    "storages": ("Storage", "StorageSlice", "TensorRef", "tensor_of"),
+    "writer": (
+        "FileLayout",
+        "FileOutline",
+        "StorageSlot",
+        "StorageView",
+        "layout_file",
+        "outline_file",
+        "reading_chunks",
+        "write_file",
+    ),
+}
+"""The public names by module."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "STARTS",
     "ByteSource",
     "CompactRecord",
     "FileLayout",
@@ -54,3 +86,10 @@ __all__ = [
     "tensor_of",
     "write_file",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckpt_formats.containers.torchfile' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"ckpt_formats.containers.torchfile.{_WHERE[name]}"), name)
+    return value

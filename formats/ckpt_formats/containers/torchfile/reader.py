@@ -29,10 +29,6 @@ from ckpt_formats.core.values import Global, Value
 Kind = Literal["zip", "legacy", "pickle"]
 
 
-STARTS = (b"PK", b"\x80")
-"""The possible first bytes of a file of `torch.save`: those of a zip archive, and of a pickle."""
-
-
 @dataclass(frozen=True, eq=False)
 class TorchFile:
     """The content of a file: a tree of values, with `TensorRef`s in the places of tensors."""

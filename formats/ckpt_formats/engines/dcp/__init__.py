@@ -8,7 +8,7 @@ nesting    flattens state dicts, and nests them again
 read       the index of a checkpoint
 balance    the blocks of tensors over a mesh of ranks, of about equal size
 entries    items to write; `block`: blocks of larger tensors, read when they are written
-plan       the file of each item
+options    of the format; plan: the file of each item
 write      the files and the metadata
 """
 
@@ -21,10 +21,7 @@ from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, Writa
 from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.dcp.folder import is_checkpoint
-from ckpt_formats.engines.dcp.plan import RankOptions, plan_files
-from ckpt_formats.engines.dcp.read import read
-from ckpt_formats.engines.dcp.write import write_metadata, write_part
-from ckpt_formats.state_dicts.write import added_options
+from ckpt_formats.engines.dcp.options import RankOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +36,24 @@ class DCP(RankOptions, WritableFormat):
         return is_checkpoint(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        from ckpt_formats.engines.dcp.read import read
+
         return read(path, options)
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.engines.dcp.plan import plan_files
+        from ckpt_formats.state_dicts.write import added_options
+
         added = ", ".join(added_options(source))
         text = f"options that the source does not state have the defaults of torch.optim.AdamW: {added}"
         return Plan(plan_files(source, self), notes=unsure((text,)) if added else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.engines.dcp.write import write_part
+
         return write_part(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        from ckpt_formats.engines.dcp.write import write_metadata
+
         write_metadata(folder, receipts)

@@ -22,24 +22,11 @@ from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, 
 from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
 from ckpt_formats.engines.dcp.metadata import Steps
 from ckpt_formats.engines.dcp.nesting import flattened
+from ckpt_formats.engines.dcp.options import RankOptions
 from ckpt_formats.engines.dcp.read import PAIR
-from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, StateKeys, Style, keys_of
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, keys_of
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 from ckpt_formats.state_dicts.write import state_tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """The ranks over which a checkpoint is laid out, and the keys of its state dicts. None: as in the source."""
-
-    dp: int | None = None
-    """The number of data-parallel ranks, over which the first axis of tensors is sharded."""
-    tp: int | None = None
-    """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
-    keys: Style | StateKeys | None = None
-    """The keys of the state dicts; None: as in the source, else nested."""
-    rules: tuple[Rule, ...] = ()
-    """The user's rules, which come before those of the source."""
 
 
 def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]:

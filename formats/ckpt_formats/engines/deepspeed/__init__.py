@@ -7,38 +7,23 @@ zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by na
               `flat_partitions` and `optimizer_states`
 rank          both of one rank; `merge`: all ranks -> full parameters, by the rules of `core.layout`
 consistency   checks that the files are of one run; `agreement`, that they are of one step
-extras        everything that is not a tensor of the model
+extras        everything that is not a tensor of the model; `read`: all of these -> a checkpoint
+options       of the format
 write_layout  the layout to write; `write_parts`: its files, with `write_model` and `write_optimizer`
 universal     DeepSpeed's universal checkpoint, a format of its own
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.containers.torchfile_tree import write_tree
-from ckpt_formats.core.checkpoint import Checkpoint, Origin
-from ckpt_formats.core.errors import form_of
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
-from ckpt_formats.core.layout import Layout, Rule
-from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.core.values import Value
-from ckpt_formats.engines.deepspeed.agreement import step_notices
-from ckpt_formats.engines.deepspeed.consistency import check_same_run
-from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras
-from ckpt_formats.engines.deepspeed.folder import has_latest, is_step, list_folder, step_of
-from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
-from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
-from ckpt_formats.engines.deepspeed.rank import RankState, read_ranks
-from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
-from ckpt_formats.engines.deepspeed.weights import tied_layers
-from ckpt_formats.engines.deepspeed.write_layout import LayoutOptions, resolve_layout
-from ckpt_formats.engines.deepspeed.write_parts import parts
-from ckpt_formats.state_dicts.parameter_order import BY_ORDER
-from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
+from ckpt_formats.engines.deepspeed.folder import has_latest, is_step
+from ckpt_formats.engines.deepspeed.options import LayoutOptions
 
 _OF_RANKS = "items that only these ranks of the source have, such as RNG states"
 
@@ -55,11 +40,15 @@ class DeepSpeed(LayoutOptions, WritableFormat):
         return is_step(path) or has_latest(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        folder = list_folder(step_of(path))
-        with form_of("a DeepSpeed checkpoint", folder.path):
-            return _read(path, open_step(folder), options)
+        from ckpt_formats.engines.deepspeed.read import read_folder
+
+        return read_folder(path, options)
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.engines.deepspeed.step import rank_name
+        from ckpt_formats.engines.deepspeed.write_layout import resolve_layout
+        from ckpt_formats.engines.deepspeed.write_parts import parts
+
         files = tuple(parts(resolve_layout(source, self)))
         names = {rank_name(Path(file.file)) for file in files}
         ranks = source.extras.get("ranks")
@@ -67,6 +56,8 @@ class DeepSpeed(LayoutOptions, WritableFormat):
         return Plan(files, (Notice(_OF_RANKS, tuple(dropped)),) if dropped else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.containers.torchfile_tree import write_tree
+
         (folder / part.file).parent.mkdir(exist_ok=True)
         return write_tree(folder, part, transfer)
 
@@ -74,77 +65,3 @@ class DeepSpeed(LayoutOptions, WritableFormat):
         draft = folder / "latest.tmp"
         draft.write_text(Path(receipts[0].file).parent.name)
         os.replace(draft, folder / "latest")
-
-
-def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
-    ranks = read_ranks(step, options.order)
-    stages = merge_rows(ranks, step.tp, lambda mp: Layout((*options.rules, *own_rules(step, mp))))
-    parameters, tied = merge_stages(stages)
-    check_same_run(parameters, step.folder.path)
-    models = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.models(mp)}
-    optims = {rank_name(file.path): file for mp in range(step.folder.mp) for file in step.optims(mp)}
-    optims |= {rank_name(path): step.files[path] for path in step.folder.expert_optim.values()}
-    extra_items = {path: items for rank in ranks for path, items in rank.extra_items.items()}
-    extras = collect_extras(models, optims, parameters, extra_items)
-    return Checkpoint(
-        path,
-        origin_of(step, [list(stage) for stage in stages]),
-        parameters,
-        merge_groups([rank.groups for rank in ranks], step.folder.path),
-        extras,
-        {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
-        tuple(source_files(step)),
-        tuple(seal for file in step.files.values() for seal in file.seals()),
-        (*notices_of(tied), *_notices(step, ranks, extras)),
-        layout=Layout((*options.rules, *own_rules(step, 0))),
-    )
-
-
-def own_rules(step: OpenedStep, mp: int) -> tuple[Rule, ...]:
-    file = step.models(mp)[0]
-    info = file.root.get(ORIGIN)
-    return rules_of(info, file.path) if isinstance(info, dict) and info else ()
-
-
-def notices_of(tied: list[str]) -> tuple[Notice, ...]:
-    if not tied:
-        return ()
-    return (Notice("on several pipeline stages; the first stage's copy is used", tuple(tied)),)
-
-
-def _notices(step: OpenedStep, ranks: Sequence[RankState], extras: Mapping[str, Value]) -> Iterator[Notice]:
-    models = [file for mp in range(step.folder.mp) for file in step.models(mp)]
-    yield from step_notices(models)
-    if step.folder.optim and (twice := [file.path.name for file in models if file.root.get("optimizer")]):
-        text = "the optimizer has its own files; `optimizer` in these files is not read"
-        yield Notice(text, tuple(twice), Weight.LOST)
-    if any(rank.by_order for rank in ranks):
-        yield Notice(BY_ORDER, weight=Weight.UNSURE)
-    if unknown := tuple(name for rank in ranks for name in rank.unknown):
-        text = "no optimizer has these parameters of pipeline layers: they are frozen, or left over from another save"
-        yield Notice(text, unknown, Weight.UNSURE)
-    if any(BUFFERS in items for rank in ranks for items in rank.extra_items.values()):
-        text = "ranks differ in some buffers: the first rank's values are used, the others are stored under `ranks`"
-        yield Notice(text)
-    if unplaced := sorted(
-        {key for rank in ranks for items in rank.extra_items.values() for key in items.get(UNPLACED, ())}
-    ):
-        text = "states of the optimizer's groups that match no parameter: stored as each rank has them"
-        yield Notice(text, tuple(unplaced), Weight.UNSURE)
-
-
-def origin_of(step: OpenedStep, by_stage: list[list[str]]) -> Origin:
-    root = step.first.root
-    steps, version = root.get("global_steps"), root.get("ds_version")
-    zero = step.config.get("zero_optimization")
-    stage = 3 if step.stage3 else zero.get("stage") if isinstance(zero, dict) else None
-    dp = step.folder.dp or root.get("dp_world_size")
-    layout: dict[str, Value] = {"zero_stage": stage, "dp": dp, "tp": step.tp, "pp": step.pp}
-    if step.folder.experts:
-        layout["experts"] = 1 + max(expert for _, _, expert in step.folder.experts)
-    if step.folder.layers:
-        files = {key: step.files[file] for key, file in step.folder.layers.items()}
-        layout["pipeline"] = find_pipeline(
-            by_stage, tied_layers(files, [n for names in by_stage for n in names])
-        ).to_json()
-    return Origin("deepspeed", None if version is None else str(version), steps if is_natural(steps) else None, layout)

@@ -11,6 +11,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.values import Value
+from ckpt_formats.engines.deepspeed.options import LayoutOptions
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, pipeline_of
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 
@@ -73,26 +74,6 @@ class WriteLayout:
         types = self.config.get("data_types")
         fp32 = isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
         return self.stage == 1 and self.dtype.name == "bfloat16" and fp32 and not self.zero.get("offload_optimizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How a checkpoint is laid out over ranks. None: as in the source."""
-
-    dp: int | None = None
-    """The number of data-parallel ranks."""
-    tp: int | None = None
-    """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
-    pp: int | None = None
-    """The number of pipeline stages."""
-    stages: tuple[int, ...] | None = None
-    """The first layer of each pipeline stage."""
-    zero: int | None = None
-    """The ZeRO stage, 0 to 3."""
-    vocab_rows: int | None = None
-    """Rows of the vocabulary's tables with their padding."""
-    rules: tuple[Rule, ...] = ()
-    """The user's rules, which come before those of the source."""
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:

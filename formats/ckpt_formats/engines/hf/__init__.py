@@ -15,16 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors_shards import SAFETENSORS_INDEX, lost_states, write_last
-from ckpt_formats.containers.shard_index import index_text
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, unsure
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.hf.folder import recognised
-from ckpt_formats.engines.hf.read import read_folder
-from ckpt_formats.engines.hf.side_files import PREFIX
-from ckpt_formats.engines.hf.write import plan_files, write_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +39,18 @@ class HuggingFace(WritableFormat):
         return recognised(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        from ckpt_formats.engines.hf.read import read_folder
+
         return read_folder(path, options)
 
     def input_files(self) -> tuple[Path, ...]:
         return () if self.config is None else (self.config,)
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.containers.safetensors_shards import lost_states
+        from ckpt_formats.engines.hf.side_files import PREFIX
+        from ckpt_formats.engines.hf.write import plan_files
+
         files, remarks = plan_files(source, self.shard_nbytes, self.config)
         written = {f"{PREFIX}{file.file}" for file in files if not file.parameters}
         dropped = tuple(key for key in source.extras if key not in written)
@@ -57,9 +58,14 @@ class HuggingFace(WritableFormat):
         return Plan(files, (*lost_states(source), *extras), unsure(remarks))
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.engines.hf.write import write_part
+
         return write_part(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        from ckpt_formats.containers.safetensors_shards import SAFETENSORS_INDEX, write_last
+        from ckpt_formats.containers.shard_index import index_text
+
         files = [(receipt.file, receipt.entry) for receipt in receipts if receipt.entry]
         if len(files) > 1:
             stem = files[0][0].partition("-")[0]

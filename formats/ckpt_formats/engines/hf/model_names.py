@@ -7,8 +7,9 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.names import ExpertStack, Table, Tie, table_for
 from ckpt_formats.names.renames import TensorRename, apply_renames
+from ckpt_formats.names.table import ExpertStack, Table, Tie
+from ckpt_formats.names.tables import table_for
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from ckpt_formats.names.views import unstacked
 

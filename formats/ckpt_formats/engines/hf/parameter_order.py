@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_formats.core.values import Value
-from ckpt_formats.names import table_for
+from ckpt_formats.names.tables import table_for
 
 UNKNOWN_ORDER = (
     "the optimizer numbers its parameters, but their order is not known from the folder: its states are copied "

@@ -14,14 +14,12 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp import DCP
-from ckpt_formats.engines.fsdp_ranks import FsdpRanks
 from ckpt_formats.engines.hf.components import ComponentFiles, components_of, merge_models, read_components
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
-from ckpt_formats.names import table_for
+from ckpt_formats.names.tables import table_for
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
 
@@ -161,6 +159,9 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
 
 def _sharded_model(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint of a model in the folder that is split over ranks. Raises `Incomplete` if there is none."""
+    from ckpt_formats.engines.dcp import DCP
+    from ckpt_formats.engines.fsdp_ranks import FsdpRanks
+
     for format in (DCP(), FsdpRanks()):
         if format.detect(path):
             return format.read(path, options)

@@ -17,15 +17,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckpt_formats.containers.torchfile_tree import write_tree
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.engines.megatron.legacy import write as write_legacy
-from ckpt_formats.engines.megatron.legacy.read import read_legacy
 from ckpt_formats.engines.megatron.shared.folder import (
     is_broken_run,
     is_dist,
@@ -34,10 +32,10 @@ from ckpt_formats.engines.megatron.shared.folder import (
     iteration_of,
     point_to,
 )
-from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
-from ckpt_formats.engines.megatron.shared.write_layout import LayoutOptions, WriteLayout, remarks_of, resolve_layout
-from ckpt_formats.engines.megatron.torch_dist import write as write_dist
-from ckpt_formats.engines.megatron.torch_dist.read import read_dist
+from ckpt_formats.engines.megatron.shared.options import LayoutOptions
+
+if TYPE_CHECKING:
+    from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +50,29 @@ class _Megatron(LayoutOptions, WritableFormat):
         return () if self.config is None else (self.config,)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
+
         folder = iteration_of(path)
         with form_of("a Megatron checkpoint", folder):
-            checkpoint = (read_dist if is_dist(folder) else read_legacy)(path, folder, options)
+            if is_dist(folder):
+                from ckpt_formats.engines.megatron.torch_dist.read import read_dist
+
+                checkpoint = read_dist(path, folder, options)
+            else:
+                from ckpt_formats.engines.megatron.legacy.read import read_legacy
+
+                checkpoint = read_legacy(path, folder, options)
         return replace(checkpoint, suspicions=suspicions_of(checkpoint))
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.engines.megatron.shared.write_layout import remarks_of, resolve_layout
+
         layout = resolve_layout(source, self)
         plan = self.plan_layout(layout)
         return replace(plan, notes=(*unsure(remarks_of(layout)), *plan.notes))
 
     @abstractmethod
-    def plan_layout(self, layout: WriteLayout) -> Plan:
+    def plan_layout(self, layout: "WriteLayout") -> Plan:
         """The files of a run folder, all in the folder of one iteration."""
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -80,14 +89,20 @@ class MegatronDist(_Megatron):
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_dist) or is_broken_run(path)
 
-    def plan_layout(self, layout: WriteLayout) -> Plan:
-        return write_dist.plan(layout)
+    def plan_layout(self, layout: "WriteLayout") -> Plan:
+        from ckpt_formats.engines.megatron.torch_dist.write import plan
+
+        return plan(layout)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-        return write_dist.write(folder, part, transfer)
+        from ckpt_formats.engines.megatron.torch_dist.write import write
+
+        return write(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        write_dist.write_index(folder, receipts)
+        from ckpt_formats.engines.megatron.torch_dist.write import write_index
+
+        write_index(folder, receipts)
         super().commit(folder, source, receipts)
 
 
@@ -101,9 +116,13 @@ class MegatronLegacy(_Megatron):
     def detect(self, path: Path) -> bool:
         return is_of_kind(path, is_legacy)
 
-    def plan_layout(self, layout: WriteLayout) -> Plan:
-        return write_legacy.plan(layout)
+    def plan_layout(self, layout: "WriteLayout") -> Plan:
+        from ckpt_formats.engines.megatron.legacy.write import plan
+
+        return plan(layout)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.containers.torchfile_tree import write_tree
+
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
         return write_tree(folder, part, transfer)

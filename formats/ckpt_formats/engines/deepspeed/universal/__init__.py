@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile_tree import write_tree
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -20,8 +19,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.deepspeed.folder import step_of
 from ckpt_formats.engines.deepspeed.universal.folder import LATEST, has_latest, is_universal, list_universal
-from ckpt_formats.engines.deepspeed.universal.read import read_universal
-from ckpt_formats.engines.deepspeed.universal.write import MODEL_FILE, UniversalOptions, parts, resolve_universal
+from ckpt_formats.engines.deepspeed.universal.options import UniversalOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +34,27 @@ class DeepSpeedUniversal(UniversalOptions, WritableFormat):
         return is_universal(path) or has_latest(path)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        from ckpt_formats.engines.deepspeed.universal.read import read_universal
+
         folder = list_universal(step_of(path, LATEST, is_universal))
         with form_of("a universal checkpoint", folder.path):
             return read_universal(path, folder, options)
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.engines.deepspeed.universal.write import parts, resolve_universal
+
         files = tuple(parts(resolve_universal(source, self), self))
         return Plan(files, tuple(_dropped(source)))
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.containers.torchfile_tree import write_tree
+
         (folder / part.file).parent.mkdir(parents=True, exist_ok=True)
         return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        from ckpt_formats.engines.deepspeed.universal.write import MODEL_FILE
+
         step = next(Path(r.file).parent.name for r in receipts if r.file.endswith(MODEL_FILE))
         draft = folder / f"{LATEST}.tmp"
         draft.write_text(step)

@@ -22,7 +22,6 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.deepspeed import notices_of, origin_of, own_rules
 from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin
@@ -31,6 +30,7 @@ from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge
 from ckpt_formats.engines.deepspeed.optimizer_states import options_of, split_state
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.rank import RankState
+from ckpt_formats.engines.deepspeed.read import notices_of, origin_of, own_rules
 from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.engines.deepspeed.universal.master_check import check_masters

@@ -6,7 +6,6 @@ they are DeepSpeed's own form of rules.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckpt_formats.containers.safetensors import is_natural
@@ -21,6 +20,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, OPTIMIZER
+from ckpt_formats.engines.deepspeed.universal.options import UniversalOptions
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout, layout_at
 from ckpt_formats.engines.deepspeed.write_model import model_file, shards_of_ranks
 from ckpt_formats.engines.deepspeed.write_optimizer import (
@@ -36,22 +36,6 @@ MODEL_FILE = "_model_states.pt"
 _STAGE3 = {MASTER, "exp_avg", "exp_avg_sq"}
 """The only states that DeepSpeed loads at stage 3."""
 _MAX_NAME_BYTES = 255
-
-
-@dataclass(frozen=True, kw_only=True)
-class UniversalOptions:
-    """The ranks for which the files of the model are written. None: as in the source."""
-
-    dp: int | None = None
-    """The number of data-parallel ranks. It is only stated: nothing is sharded over them."""
-    tp: int | None = None
-    """The number of tensor-parallel ranks."""
-    zero: int | None = None
-    """The ZeRO stage that will load it, 1 to 3."""
-    vocab_rows: int | None = None
-    """Rows of the vocabulary's tables with their padding."""
-    rules: tuple[Rule, ...] = ()
-    """The user's rules, which come before those of the source."""
 
 
 def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLayout:

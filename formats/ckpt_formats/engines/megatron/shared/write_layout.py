@@ -9,7 +9,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.geometry import slab
-from ckpt_formats.core.layout import Layout, Rule
+from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
@@ -17,6 +17,7 @@ from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.options import LayoutOptions
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
 from ckpt_formats.engines.megatron.shared.write_arguments import with_parallel
@@ -60,37 +61,6 @@ class WriteLayout:
     def experts(self) -> int:
         """The number of experts of each expert-parallel rank."""
         return self.args.number("num_experts", default=0) // self.parallel.ep
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
-    """How a checkpoint is laid out over ranks. None: as in the source."""
-
-    dp: int | None = None
-    """The number of data-parallel ranks."""
-    tp: int | None = None
-    """The number of tensor-parallel ranks."""
-    pp: int | None = None
-    """The number of pipeline stages."""
-    vpp: int | None = None
-    """The number of model chunks of each pipeline stage."""
-    stages: tuple[int, ...] | None = None
-    """The first layer of each pipeline stage, or of each model chunk."""
-    ep: int | None = None
-    """The number of expert-parallel ranks."""
-    etp: int | None = None
-    """The number of tensor-parallel ranks of each expert."""
-    zero: int | None = None
-    """1: Megatron's distributed optimizer; 0: the plain one."""
-    vocab_rows: int | None = None
-    """Rows of the vocabulary's tables with their padding."""
-    rules: tuple[Rule, ...] = ()
-    """The user's rules, which come before those of the source."""
-
-    @property
-    def stage_count(self) -> int | None:
-        """The number of pipeline stages, also if only their first layers are given."""
-        return len(self.stages) // (self.vpp or 1) if self.stages and self.pp is None else self.pp
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:

@@ -1,0 +1,128 @@
+"""Read the files of all ranks -> one checkpoint."""
+
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
+from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.identity import in_threads
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import Tensor, read
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
+from ckpt_formats.engines.fsdp_ranks.extras import collect_extras, with_rank_items
+from ckpt_formats.engines.fsdp_ranks.folder import Folder, list_folder
+from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves
+from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
+from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
+from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_in, stated_shapes
+from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, matched_by_order, merge_optimizer, names_in_groups
+from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile, open_rank
+from ckpt_formats.engines.fsdp_ranks.sections import Files, merged_extras, sorted_files
+from ckpt_formats.engines.fsdp_ranks.unwrap import unwrapping
+from ckpt_formats.state_dicts.parameter_order import BY_ORDER
+from ckpt_formats.state_dicts.read import training_state
+
+
+def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
+    """The index of a checkpoint. Raises subclasses of `CkptError`."""
+    if path.is_file():
+        raise Unsupported(
+            "is the file of one rank of several", where=path, hint=f"Name the folder: {printable(str(path.parent))}"
+        )
+    folder = list_folder(path)
+    with form_of("an FSDP checkpoint", path):
+        return _read(folder, options)
+
+
+def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
+    known = SharedLeaves()
+    opened = _opened(folder, known)
+    files = sorted_files(opened)
+    unwrap = unwrapping(str(name) for file in files["model"].values() for name in file.root)
+    models = {rank: unwrap.keys(file.root, file.path) for rank, file in files["model"].items()}
+    optimizers = {rank: unwrap.optimizer(file.root, file.path) for rank, file in files.get("optimizer", {}).items()}
+    notices = list(folder.notices)
+    if any(models[rank].keys() != file.root.keys() for rank, file in files["model"].items()):
+        notices.append(
+            Notice(
+                "names are without the prefixes of wrapped modules, such as `_fsdp_wrapped_module.` and `_orig_mod.`"
+            )
+        )
+    shapes, listed = dict[str, Shape](), options.order
+    if any(is_flat(name) for tree in models.values() for name in tree):
+        shapes = stated_shapes(optimizers) | shapes_in(options.shapes)
+        listed = listed or names_in_groups(optimizers)
+    merge = RankMerge()
+    model = merge_model(models, merge, shapes, listed, folder.path)
+    root: dict[str, Value] = {"model": model}
+    rest, shared = merged_extras(files.get("extra", {}))
+    extra = collect_extras(rest, merge.differing) | shared
+    if optimizers:
+        order = options.orders.get("optim", options.order)
+        optimizer = merge_optimizer(optimizers, model, merge.sharded, order)
+        if optimizer is None:
+            notices.append(Notice(UNNAMED, weight=Weight.LOST))
+            extra = with_rank_items(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
+        else:
+            root["optim"] = optimizer
+            if not order and matched_by_order(optimizers, optimizer, model):
+                notices.append(Notice(BY_ORDER, ("optim",), Weight.UNSURE))
+            _check_one_step(optimizer, folder)
+    state = training_state(root, folder.path, options.order, options.orders, further_extras=extra)
+    mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
+    return Checkpoint(
+        folder.path,
+        Origin("fsdp", None, state.step, _layout(folder, mesh) | {"keys": state.keys.to_json()}),
+        state.parameters,
+        state.groups,
+        state.extras,
+        state.aliases,
+        tuple(_shard(role, rank, path, mesh) for role, rank, path in folder.paths),
+        tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
+        (*notices, *state.notices),
+    )
+
+
+def _layout(folder: Folder, mesh: Mesh | None) -> dict[str, Value]:
+    if mesh is None:
+        return {"world": folder.world}
+    shape = dict(zip(mesh.names, mesh.shape, strict=True)) if mesh.names else list(mesh.shape)
+    return {"world": folder.world, "mesh": shape}
+
+
+def _opened(folder: Folder, known: SharedLeaves) -> Files:
+    def opened(one: tuple[str, int, Path]) -> RankFile:
+        role, rank, path = one
+        return open_rank(path, role, rank, folder.world, known)
+
+    files: Files = {}
+    for (role, rank, _), file in zip(folder.paths, in_threads(opened, folder.paths), strict=True):
+        files.setdefault(role, {})[rank] = file
+    return files
+
+
+def _check_one_step(optimizer: Value, folder: Folder) -> None:
+    """Raise `Corrupt` if the step counts of the ranks differ. Reads one number of each."""
+    states = optimizer.get("state")
+    steps = (
+        (state.get("step") for state in states.values() if isinstance(state, dict)) if isinstance(states, dict) else ()
+    )
+    step = next((one for one in steps if isinstance(one, Tensor) and one.size == 1), None)
+    if step is None:
+        return
+    counts = {read(Tensor(one.shape, one.dtype, one.fragments)).item() for one in (step, *step.replicas)}
+    if len(counts) > 1:
+        raise Corrupt(
+            f"the ranks' optimizers are at different steps: {sorted(counts)}",
+            where=folder.path,
+            hint="Files of several steps were mixed: copy all files of one step again.",
+        )
+
+
+def _shard(role: str, rank: int, path: Path, mesh: Mesh | None) -> SourceFile:
+    place = {"rank": rank}
+    if mesh is not None and mesh.names and rank in mesh.ranks:
+        place |= zip(mesh.names, mesh.coordinate(rank), strict=True)
+    return SourceFile(path, path.stat().st_size, role, place)

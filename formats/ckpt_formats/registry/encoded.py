@@ -1,0 +1,19 @@
+"""Whether states of a checkpoint are stored encoded. For checkpoints of other formats, no codec is imported."""
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.tensor import Blob
+
+
+def uses_codecs(checkpoint: Checkpoint) -> bool:
+    """Whether any state is stored encoded."""
+    blobs = (fragment.blob for _, _, tensor in checkpoint.tensors() for fragment in tensor.fragments)
+    if not any(map(may_be_encoded, blobs)):
+        return False
+    from ckpt_formats.universal import encoded
+
+    return encoded.uses_codecs(checkpoint)
+
+
+def may_be_encoded(blob: Blob) -> bool:
+    """Whether a blob is of a class of the universal format, the only one that stores values encoded."""
+    return type(blob).__module__.startswith("ckpt_formats.universal.")

@@ -1,0 +1,112 @@
+"""What is at a path if a format detects it: names and first bytes, as data.
+
+A format is imported only if one of its marks is there, because to import all of them takes longer than to read a small
+checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
+"""
+
+import os
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Marks(NamedTuple):
+    """The marks of a format; one of them is enough. In a pattern, `*` stands for any text."""
+
+    paths: tuple[str, ...] = ()
+    """Paths from a folder."""
+    entries: tuple[str, ...] = ()
+    """Patterns of the names in a folder, in lower case."""
+    files: tuple[str, ...] = ()
+    """Patterns of the name of a single file, in lower case."""
+    starts: bytes = b""
+    """The first byte of a single file is one of these."""
+
+
+_POINTER_OF_MEGATRON = "latest_checkpointed_iteration.txt"
+_DICT_OF_MSGPACK = bytes((*range(0x81, 0x90), 0xDE, 0xDF))
+_SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
+_TORCH = ("*.pt", "*.pth", "*.bin", "*.ckpt")
+
+MARKS: dict[str, Marks] = {
+    "universal": Marks(("manifest.json",)),
+    "chain": Marks(("chain.json",)),
+    "deepspeed-universal": Marks(("zero/optimizer_state.pt", "latest_universal")),
+    "megatron": Marks(("common.pt", _POINTER_OF_MEGATRON)),
+    "megatron-legacy": Marks((_POINTER_OF_MEGATRON,), ("mp_rank_*/model_optim_rng.pt",)),
+    "deepspeed": Marks(("latest",), ("*_model_states.pt", "*_optim_states.pt")),
+    "torchtune": Marks(("recipe_state/recipe_state.pt",)),
+    "hf": Marks(
+        ("model_index.json", "modules.json", "sharded"),
+        ("*.bin", "*.bin.index.json", *_SAFETENSORS, "pytorch_model_fsdp_*"),
+    ),
+    "fsdp-ranks": Marks((), ("*rank*",), ("*rank*",)),
+    # Its folders may be inside folders of any names, those of the steps of a run.
+    "dcp": Marks((".metadata", "pytorch_model_fsdp_0", "optimizer_0", "checkpoint"), ("*",), ("*.metadata", "__*")),
+    "safetensors": Marks((), _SAFETENSORS, _SAFETENSORS),
+    "flax": Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
+    "torch": Marks((), (), _TORCH, b"P\x80"),
+    "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
+}
+"""The marks of each format. A format without marks is asked about every path."""
+
+
+class Place:
+    """A path, and what is at it: each thing is looked at once, and only if a mark needs it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def has_marks_of(self, name: str) -> bool:
+        """Whether the format of this name may detect the path. Never raises."""
+        if name not in MARKS:
+            return True
+        marks = MARKS[name]
+        return (
+            any(_may_exist(os.path.join(self._path, path)) for path in marks.paths)
+            or any(map(self._has_entry, marks.entries))
+            or any(fnmatchcase(self._file_name, pattern) for pattern in marks.files)
+            or (marks.starts != b"" and self._start != b"" and self._start in marks.starts)
+        )
+
+    @cached_property
+    def _entries(self) -> list[tuple[str, str]]:
+        """The names in a folder, in lower case and as they are; none if it cannot be read."""
+        try:
+            return [(name.lower(), name) for name in os.listdir(self._path)]
+        except (OSError, ValueError):  # ValueError: no path has a zero byte
+            return []
+
+    @cached_property
+    def _file_name(self) -> str:
+        """The name of a single file, in lower case; empty for anything else."""
+        return self._path.name.lower() if self._path.is_file() else ""
+
+    @cached_property
+    def _start(self) -> bytes:
+        """The first byte of a single file; empty for anything else."""
+        if not self._file_name:
+            return b""
+        try:
+            with self._path.open("rb") as file:
+                return file.read(1)
+        except OSError:
+            return b""
+
+    def _has_entry(self, pattern: str) -> bool:
+        """Whether a name in the folder matches; after a slash, the pattern has the path of a file in that entry."""
+        pattern, _, inner = pattern.partition("/")
+        matching = (name for lower, name in self._entries if fnmatchcase(lower, pattern))
+        return any(not inner or _may_exist(os.path.join(self._path, name, inner)) for name in matching)
+
+
+def _may_exist(path: str) -> bool:
+    """Whether there is something at a path; True also if that cannot be told, so that the format reports why."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return True

@@ -1,0 +1,111 @@
+"""A format may detect a path only if one of its marks is there, because it is not asked otherwise."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_formats.registry import FORMATS, format_named
+from ckpt_formats.registry.marks import MARKS, Place
+from damage import SAMPLES
+
+NAMES = [
+    "manifest.json",
+    "chain.json",
+    "latest",
+    "latest_universal",
+    "zero/optimizer_state.pt",
+    "latest_checkpointed_iteration.txt",
+    "common.pt",
+    "metadata.json",
+    "mp_rank_00/model_optim_rng.pt",
+    "mp_rank_00_001/model_optim_rng.pt",
+    "mp_rank_00_model_states.pt",
+    "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "layer_00-model_00-model_states.pt",
+    "recipe_state/recipe_state.pt",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model-00001-of-00002.bin",
+    "pytorch_model_fsdp.bin",
+    "diffusion_pytorch_model.bin",
+    "model_index.json",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sharded/shard-00001-model-00001-of-00001.safetensors",
+    "pytorch_model_fsdp_0/.metadata",
+    "model_world_size_2_rank_0.pt",
+    "pytorch_model_fsdp_rank0.bin",
+    "model_Rank0.pt",
+    "model-RANKS_0.pth",
+    ".metadata",
+    ".metadata.tmp",
+    "__0.metadata",
+    "__0_0.distcp",
+    "optimizer_0/.metadata",
+    "step-10/.metadata",
+    "checkpoint/step-10/.metadata",
+    "flax_model.msgpack",
+    "flax_model.msgpack.index.json",
+    "x.msgpack",
+    "x.pt",
+    "x.pth",
+    "x.bin",
+    "x.ckpt",
+    "x.pkl",
+    "x.pth.tar",
+    "x.pt.tar",
+    "x.safetensors",
+    "x",
+    "other.txt",
+    "config.json",
+    "optimizer.pt",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+    "random_states_0.pkl",
+    "adapter_config.json",
+]
+STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}")
+"""How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON."""
+TOGETHER = [["mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"], [".metadata", "common.pt"]]
+TOGETHER += [["modules.json", "1_Pooling/config.json"], ["model.safetensors", "config.json"], ["x.bin", "optimizer.pt"]]
+TOGETHER += [["pytorch_model_fsdp_0/.metadata", "scheduler.pt"], ["model_rank0.pt", "model_rank1.pt"]]
+
+
+def checked(paths: Iterator[Path]) -> set[str]:
+    """The formats that detect one of these paths, each of which has one of their marks."""
+    detected = set()
+    for path in paths:
+        place = Place(path)
+        for name in FORMATS:
+            if format_named(name).detect(path):
+                assert place.has_marks_of(name), (name, path)
+                detected.add(name)
+    return detected
+
+
+def test_each_format_has_marks() -> None:
+    assert list(MARKS) == list(FORMATS)
+
+
+def test_what_a_format_detects_in_the_samples_has_its_marks() -> None:
+    assert len(checked(path for path in (SAMPLES, *SAMPLES.rglob("*")) if path.suffix != ".safetensors")) > 6
+
+
+@pytest.mark.parametrize("start", STARTS, ids=repr)
+def test_what_a_format_detects_by_a_name_has_its_marks(start: bytes, tmp_path: Path) -> None:
+    def places() -> Iterator[Path]:
+        for i, names in enumerate([*([name] for name in NAMES), *TOGETHER]):
+            for name in names:
+                (tmp_path / str(i) / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / str(i) / name).write_bytes(start)
+                yield tmp_path / str(i) / name
+            yield tmp_path / str(i)
+
+    detected = checked(places())
+    if start == b"PK\x03\x04":
+        assert detected >= set(FORMATS) - {"megatron"}, set(FORMATS) - detected  # whose pointer must have a number
