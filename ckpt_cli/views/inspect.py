@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
+from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry.encoded import uses_codecs
@@ -111,9 +113,9 @@ def print_ranks(
     from ckpt.pipeline import space_needed
 
     if as_json:
-        rows = []
+        rows, files = [], SourceFiles()
         for part in parts:
-            own, foreign = moves(checkpoint, part)
+            own, foreign = moves(checkpoint, part.rank, files.of(part), files)
             row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
             rows.append(row | {"kept_nbytes": own, "moved_nbytes": foreign})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
@@ -143,56 +145,64 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
         columns.setdefault(path, set()).update(range(first, last + 1))
     rows = [
         (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
-        for s in checkpoint.files
+        for s in checkpoint.files[:_MAX_FILES]
     ]
-    return _rows(rows)
+    return _rows(rows, len(checkpoint.files))
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
     """The same rows for planned files, with the bytes that come from other ranks."""
-    index: dict[Path, list[tuple[int, int, int, int]]] = {}
-    for path, start, stop, first, last in _ranges(checkpoint):
-        index.setdefault(path, []).append((start, stop, first, last))
+    files = SourceFiles()
+    columns = _ColumnsOfFiles(checkpoint, files)
     rows = []
-    for part in parts:
-        cells: set[int] = set()
-        for raw in sources(part):
-            for start, stop, first, last in index.get(raw.path, ()):
-                low, high = max(raw.offset, start), min(raw.offset + raw.span, stop)
-                if low < high:
-                    a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
-                    cells.update(range(a, b + 1))
-        own, foreign = moves(checkpoint, part)
-        rows.append(
-            (
-                _rank(part.rank, part.file),
-                part.role,
-                cells,
-                f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks",
-            )
-        )
-    return _rows(rows)
+    for part in parts[:_MAX_FILES]:
+        ranges = files.of(part)
+        own, foreign = moves(checkpoint, part.rank, ranges, files)
+        note = f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks"
+        rows.append((_rank(part.rank, part.file), part.role, columns.of(ranges), note))
+    return _rows(rows, len(parts))
 
 
-def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
+def moves(checkpoint: Checkpoint, rank: Mapping[str, int], ranges: FileRanges, files: SourceFiles) -> tuple[int, int]:
     """The bytes of a new file that its rank had before, and the bytes that come from files of other ranks."""
-    ranks = {shard.path: shard.rank for shard in checkpoint.files}
-    own = foreign = 0
-    for raw in sources(part):
-        nbytes = prod(raw.shape) * raw.dtype.itemsize
-        old = ranks.get(raw.path, {})
-        if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
-            own += nbytes
-        else:
-            foreign += nbytes
-    return own, foreign
+    own, total = 0, int(ranges.nbytes.sum())
+    ranks, paths = {shard.path: shard.rank for shard in checkpoint.files}, list(files.numbers)
+    numbers, members = np.unique(ranges.files, return_inverse=True)
+    for i, number in enumerate(numbers):
+        old = ranks.get(paths[number], {})
+        if all(rank.get(axis) == at for axis, at in old.items() if axis in rank):
+            own += int(ranges.nbytes[members == i].sum())
+    return own, total - own
 
 
-def sources(part: FilePlan) -> Iterator[FileBlob]:
-    """The ranges of the source's files that a new file is written from."""
-    for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
-        for fragment in tensor.fragments:
-            yield from fragment.blob.sources()
+class _ColumnsOfFiles:
+    """The columns of the picture to which the bytes of the source's files belong."""
+
+    def __init__(self, checkpoint: Checkpoint, files: SourceFiles) -> None:
+        rows: dict[int, list[tuple[int, int, int, int]]] = {}
+        for path, start, stop, first, last in _ranges(checkpoint):
+            rows.setdefault(files.number(path), []).append((start, stop, first, last))
+        self._of_file = {file: np.array(sorted(of_file), np.int64).T for file, of_file in rows.items()}
+
+    def of(self, ranges: FileRanges) -> set[int]:
+        """The columns of these ranges."""
+        marks = np.zeros(_COLUMNS + 1, np.int64)
+        for file in np.unique(ranges.files):
+            if (columns := self._of_file.get(int(file))) is None:
+                continue
+            starts, stops, firsts, lasts = columns
+            chosen = ranges.files == file
+            low, high = ranges.starts[chosen], ranges.stops[chosen]
+            # Every range that begins before the end, from the first one that may end behind the start.
+            begin, end = np.searchsorted(np.maximum.accumulate(stops), low, "right"), np.searchsorted(starts, high)
+            counts = np.maximum(end - begin, 0)
+            at = np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            low, high = np.maximum(np.repeat(low, counts), starts[at]), np.minimum(np.repeat(high, counts), stops[at])
+            at, low, high = (values[low < high] for values in (at, low, high))
+            scale, length = lasts[at] + 1 - firsts[at], stops[at] - starts[at]
+            np.add.at(marks, firsts[at] + (low - starts[at]) * scale // length, 1)
+            np.add.at(marks, firsts[at] + (high - 1 - starts[at]) * scale // length + 1, -1)
+        return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
 
 
 def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:
@@ -219,12 +229,12 @@ def _coded(tensor: Tensor) -> dict[str, Any]:
     return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
 
 
-def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
+def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
     for rank, role, columns, note in rows[:_MAX_FILES]:
         cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
-    if len(rows) > _MAX_FILES:
-        yield f"and {len(rows) - _MAX_FILES} more files"
+    if count > _MAX_FILES:
+        yield f"and {count - _MAX_FILES} more files"
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:

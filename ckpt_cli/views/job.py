@@ -49,15 +49,12 @@ def show_plan(source: Checkpoint, plan: Plan, target: Path, format_name: str, as
     note_plan(plan, format_name)
     needed = space_needed(plan.files)
     if as_json:
-        files = [
-            {"file": one.file, "nbytes": one.nbytes, "tensors": [p.name for p in one.parameters]} for one in plan.files
-        ]
+        files = [{"file": one.file, "nbytes": one.nbytes, "tensors": one.names()} for one in plan.files]
         data({"target": str(target), "format": format_name, "nbytes": needed, "files": files})
         return
     notes.flush()
     for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:
-        names = [p.name for p in one.parameters]
-        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(names, 2)})")
+        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(one.names(), 2)})")
     if len(plan.files) > _MAX_ROWS:
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)

@@ -251,7 +251,7 @@ def _write_all(
                 return format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
-                    error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
+                    error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
 
     def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:

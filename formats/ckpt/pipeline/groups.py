@@ -28,7 +28,14 @@ def in_step(files: Iterable[FilePlan], max_size: int) -> list[Group]:
             key = (alike, of_rank.setdefault(file.rank.get(_NUMBER, file.file), len(of_rank)))
         groups.setdefault(key, []).append(file)
     parts = (members[at : at + max_size] for members in groups.values() for at in range(0, len(members), max_size))
-    return sorted(map(tuple, parts), key=lambda group: -nbytes(group))
+    return sorted(map(tuple, parts), key=_order)
+
+
+def _order(group: Sequence[FilePlan]) -> int:
+    """Large groups first. Those of about equal size stay in the order of the plan: neighbours share a layout."""
+    size = nbytes(group)
+    shift = max(size.bit_length() - 4, 0)
+    return -(size >> shift << shift)
 
 
 def ranks(group: Sequence[FilePlan]) -> int:

@@ -8,7 +8,7 @@ storages        tensors as views of storages
 zip_archive     the zip container; legacy_stream: the format before it; same_shape: archives that differ in values only
 reader          open_file, load_pickle
 pickle_writer   values -> pickle
-writer          layout_file, write_file
+writer          layout_file, outline_file, write_file
 
 A module is imported at the first use of its names: other readers need the types of values, and no reader of pickles.
 """
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
     from ckpt_formats.containers.torchfile.writer import (
         FileLayout,
+        FileOutline,
         StorageSlot,
         StorageView,
         layout_file,
+        outline_file,
         reading_chunks,
         write_file,
     )
@@ -44,7 +46,16 @@ _NAMES = {
     "record_forms": ("CompactRecord", "RecordForm", "StateForm"),
     "same_shape": ("ParsedTemplate",),
     "storages": ("Storage", "StorageSlice", "TensorRef", "tensor_of"),
-    "writer": ("FileLayout", "StorageSlot", "StorageView", "layout_file", "reading_chunks", "write_file"),
+    "writer": (
+        "FileLayout",
+        "FileOutline",
+        "StorageSlot",
+        "StorageView",
+        "layout_file",
+        "outline_file",
+        "reading_chunks",
+        "write_file",
+    ),
 }
 """The public names by module."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -54,6 +65,7 @@ __all__ = [
     "ByteSource",
     "CompactRecord",
     "FileLayout",
+    "FileOutline",
     "ParsedTemplate",
     "RecordForm",
     "StateForm",
@@ -70,6 +82,7 @@ __all__ = [
     "load_pickle",
     "open_file",
     "open_item",
+    "outline_file",
     "reading_chunks",
     "tensor_of",
     "write_file",
