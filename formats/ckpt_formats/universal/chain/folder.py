@@ -16,6 +16,9 @@ from ckpt_formats.universal.chain.file import ChainIndex
 
 LOCK = "chain.lock"
 _DRAFT = f"{index.NAME}.tmp"
+REPLAYED = ".replayed{}.tmp"
+"""Where `compact` keeps the values of states that it replayed, while it runs."""
+_REPLAYED = re.compile(r"\.replayed\d{1,6}\.tmp")
 _STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
 
 
@@ -72,7 +75,7 @@ def leftovers(run: Path, chain: ChainIndex | None, resumed: str | None = None) -
 
 def _is_of_chain(name: str) -> bool:
     """Whether a file of this name may be part of a chain, or a leftover of one."""
-    patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED)
+    patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED, _REPLAYED)
     return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
 
 
