@@ -1,5 +1,6 @@
 """`verify`, `compact` and `restore` go through a chain once: counted in manifests, and in chunks that are decoded."""
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.members import open_member
+from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest
 from ckpt_formats.universal.replay import StateArrays, StoredDelta
+from damage import ckpt
 from held import checkpoint, contents, flip, parameter
 
 CHUNK = 1 << 18
@@ -105,7 +108,7 @@ def test_a_copy_before_damage_is_compared_and_a_state_after_it_is_not(tmp_path: 
     assert "chunk 1 of 2" in report.findings[1].what
 
 
-@pytest.mark.parametrize("keep", "deltas"), [("every:2", 5), ("2,5,7", 6)])
+@pytest.mark.parametrize(("keep", "deltas"), [("every:2", 5), ("2,5,7", 6)])
 def test_compact_decodes_each_delta_once_and_leaves_no_values_behind(
     keep: str, deltas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,3 +142,26 @@ def test_what_a_killed_compact_left_is_removed(tmp_path: Path, monkeypatch: pyte
     (run / folder.REPLAYED.format(4)).write_bytes(b"values")
     compact(run, Retention(("last:1",)), DeltaPolicy(), Resources(2))
     assert {path.name for path in run.iterdir()} == {"chain.json", "chain.lock", "step-0000000003.1"}
+
+
+@pytest.mark.parametrize("form", ["universal", "torch"])
+def test_restore_says_what_it_will_replay_and_decodes_each_delta_once(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = chain_of(tmp_path / "run", 4)
+    told = ("restore", run, tmp_path / "out", "--to", form, "--workers", 1, "--json")
+    said = json.loads(ckpt(*told, "--dry-run").out)
+    stored = sum(entry.delta.extent.nbytes for folder in run.glob("*/") for entry in _entries(folder) if entry.delta)
+    nbytes = 3 * 8 * (CHUNK + 100)
+    assert said["replay"] == {"deltas": 3, "stored_nbytes": stored, "nbytes": nbytes, "seconds": 0.006}
+    assert any(note["text"].startswith("3 deltas to replay: ") for note in said["notes"])
+    counted = Counted(monkeypatch)
+    done = ckpt(*told)
+    assert done.code == 0
+    assert "3 deltas to replay: " in done.out
+    assert set(counted.chunks.values()) == {1}
+    assert len(counted.chunks) == 3 * 2
+
+
+def _entries(folder: Path) -> Iterator[ParameterEntry]:
+    return iter(manifest.load(folder / manifest.NAME).entries)
