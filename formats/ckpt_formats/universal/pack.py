@@ -47,7 +47,7 @@ _SMALL_NBYTES = 1 << 20
 """Bytes of a state that is read at once."""
 _MAX_STATE_NAMES = 1 << 16
 """As many as the column `state.name` of the index can number."""
-_PAGE = 4096
+PAGE = 4096
 """The data of a pack begins at a multiple of this."""
 _METADATA = {"ckpt": f"universal {VERSION}"}
 
@@ -123,7 +123,7 @@ def write_pack(
             for draft, state in (*late, *odd):
                 _write_state(out, draft, state, transfer, coding)
         entries = tuple(_entry(draft, errors or {}) for draft in drafts)
-        header = header_bytes(_stored_slots(entries, out.header_nbytes), _METADATA, out.header_nbytes)
+        header = header_bytes(stored_slots(entries, out.header_nbytes), _METADATA, out.header_nbytes)
         data = out.finish(header)
         header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
         return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries, data)
@@ -259,10 +259,10 @@ def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
         for state, tensor in parameter.states.items():
             name = len(json.dumps(names.add(parameter.name, state)))
             nbytes += name + len(str(tensor.shape)) + 2 * offset_digits + _SLOT_NBYTES + reserve
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // PAGE) * PAGE
 
 
-def _stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
+def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
     """The entries of the header for what is stored, by offset. Encoded states and deltas are tensors of uint8."""
     slots, names = [], _SlotNames()
     for entry in entries:

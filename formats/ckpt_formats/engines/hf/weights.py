@@ -58,7 +58,9 @@ def _safetensors(entry: Path) -> ModelFiles:
     weights = read_weights(*shard_paths(entry))
     if weights.metadata.get("ckpt", "").startswith("universal "):
         raise Unsupported(
-            "a file of a checkpoint in the universal format", where=entry, hint="Name the folder of its manifest.json."
+            "a file of a checkpoint in the universal format",
+            where=entry,
+            hint="Name the folder of its manifest.json; a single file must have a name that ends in .ucp.",
         )
     aliases = weights.aliases()
     metadata = {key: value for key, value in weights.metadata.items() if key not in aliases}
