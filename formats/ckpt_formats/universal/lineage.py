@@ -40,9 +40,9 @@ class Loaded:
     parameters: dict[tuple[Path, int], Mapping[str, Parameter]] = field(default_factory=dict)
     """Those of a folder, by the folder and the `id` of the parameters of its parent, which are in here, too."""
 
-    def manifest(self, folder: Path) -> Manifest:
-        """The manifest in a folder. Raises as `manifest.load`, each time."""
-        return once(self.manifests, folder, lambda: manifest.load(folder / manifest.NAME))
+    def manifest(self, path: Path) -> Manifest:
+        """The manifest in a file. Raises as `manifest.load`, each time."""
+        return once(self.manifests, path, lambda: manifest.load(path))
 
     def members(self, run: Path) -> Mapping[str, Path]:
         """The folders of a chain by content id; empty if there is no chain."""
@@ -70,7 +70,7 @@ def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
     Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
     """
     loaded = loaded or Loaded()
-    stated = loaded.manifest(folder)
+    stated = loaded.manifest(manifest.manifest_path(folder))
     ancestors = [Ancestor(folder, stated, stated.entries.numbers.keys())]
     seen = {folder.resolve()}
     while needed := _needed(ancestors[-1]):
@@ -111,7 +111,7 @@ def _parent(folder: Path, parent: Parent, loaded: Loaded) -> tuple[Path, Manifes
     matches = (loaded.members(run).get(parent.content) for run in runs)
     above = next((match for match in matches if match is not None), stated_path)
     try:
-        stated = loaded.manifest(above)
+        stated = loaded.manifest(above / manifest.NAME)
     except CkptError as error:
         if (above / manifest.NAME).is_file():
             raise

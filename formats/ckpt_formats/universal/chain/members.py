@@ -9,7 +9,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, recording
-from ckpt_formats.universal import Universal
+from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.format import read_lineage
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, lineage_of_parent
@@ -124,7 +124,7 @@ def _check_place(run: Path, member: Member, loaded: Loaded) -> None:
     folder = run / member.folder
     if not folder.is_dir():
         raise Incomplete(f"the folder of step {member.step} is missing", where=folder)
-    content = loaded.manifest(folder).content
+    content = loaded.manifest(folder / manifest.NAME).content
     if content != member.content:
         raise Corrupt(
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
