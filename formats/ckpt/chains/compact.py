@@ -167,11 +167,11 @@ def _written(
     states, members = planned.states, list[Member]()
     # Those that are written again, and those that they are stored against.
     needed = {
-        kept.step
+        one.step
         for state, before in zip(states, (None, *states), strict=False)
         if state.member is not None and state.how in ("base", "delta")
-        for kept in (state, before if state.how == "delta" else None)
-        if kept is not None and kept.member is not None
+        for one in (state, before if state.how == "delta" else None)
+        if one is not None and one.member is not None
     }
     opened = open_members(run, chain) if needed else None
     is_carried = len(needed) > 1 and _has_room(run, states)

@@ -141,7 +141,7 @@ def _remainder(checkpoint: Checkpoint, sealed: set[Path], replayed: set[_Key]) -
         for (name, state), digest in checkpoint.digests.items()
         if not replayed.intersection(_own(checkpoint.parameters[name].states[state].fragments[0].blob))
     }
-    return replace(checkpoint, digests=digests, seals=checkpoint.seals.beside(sealed))
+    return replace(checkpoint, digests=digests, seals=checkpoint.seals.without(sealed))
 
 
 def _without_deltas(checkpoint: Checkpoint) -> Checkpoint:

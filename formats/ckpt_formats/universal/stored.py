@@ -96,7 +96,7 @@ class StoredSeals(Sequence[Seal]):
             for _, stated in self.checkpoints
         )
 
-    def beside(self, folders: Container[Path]) -> tuple[Seal, ...]:
+    def without(self, folders: Container[Path]) -> tuple[Seal, ...]:
         """The checksums without those of some ancestors. That of the form of the original file always stays."""
         remaining = tuple((folder, stated) for folder, stated in self.checkpoints if folder not in folders)
         return (*self._form(), *(seal for folder, stated in remaining for seal in _seals_of(folder, stated)))
