@@ -3,11 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import folder
@@ -22,8 +23,14 @@ def append(
     policy: DeltaPolicy,
     resources: Resources,
     progress: Progress | None = None,
+    parent: Checkpoint | None = None,
 ) -> AppendResult:
-    """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged."""
+    """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged.
+
+    A delta is stored against the last state, which is read from `parent`: a checkpoint that has the same values, such
+    as the one that was appended last. Raises `StateDiffers` at the first chunk with other values. Without `parent`,
+    it is read from where the last state was appended from, as long as that is there, and else replayed.
+    """
     check_complete(source)
     check_not_suspicious(source)
     with folder.locked(run, create=True, locks=resources.locks) as chain:
@@ -34,21 +41,47 @@ def append(
             written = write_base(source, run / name, step, policy, resources, progress)
         else:
             last = chain.members[-1]
-            earlier = open_member(run, chain, last)
-            written = write_delta(source, run / name, step, earlier, run / last.folder, policy, resources, progress)
+            written = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
             if written.member.kind == "base":
                 notes += (
                     Notice(f"a delta against step {last.step} would not be smaller: the state is stored as a base"),
                 )
         before = chain or ChainIndex(())
-        longer = ChainIndex((*before.members, written.member), before.segments)
-        open_member(run, longer, written.member)  # a member that cannot be opened is not listed
-        folder.replace(run, longer)
+        members, source_path = (*before.members, written.member), appended_from(run, source, written.member)
+        folder.replace(run, ChainIndex(members, before.segments, source_path))
     return replace(written, notes=(*notes, *written.notes))
 
 
+def _write_delta(
+    source: Checkpoint,
+    target: Path,
+    step: int,
+    run: Path,
+    chain: ChainIndex,
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None,
+    parent: Checkpoint | None,
+) -> AppendResult:
+    """Write a delta against the last state, read in the cheapest way that works."""
+    last, notes = chain.members[-1], tuple[Notice, ...]()
+    for before in states_before(run, chain, source, parent):
+        earlier, against = before.checkpoint, run / last.folder
+        try:
+            written = write_delta(
+                source, target, step, earlier, against, policy, resources, progress, parent_content=last.content
+            )
+        except CkptError as error:
+            if not before.allows_other(error):
+                raise
+            notes += (Notice(f"not read from where the last state was appended from: {error}"),)
+            continue
+        return replace(written, notes=(*notes, *before.notes, *written.notes))
+    raise AssertionError("the last way is a replay, after which there is no other")
+
+
 def plan_append(
-    run: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy
+    run: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, parent: Checkpoint | None = None
 ) -> tuple[int, Kind, Checkpoint | None, tuple[Notice, ...]]:
     """The step that would be appended, its kind, the state that it is stored against, and notes.
 
@@ -60,6 +93,9 @@ def plan_append(
     step, notes = _step(source, step, chain, run)
     if chain is None or policy.needs_base(chain):
         return step, "base", None, notes
+    if parent is not None:
+        before = next(states_before(run, chain, source, parent))
+        return step, "delta", before.checkpoint, (*notes, *before.notes)
     return step, "delta", open_member(run, chain, chain.members[-1]), notes
 
 

@@ -20,7 +20,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
@@ -155,9 +155,14 @@ def write_delta(
     resources: Resources,
     progress: Progress | None = None,
     content: str | None = None,
+    parent_content: str | None = None,
 ) -> AppendResult:
-    """Write a state as a delta against an earlier one, in the folder `parent`. `content` is the id that it must get."""
-    return _write_coded(source, target, step, earlier, parent, policy, resources, progress, content)
+    """Write a state as a delta against an earlier one, in the folder `parent`.
+
+    `content` is the id that it must get, `parent_content` that of the parent, if it is known already.
+    """
+    known = parent_content or manifest.load(parent / manifest.NAME).content
+    return _write_coded(source, target, step, earlier, (parent, known), policy, resources, progress, content)
 
 
 def _write_coded(
@@ -165,16 +170,19 @@ def _write_coded(
     target: Path,
     step: int,
     earlier: Checkpoint | None,
-    parent: Path | None,
+    parent: tuple[Path, str] | None,
     policy: DeltaPolicy,
     resources: Resources,
     progress: Progress | None,
     content: str | None = None,
 ) -> AppendResult:
-    """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size."""
+    """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size.
+
+    `parent`: its folder and content id.
+    """
 
     def write(codec: DeltaCodec, folder: Path) -> AppendResult:
-        stored_against = None if parent is None else _parent(parent, folder)
+        stored_against = None if parent is None else _parent(*parent, folder)
         codecs = replace(policy, codec=codec).codecs(source)
         format = Delta(
             earlier=earlier, stored_against=stored_against, delta_codecs=codecs, check=policy.check, content=content
@@ -194,9 +202,8 @@ def _write_coded(
     return replace(write(chosen, target), accepted=accepted)
 
 
-def _parent(folder: Path, target: Path) -> Parent:
-    where = os.path.relpath(folder.resolve(), target.parent.resolve() / target.name)
-    return Parent(manifest.load(folder / manifest.NAME).content, where)
+def _parent(folder: Path, content: str, target: Path) -> Parent:
+    return Parent(content, os.path.relpath(folder.resolve(), target.parent.resolve() / target.name))
 
 
 def _write(
@@ -207,6 +214,10 @@ def _write(
 
 
 def _member(folder: Path, written: Manifest, step: int) -> Member:
+    for number, pack in enumerate(written.packs):  # a member that cannot be read is not listed
+        path = folder / manifest.pack_file(number)
+        if not path.is_file() or path.stat().st_size != pack.nbytes:
+            raise Corrupt("the pack is not as it was written", where=path)
     codecs: dict[str, None] = {}
     for entry in written.entries:
         if entry.delta is not None:
