@@ -160,7 +160,7 @@ def delta_policy(command: F) -> F:
 
 
 def append_options(command: F) -> F:
-    """`--step`, `--parent` and `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
+    """`--step`, `--parent`, `--tip`, `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
 
     @wraps(command)
     def wrapper(
@@ -168,9 +168,11 @@ def append_options(command: F) -> F:
         policy: "DeltaPolicy",
         step: int | None,
         parent: "Checkpoint | None",
+        tip: bool,
         dry_run: bool,
         **arguments: Any,
     ) -> Any:
+        policy = replace(policy, tip=tip)
         return command(*args, options=AppendOptions(policy, step, parent, dry_run), **arguments)
 
     parent_option = click.option(
@@ -184,7 +186,14 @@ def append_options(command: F) -> F:
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
     )
-    return cast(F, with_options(with_options(wrapper, _STEP, dry_run), parent_option, group="Deltas"))
+    tip_option = click.option(
+        "--tip",
+        is_flag=True,
+        help="Store the last state also without a parent, so that it can be read without a replay. This is always so "
+        "if it is approximate.",
+    )
+    own = with_options(wrapper, _STEP, dry_run)
+    return cast(F, with_options(own, parent_option, tip_option, group="The state before"))
 
 
 def delta_file(command: F) -> F:

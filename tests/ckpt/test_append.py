@@ -1,15 +1,16 @@
-"""Append reads the state before from where it still lies: the same files, and work that no length of a chain changes."""
+"""Append reads the state before from where it still lies: equal files, and work that no length of a chain changes."""
 
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckpt.chains.append import append
-from ckpt.chains.restore import open_step
+from ckpt.chains.restore import open_step, restore
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
 from ckpt.pipeline import Resources
@@ -25,7 +26,7 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.checked import StateDiffers
 from damage import ckpt
-from held import checkpoint, contents, parameter
+from held import checkpoint, contents, flip, parameter
 
 ELEMENTS = CHUNK + 5
 """Of the larger parameter: two chunks."""
@@ -168,6 +169,73 @@ def test_the_values_of_another_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateDiffers):
         add(run, saved[3], saved[1])
     add(run, saved[3], saved[2])
+
+
+def tips(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if "tip-" in path.name)
+
+
+@pytest.mark.parametrize("codec", ["auto", "subspace:step_size=0.5"])
+def test_the_tip_is_the_last_state_and_a_restore_reads_it_alone(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain, policy = tmp_path / "chain", tmp_path / "plain", DeltaPolicy(codec, tip=codec == "auto")
+    for state in states(4):
+        append(run, state, None, policy, ONE)
+        append(plain, state, None, replace(policy, tip=False), ONE)
+        if codec != "auto":  # as if it had no tip
+            (plain / index.NAME).write_bytes(index.dump(replace(index.read(plain), tip=None)))
+        assert last_member(run) == last_member(plain)
+        assert tips(run) == ([] if state.step == 1 else [f"tip-{state.step:010d}"])
+    chain = index.read(run)
+    assert chain.tip is not None
+    assert chain.members[-1].exact == (codec == "auto")
+    expected = open_step(plain, None, ReadOptions()).checkpoint
+    opened, read_of = open_step(run, None, ReadOptions()), set[Path]()
+    real = Reader.read_into
+
+    def noted(reader: Reader, path: Path, *more: Any) -> None:
+        read_of.add(path)
+        real(reader, path, *more)
+
+    monkeypatch.setattr(Reader, "read_into", noted)
+    restore(opened, tmp_path / "restored", writable("universal"), ONE)
+    assert {path.relative_to(run).parts[0] for path in read_of if path.is_relative_to(run)} == {chain.tip.folder}
+    monkeypatch.undo()
+    restored = open_checkpoint(tmp_path / "restored")
+    assert contents(restored) == contents(expected)
+    assert restored.errors.keys() == expected.errors.keys()
+    assert ckpt("verify", run).code == 0
+    assert f'"folder": "{chain.tip.folder}"' in ckpt("log", run, "--json").out
+
+
+def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
+    run, made = tmp_path / "chain", list(states(5))
+    for state in made[:3]:
+        append(run, state, None, DeltaPolicy(tip=True), ONE)
+    pack = run / tips(run)[0] / "packs/00000.safetensors"
+    flip(pack, pack.stat().st_size // 2)
+    done = ckpt("restore", run, tmp_path / "out")
+    assert done.code == 20
+    assert f"Remove the folder {tips(run)[0]}" in done.err
+    written = append(run, made[3], None, DeltaPolicy(tip=True), ONE)
+    assert "read in another way" in str(written.notes[0])
+    shutil.rmtree(run / tips(run)[0])
+    append(run, made[4], None, DeltaPolicy(tip=True), ONE)
+    for state in made:
+        assert contents(open_step(run, state.step, ReadOptions()).checkpoint) == contents(state)
+    assert ckpt("verify", run).code == 0
+
+
+def test_a_base_needs_no_tip_and_what_a_crash_left_of_one_is_removed(tmp_path: Path) -> None:
+    run, made = tmp_path / "chain", list(states(4, 1000))
+    for state in made[:2]:
+        append(run, state, None, DeltaPolicy(tip=True), ONE)
+    (run / "tip-0000000077").mkdir()
+    (run / ".tip-0000000003.ckpt-partial").mkdir()
+    append(run, made[2], None, DeltaPolicy(tip=True, base_every=2), ONE)
+    assert tips(run) == []
+    assert index.read(run).tip is None
 
 
 class Work:

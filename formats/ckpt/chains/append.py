@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.chains.state_before import appended_from, states_before
+from ckpt.chains.tip import write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
@@ -38,17 +39,22 @@ def append(
         name = folder_name(step)
         notes += remove_leftovers(run, chain, name)
         if chain is None or policy.needs_base(chain):
-            written = write_base(source, run / name, step, policy, resources, progress)
+            written, earlier = write_base(source, run / name, step, policy, resources, progress), None
         else:
             last = chain.members[-1]
-            written = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
+            written, earlier = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
             if written.member.kind == "base":
                 notes += (
                     Notice(f"a delta against step {last.step} would not be smaller: the state is stored as a base"),
                 )
         before = chain or ChainIndex(())
-        members, source_path = (*before.members, written.member), appended_from(run, source, written.member)
-        folder.replace(run, ChainIndex(members, before.segments, source_path))
+        member, tip = written.member, None
+        if member.kind == "delta" and earlier is not None and (policy.tip or not member.exact):
+            tip = write_tip(run, member, source, earlier, resources)
+        source_path = appended_from(run, source, member)
+        folder.replace(run, ChainIndex((*before.members, member), before.segments, source_path, tip))
+        if before.tip is not None:
+            folder.remove([path for path in [run / before.tip.folder] if path.exists()])
     return replace(written, notes=(*notes, *written.notes))
 
 
@@ -62,8 +68,8 @@ def _write_delta(
     resources: Resources,
     progress: Progress | None,
     parent: Checkpoint | None,
-) -> AppendResult:
-    """Write a delta against the last state, read in the cheapest way that works."""
+) -> tuple[AppendResult, Checkpoint]:
+    """Write a delta against the last state, read in the cheapest way that works. Returns also that state."""
     last, notes = chain.members[-1], tuple[Notice, ...]()
     for before in states_before(run, chain, source, parent):
         earlier, against = before.checkpoint, run / last.folder
@@ -74,9 +80,9 @@ def _write_delta(
         except CkptError as error:
             if not before.allows_other(error):
                 raise
-            notes += (Notice(f"not read from where the last state was appended from: {error}"),)
+            notes += (Notice(f"the last state is read in another way: {error}"),)
             continue
-        return replace(written, notes=(*notes, *before.notes, *written.notes))
+        return replace(written, notes=(*notes, *before.notes, *written.notes)), earlier
     raise AssertionError("the last way is a replay, after which there is no other")
 
 

@@ -1,8 +1,9 @@
 """The state that the next member is stored against, read from where that is cheapest.
 
 Replaying the chain costs more with each delta. So the state is read from a checkpoint that still has it, if there is
-one: the checkpoint that the caller gives, or the one that the last member was appended from. Each chunk is compared
-with its checksum in the index of the last member, as it is read. So the result does not depend on where it was read.
+one: the checkpoint that the caller gives, or the one that the last member was appended from, or the chain's tip. Each
+chunk is compared with its checksum in the index of the last member, as it is read. So the result does not depend on
+where it was read.
 """
 
 import os
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ckpt.chains.tip import open_tip
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, OutputError, Unsupported
@@ -27,7 +29,7 @@ from ckpt_formats.universal.checked import KnownBlob, KnownTensor, StateDiffers
 from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest
 
-How = Literal["given", "found", "replayed"]
+How = Literal["given", "found", "tip", "replayed"]
 _COUNT = "step"
 """What torch calls the state that counts the optimizer's steps."""
 
@@ -38,13 +40,14 @@ class StateBefore:
 
     checkpoint: Checkpoint
     how: How
-    """From the checkpoint that the caller gave, from the one that the last member was appended from, or by replay."""
+    """From the checkpoint that the caller gave, from the one that was appended last, from the tip, or by replay."""
     read_from: Path
     notes: tuple[Notice, ...] = ()
 
     def allows_other(self, error: CkptError) -> bool:
-        """Whether the state may be read in another way after an error: it was found, and the error is about it."""
-        if self.how != "found" or isinstance(error, OutputError):
+        """Whether the state may be read in another way after an error: the caller did not choose this one, and the
+        error is about it."""
+        if self.how not in ("found", "tip") or isinstance(error, OutputError):
             return False
         places = [] if error.where is None else [Path(one) for one in error.where.split(", ")]
         inside = any(place == self.read_from or self.read_from in place.parents for place in places)
@@ -67,6 +70,10 @@ def states_before(
     if found is not None:
         with suppress(Unsupported):  # its parameters have other names
             yield _read_from(found, "found", run, chain, source)
+    tip = open_tip(run, chain, last)
+    if tip is not None:
+        check_members(run, chain)
+        yield StateBefore(replace(tip, path=run / last.folder), "tip", tip.path)
     yield StateBefore(open_member(run, chain, last), "replayed", run)
 
 

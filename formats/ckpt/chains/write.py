@@ -50,6 +50,9 @@ class DeltaPolicy:
     """Decode what was encoded and compare, before the state is listed."""
     evaluation: Evaluation | None = None
     """A command that decides how much may be lost."""
+    tip: bool = False
+    """Store the last state also without a parent, so that the next append and `restore` replay nothing. Of a chain
+    whose last state is approximate this is always so."""
 
     def __post_init__(self) -> None:
         for pattern in self.exact:
