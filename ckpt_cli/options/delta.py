@@ -160,7 +160,7 @@ def delta_policy(command: F) -> F:
 
 
 def append_options(command: F) -> F:
-    """`--step`, `--parent`, `--tip`, `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
+    """`--step`, `--parent`, `--tip`, `--dry-run`; the command gets them and its `DeltaPolicy` as `AppendOptions`."""
 
     @wraps(command)
     def wrapper(

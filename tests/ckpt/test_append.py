@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt.chains import costs
 from ckpt.chains.append import append
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.write import DeltaPolicy
@@ -236,6 +237,26 @@ def test_a_base_needs_no_tip_and_what_a_crash_left_of_one_is_removed(tmp_path: P
     append(run, made[2], None, DeltaPolicy(tip=True, base_every=2), ONE)
     assert tips(run) == []
     assert index.read(run).tip is None
+
+
+def test_bases_are_placed_where_replaying_would_take_longer_than_writing(tmp_path: Path) -> None:
+    """Told from bytes alone: at the same place each time, and for states of any size."""
+    run, before = tmp_path / "chain", None
+    most = int(4 * costs.WRITE_NS / costs.REPLAY_NS)
+    for state in states(most + 4, 100):
+        append(run, state, None, DeltaPolicy(base_by_cost=True, check=False), ONE, None, before)
+        before = state
+    kinds = [member.kind for member in index.read(run).members]
+    assert kinds == ["base", *["delta"] * most, "base", *["delta"] * 2]
+
+
+def test_base_every_takes_a_number_or_auto(tmp_path: Path) -> None:
+    saved, run = saved_states(tmp_path, 2, elements=100), tmp_path / "chain"
+    for path in saved:
+        assert ckpt("append", run, path, "--base-every", "auto").code == 0
+    assert [member.kind for member in index.read(run).members] == ["base", "delta"]
+    for wrong in ("0", "often"):
+        assert ckpt("append", run, saved[1], "--base-every", wrong).code == 2
 
 
 class Work:

@@ -38,7 +38,7 @@ def append(
         step, notes = _step(source, step, chain, run)
         name = folder_name(step)
         notes += remove_leftovers(run, chain, name)
-        if chain is None or policy.needs_base(chain):
+        if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
             written, earlier = write_base(source, run / name, step, policy, resources, progress), None
         else:
             last = chain.members[-1]
@@ -97,7 +97,7 @@ def plan_append(
     check_not_suspicious(source)
     chain = folder.peek(run)
     step, notes = _step(source, step, chain, run)
-    if chain is None or policy.needs_base(chain):
+    if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
         return step, "base", None, notes
     if parent is not None:
         before = next(states_before(run, chain, source, parent))
@@ -115,6 +115,10 @@ def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None 
 def folder_name(step: int) -> str:
     """The name of a member's folder."""
     return f"step-{step:010d}"
+
+
+def _raw_nbytes(source: Checkpoint) -> int:
+    return sum(parameter.nbytes for parameter in source.parameters.values())
 
 
 def _step(

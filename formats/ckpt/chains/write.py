@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt import pipeline
+from ckpt.chains import costs
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
@@ -44,6 +45,8 @@ class DeltaPolicy:
     """Patterns of the names of parameters in which nothing may be lost."""
     base_every: int | None = None
     """A base after so many members; None: only the first state is one."""
+    base_by_cost: bool = False
+    """A base also where replaying the deltas since the last one would take longer than 4 times writing a state."""
     base: Literal["exact", "coded"] = "exact"
     """Whether bases are stored without loss (`exact`), or with the codec (`coded`)."""
     check: bool = True
@@ -76,12 +79,13 @@ class DeltaPolicy:
         """The encoding of states that are stored without a parent."""
         return EncodingOptions(check=self.check)
 
-    def needs_base(self, chain: ChainIndex | None) -> bool:
-        """Is the next member a base?"""
+    def needs_base(self, chain: ChainIndex | None, raw_nbytes: int) -> bool:
+        """Is the next member, with values of so many bytes, a base?"""
         if chain is None or not chain.members:
             return True
-        since = next(i for i, member in enumerate(reversed(chain.members), 1) if member.kind == "base")
-        return self.base_every is not None and since >= self.base_every
+        since = chain.upto(chain.members[-1].step)  # the last base, and the deltas after it
+        by_number = self.base_every is not None and len(since) >= self.base_every
+        return by_number or (self.base_by_cost and costs.needs_base(since[1:], raw_nbytes))
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
         """The codec of each parameter. Parameters that are not trained, or that `exact` names, stay exact."""
