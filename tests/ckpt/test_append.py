@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.chains import costs
+from ckpt.chains import costs, tip
 from ckpt.chains.append import append
+from ckpt.chains.compact import Retention, compact
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.write import DeltaPolicy
+from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
@@ -29,6 +31,7 @@ from ckpt_formats.universal.checked import StateDiffers
 from damage import ckpt
 from held import checkpoint, contents, flip, parameter
 
+ENDINGS = {"torch": ".pt", "one file": ".ucp"}
 ELEMENTS = CHUNK + 5
 """Of the larger parameter: two chunks."""
 
@@ -56,8 +59,8 @@ def saved_states(at: Path, count: int, form: str = "universal", elements: int = 
     """The run in files: all checkpoints of one format."""
     paths = []
     for state in states(count, elements):
-        paths.append(at / f"saved{state.step}{'.pt' if form == 'torch' else ''}")
-        save(state, paths[-1], writable(form), Resources())
+        paths.append(at / f"saved{state.step}{ENDINGS.get(form, '')}")
+        save(state, paths[-1], writable("universal" if form == "one file" else form), Resources())
     return paths
 
 
@@ -82,7 +85,7 @@ def forget(run: Path) -> None:
     (run / index.NAME).write_bytes(index.dump(replace(index.read(run), appended_from=None)))
 
 
-@pytest.mark.parametrize("form", ["universal", "torch", "dcp"])
+@pytest.mark.parametrize("form", ["one file", "torch", "dcp"])
 def test_files_are_equal_wherever_the_state_before_is_read(form: str, tmp_path: Path) -> None:
     saved = saved_states(tmp_path, 4, form)
     results: list[dict[str, bytes]] = []
@@ -216,12 +219,15 @@ def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     pack = run / tips(run)[0] / "packs/00000.safetensors"
     flip(pack, pack.stat().st_size // 2)
+    found, _ = tip.opened(run, index.read(run))
+    assert [finding.kind for finding in find_problems(found[0], Resources(), lambda nbytes: None)] != []
     done = ckpt("restore", run, tmp_path / "out")
     assert done.code == 20
     assert f"Remove the folder {tips(run)[0]}" in done.err
     written = append(run, made[3], None, DeltaPolicy(tip=True), ONE)
     assert "read in another way" in str(written.notes[0])
     shutil.rmtree(run / tips(run)[0])
+    assert tip.opened(run, index.read(run))[1][0].kind == "unreadable"
     append(run, made[4], None, DeltaPolicy(tip=True), ONE)
     for state in made:
         assert contents(open_step(run, state.step, ReadOptions()).checkpoint) == contents(state)
@@ -257,6 +263,19 @@ def test_base_every_takes_a_number_or_auto(tmp_path: Path) -> None:
     assert [member.kind for member in index.read(run).members] == ["base", "delta"]
     for wrong in ("0", "often"):
         assert ckpt("append", run, saved[1], "--base-every", wrong).code == 2
+
+
+@pytest.mark.parametrize("retention", [Retention(("last:2",)), Retention(("all",), upto=3)])
+def test_compact_leaves_no_tip_of_another_state(retention: Retention, tmp_path: Path) -> None:
+    run, made = tmp_path / "chain", list(states(4, 1000))
+    for state in made:
+        append(run, state, None, DeltaPolicy(tip=True), ONE)
+    compact(run, retention, DeltaPolicy(), ONE)
+    chain = index.read(run)
+    assert tips(run) == ([] if chain.tip is None else [chain.tip.folder])
+    last = made[chain.members[-1].step - 1]
+    assert contents(open_step(run, None, ReadOptions()).checkpoint) == contents(last)
+    assert chain.tip is None or chain.tip.content == chain.members[-1].content
 
 
 class Work:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.findings import Finding
 from ckpt.job import Job
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -32,19 +33,32 @@ def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint
 
 def open_tip(run: Path, chain: ChainIndex, member: Member) -> Checkpoint | None:
     """The state of a member from the tip; None if that has another state or cannot be opened."""
-    if chain.tip is None or member is not chain.members[-1] or chain.tip.content != member.content:
+    if chain.tip is None or member != chain.members[-1] or chain.tip.content != member.content:
         return None
     folder = run / chain.tip.folder
     with suppress(CkptError):
         state = identified(lambda: Universal().read(folder, ReadOptions()))
-        if isinstance(state.seals, StoredSeals) and state.seals.checkpoints[-1][1].content == member.content:
-            return state
+        return state if _content(state) == member.content else None
     return None
 
 
 def open_state(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     """The state of a member, from the tip if that has it. Raises as `open_member`."""
     return open_tip(run, chain, member) or open_member(run, chain, member)
+
+
+def opened(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding]]:
+    """What `verify` checks of the tip, like members: its state, or a finding if that cannot be opened."""
+    if chain.tip is None:
+        return [], []
+    folder = run / chain.tip.folder
+    try:
+        state = identified(lambda: Universal().read(folder, ReadOptions()))
+    except CkptError as error:
+        return [], [Finding("unreadable", f"the tip: {error.what}", error.where or str(folder))]
+    if _content(state) != chain.tip.content:
+        return [], [Finding("unreadable", "the tip: another checkpoint is in its place", str(folder))]
+    return [state], []
 
 
 def add_hint(run: Path, chain: ChainIndex, error: CkptError) -> None:
@@ -76,3 +90,8 @@ def _decoded(folder: Path, earlier: Checkpoint) -> Checkpoint:
 
     state = identified(read)
     return replace(state, identities={**earlier.identities, **state.identities})
+
+
+def _content(state: Checkpoint) -> str | None:
+    """The content id of a checkpoint that was read from a folder in the universal format."""
+    return state.seals.checkpoints[-1][1].content if isinstance(state.seals, StoredSeals) else None
