@@ -72,7 +72,7 @@ def states_before(
             yield _read_from(found, "found", run, chain, source)
     tip = open_tip(run, chain, last)
     if tip is not None:
-        check_members(run, chain)
+        _check_members(run, chain)
         yield StateBefore(replace(tip, path=run / last.folder), "tip", tip.path)
     yield StateBefore(open_member(run, chain, last), "replayed", run)
 
@@ -81,7 +81,7 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
     """What the chain notes of the source of a member; None if its values cannot be read from a path again."""
     if not member.exact or len(source.history) != 1 or not isinstance(source.history[0], Opened):
         return None
-    path = source.history[0].path
+    path = source.path  # not that of a folder with several checkpoints, of which another may be the last one soon
     if not path.exists() or os.path.samefile(path, run):
         return None
     return AppendedFrom(member.content, os.path.relpath(path.resolve(), run.resolve()))
@@ -113,7 +113,7 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
     """The state of the last member with the values of another checkpoint. States that it lacks are replayed."""
     last = chain.members[-1]
     stated: list[Manifest] = []
-    check_members(run, chain)
+    _check_members(run, chain)
     known = identified(lambda: _known(run, last, stated))
     where = printable(str(parent.path))
     replayed: list[Checkpoint] = []
@@ -159,7 +159,7 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
     return Checkpoint(folder, found.origin, {}, found.groups)
 
 
-def check_members(run: Path, chain: ChainIndex) -> None:
+def _check_members(run: Path, chain: ChainIndex) -> None:
     """Raise `Incomplete` if the folder of a member is missing that the last one needs. Nothing is read of them."""
     there = {entry.name for entry in os.scandir(run) if entry.is_dir()}
     for member in chain.upto(chain.members[-1].step):
