@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt.chains.tip import open_tip
-from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, OutputError, Unsupported
 from ckpt_formats.core.format import ReadOptions, identified
@@ -73,7 +73,10 @@ def states_before(
     tip = open_tip(run, chain, last)
     if tip is not None:
         _check_members(run, chain)
-        yield StateBefore(replace(tip, path=run / last.folder), "tip", tip.path)
+        folder = run / last.folder
+        member = identified(lambda: Checkpoint(folder, tip.origin, {}, files=_files(folder)))
+        checkpoint = replace(tip, path=folder, identities={**tip.identities, **member.identities})
+        yield StateBefore(checkpoint, "tip", tip.path)
     yield StateBefore(open_member(run, chain, last), "replayed", run)
 
 
@@ -155,8 +158,19 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
             f"another checkpoint is in the place of step {last.step}: {found.content[:24]}…, not {last.content[:24]}…",
             where=folder,
         )
+    for number, pack in enumerate(found.packs):
+        path = folder / manifest.pack_file(number)
+        if not path.is_file():
+            raise Incomplete("a pack of the checkpoint is missing", where=path)
+        if path.stat().st_size != pack.nbytes:
+            raise Corrupt(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
     stated.append(found)
-    return Checkpoint(folder, found.origin, {}, found.groups)
+    return Checkpoint(folder, found.origin, {}, found.groups, files=_files(folder))
+
+
+def _files(folder: Path) -> tuple[SourceFile, ...]:
+    """The packs of a member. They are not read, but must not change while the next member is written against it."""
+    return tuple(SourceFile(path, path.stat().st_size, "all") for path in sorted(folder.glob("packs/*")))
 
 
 def _check_members(run: Path, chain: ChainIndex) -> None:
