@@ -109,7 +109,7 @@ def compact(
         notes = remove_leftovers(run, chain)
         planned = plan(run, chain, retention, policy)
         members = _written(run, chain, planned, policy, resources, progress)
-        after = ChainIndex(tuple(members), planned.segments)
+        after = chain.with_members(tuple(members), planned.segments)
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))

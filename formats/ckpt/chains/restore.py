@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 
 from ckpt import pipeline
+from ckpt.chains import tip
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.staging import check_target, staging_folder
@@ -59,7 +60,7 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
         if all(member.step != step for member in chain.members):
             return ChainState(states.open_state(path, chain, step), path)
     member = members.member_at(path, chain, step)
-    return ChainState(members.open_member(path, chain, member), path, chain, member)
+    return ChainState(tip.open_state(path, chain, member), path, chain, member)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def restore(
     except CkptError as error:
         if state.chain is not None and state.member is not None:
             members.add_hint(state.run, state.chain, state.member, error)
+            tip.add_hint(state.run, state.chain, error)
         raise
 
 

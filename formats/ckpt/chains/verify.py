@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt import findings as checks
-from ckpt.chains import replay_check
+from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
 from ckpt.findings import Finding
@@ -46,6 +46,9 @@ def verify_chain(
     chain = index.read(run)
     members = open_members(run, chain)
     opened, findings = remainders(chain, members)
+    states, of_tip = tip.opened(run, chain)
+    # All members have the same identities.
+    identified, opened, findings = [*opened[:1], *states], [*opened, *states], [*findings, *of_tip]
     load_kernels()
     count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
     findings += examine(opened, resources, count_bytes)
@@ -53,7 +56,7 @@ def verify_chain(
     findings += _of_segments(views)
     if replay:
         findings += _replay_findings(run, chain, members, resources, progress)
-    findings += [finding for one in opened[:1] for finding in checks.changed(one)]  # all have the same identities
+    findings += [finding for one in identified for finding in checks.changed(one)]
     checksums = sum(len(one.seals) for one in opened)
     notes = (*_approximate(chain), *_torn(views))
     bad = tuple(_bad_steps(run, chain, findings))
