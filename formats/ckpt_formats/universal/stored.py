@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import numpy as np
 
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.state_table import PLAIN as UNCODED
+from ckpt_formats.core.state_table import Coding, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
-from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, Index
+from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, pack_file
 from ckpt_formats.universal.read_states import read_parameter, seals
 
@@ -20,7 +24,7 @@ StateKey = tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
-class StoredParameters(Mapping[str, Parameter]):
+class StoredParameters(TabulatedParameters):
     """The parameters in a folder by name, in the model's order. Each is created once, when it is asked for."""
 
     folder: Path
@@ -50,6 +54,17 @@ class StoredParameters(Mapping[str, Parameter]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @cached_property
+    def table(self) -> StateTable:
+        assert len(self.names) == len(self.index)  # of an ancestor, nobody asks for it
+        return _table(self.index)
+
+    def check(self) -> None:
+        names = self.index.names
+        for number in _kinds(self.index):
+            if names[number] in self.names:
+                self[names[number]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,3 +140,64 @@ def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:
         if figures is not None:
             result[names[int(columns["state.parameter"][row])], state] = figures
     return result
+
+
+def _table(index: Index) -> StateTable:
+    columns, tables = index.columns, index.tables
+    return StateTable(
+        index.names,
+        columns["parameter.role"],
+        columns["parameter.values"],
+        tables.values,
+        np.searchsorted(columns["state.parameter"], np.arange(len(index) + 1)),
+        columns["state.name"],
+        tables.states,
+        columns["state.dtype"],
+        tuple(DTYPES[name] for name in tables.dtypes),
+        columns["state.rank"],
+        columns["state.dims"],
+        np.ones(len(columns["state.name"]), np.int64),
+        lambda: bool(np.isin(columns["state.storage"], (CODED, IN_DELTA)).any()),
+        lambda: _coding(index),
+    )
+
+
+def _coding(index: Index) -> Coding:
+    """The bytes and codecs of all states. Of a delta of several, a state has the share of its bytes in their values."""
+    columns, tables = index.columns, index.tables
+    storage, nbytes = columns["state.storage"], columns["state.nbytes"].astype(np.int64)
+    codec = np.where(storage == PLAIN, 0, columns["state.codec"].astype(np.int64))
+    names = [UNCODED, *(str(item.codec["name"]) for item in tables.codecs[1:])]
+    names += [f"{item.codec['name']} (delta)" for item in tables.deltas]
+    rows = np.flatnonzero(storage == IN_DELTA)
+    if len(rows):
+        itemsizes = np.array([DTYPES[name].itemsize for name in tables.dtypes], np.int64)[columns["state.dtype"][rows]]
+        owners = columns["state.parameter"][rows]
+        delta = np.searchsorted(columns["delta.parameter"], owners)
+        full = np.bincount(owners, itemsizes, len(index))[owners]
+        nbytes[rows] = np.rint(columns["delta.nbytes"].astype(np.int64)[delta] * itemsizes / full).astype(np.int64)
+        codec[rows] = len(tables.codecs) + columns["delta.codec"].astype(np.int64)[delta]
+    return Coding(nbytes, codec, tuple((name,) for name in names))
+
+
+def _kinds(index: Index) -> list[int]:
+    """The numbers of the first parameters of each kind, and of all whose delta needs a parent, in their order.
+
+    Whether a parameter can be made depends on the names, types and codecs of its states, its delta and its parent.
+    """
+    columns = index.columns
+    deltas = dict(zip(columns["delta.parameter"].tolist(), columns["delta.codec"].tolist(), strict=True))
+    special = columns["state.storage"] != PLAIN
+    numbers: list[int] = np.unique(columns["state.parameter"][special]).tolist()
+    if not numbers:
+        return []
+    kinds = [columns[name].astype("<u4") for name in ("state.name", "state.dtype", "state.storage", "state.codec")]
+    raw, width = np.stack(kinds, axis=1).tobytes(), 4 * len(kinds)
+    first = np.searchsorted(columns["state.parameter"], np.arange(len(index) + 1)).tolist()
+    chosen: dict[object, int] = {}
+    for number in numbers:
+        delta = deltas.get(number)
+        alone = delta is None or not index.tables.deltas[delta].parent_states
+        kind = delta, raw[width * first[number] : width * first[number + 1]]
+        chosen.setdefault(kind if alone else number, number)
+    return list(chosen.values())
