@@ -22,7 +22,11 @@ def dump(fields: dict[str, Any]) -> bytes:
 
 def load(path: Path, max_nbytes: int, kind: str) -> dict[str, Any]:
     """The object in a file of at most `max_nbytes` bytes. Raises `Corrupt`; `kind` names the file in the message."""
-    content = read_whole(path, max_nbytes)
+    return parse(read_whole(path, max_nbytes), path, kind)
+
+
+def parse(content: bytes, path: Path, kind: str) -> dict[str, Any]:
+    """The object in the bytes of such a file. Raises `Corrupt`; `kind` names the bytes in the message."""
     checksum_line = _FIRST_LINE.match(content)
     if checksum_line is None:
         raise Corrupt(f"not {kind}", where=path)

@@ -300,6 +300,18 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(open_to_read(path), "rb")
 
 
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """A range of a file. Raises `Corrupt` if the file ends before, and as `open_to_read`."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < offset + nbytes:
+            raise Corrupt(f"the file ends before byte {offset + nbytes:,}", where=path, hint="It was truncated.")
+        try:
+            file.seek(offset)
+            return file.read(nbytes)
+        except OSError as error:
+            raise unreadable(error, path) from error
+
+
 def read_whole(path: Path, max_nbytes: int) -> bytes:
     """All bytes of a file. Raises `Unsafe` if there are more than `max_nbytes`, and as `open_to_read`."""
     with open_regular(path) as file:

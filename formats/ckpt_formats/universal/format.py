@@ -10,7 +10,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -21,7 +21,8 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, lineage
-from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
+from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 PACK_NBYTES = 64 << 20
 """Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
+_SINGLE_FILE = "checkpoint.ucp"
+"""The name of a single file before it is renamed to the target."""
 _HEADER_NBYTES = 16 << 20
 """About as many bytes the header of a pack may have: other readers parse all of it."""
 _HEADER_ENTRY = 128
@@ -79,6 +82,8 @@ class Universal(WritableFormat):
     """The content id that the result must have, if it is known: that of the source, if no values change."""
     pack_nbytes: int = PACK_NBYTES
     """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
+    single_file: bool = False
+    """Whether everything is in one file. A target whose name ends in `.ucp` is."""
 
     @property
     def parent(self) -> Parent | None:
@@ -93,7 +98,10 @@ class Universal(WritableFormat):
         return EncodingOptions.of(self.codec, self.level, self.check)
 
     def detect(self, path: Path) -> bool:
-        return (path / manifest.NAME).is_file()
+        return path.is_file() if is_single(path) else (path / manifest.NAME).is_file()
+
+    def for_target(self, target: Path) -> WritableFormat:
+        return replace(self, single_file=self.single_file or is_single(target))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         ancestors = lineage(path)
@@ -123,8 +131,11 @@ class Universal(WritableFormat):
         for parameter in source.parameters.values():
             check_storable(parameter)
         check_state_names(source.parameters.values())
+        if self.single_file:
+            _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
-        return Plan(tuple(self._pack(number, parameters, source) for number, parameters in packs))
+        files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
+        return Plan(files, single_file=_SINGLE_FILE if self.single_file else None)
 
     def _pack(self, number: int, parameters: tuple[Parameter, ...], source: Checkpoint) -> FilePlan:
         keys = ((p.name, state) for p in parameters for state in p.states) if source.errors else ()
@@ -183,6 +194,9 @@ class Universal(WritableFormat):
             result = replace(result, parent=self.parent)
         if self.content not in (None, result.content):
             raise _changed(result, source)
+        if self.single_file:
+            _write_single_file(folder, result)
+            return
         data, (original_fields, form) = result.entries.dump(), original.dump(source.original)
         (folder / manifest.INDEX).write_bytes(data)
         if form is not None:
@@ -190,6 +204,38 @@ class Universal(WritableFormat):
         draft = folder / f"{manifest.NAME}.tmp"
         draft.write_bytes(manifest.dump(result, data, original_fields))
         os.replace(draft, folder / manifest.NAME)
+
+
+def _write_single_file(folder: Path, result: Manifest) -> None:
+    """Put the packs in a folder together, with the index and the manifest behind them."""
+    from ckpt_formats.universal import write_single_file as single
+
+    packs = [(folder / pack_file(number), pack) for number, pack in enumerate(result.packs)]
+    draft, (fields, form) = single.draft(result.entries, packs), original.dump(result.original)
+    index, nbytes = draft.index.dump(), 0
+    last = () if form is None else (form,)
+    for _ in range(2):  # the header has the length of the manifest, and the manifest the checksum of the header
+        header = draft.header(single.lengths(len(index), nbytes, None if form is None else len(form)))
+        stated = replace(result, entries=draft.index, packs=(draft.pack(header),))
+        text = manifest.dump(stated, index, fields)
+        nbytes = len(text)
+    single.write(folder / _SINGLE_FILE, header, draft.pieces, (*last, index, text))
+
+
+def _check_header(source: Checkpoint) -> None:
+    """Raise `Unsupported` if the header of a single file would be larger than other programs read."""
+    from ckpt_formats.universal.write_single_file import MAX_HEADER
+
+    entries = sum(
+        _text_nbytes(parameter.name) + _text_nbytes(state) + _HEADER_ENTRY
+        for parameter in source.parameters.values()
+        for state in parameter.states
+    )
+    if entries > MAX_HEADER:
+        raise Unsupported(
+            "one file cannot hold so many states: its header would be too large for the safetensors library",
+            hint="Give a target whose name does not end in .ucp: it will be a folder.",
+        )
 
 
 def _packs(parameters: Iterable[Parameter], limit: int) -> Iterator[tuple[Parameter, ...]]:
@@ -214,15 +260,18 @@ def _text_nbytes(text: str) -> int:
 
 def _packs_of(ancestor: Ancestor) -> Iterator[SourceFile]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
+    if is_single(ancestor.folder):  # `manifest.load` has compared its length
+        yield SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all")
+        return
     for number, pack in enumerate(ancestor.manifest.packs):
-        path = ancestor.folder / pack_file(number)
+        path = pack_path(ancestor.folder, number)
         yield SourceFile(path, _length(path, pack.nbytes, "pack"), "all")
 
 
 def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:
     """The file with the form of the original file. Those of ancestors are not read."""
     form = original.seal(stated.original)
-    if form is not None:
+    if form is not None and not is_single(path):
         yield SourceFile(form.path, _length(form.path, form.nbytes, "form of the original file"), "form")
 
 

@@ -30,7 +30,7 @@ def lineage(folder: Path) -> tuple[Ancestor, ...]:
 
     Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
     """
-    stated = manifest.load(folder / manifest.NAME)
+    stated = manifest.load(manifest.manifest_path(folder))
     ancestors = [Ancestor(folder, stated, stated.entries.numbers.keys())]
     seen, folders = {folder.resolve()}, _FolderIndex({})
     while needed := _needed(ancestors[-1]):

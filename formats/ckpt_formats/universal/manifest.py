@@ -28,7 +28,9 @@ from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
 from ckpt_formats.universal.index import ROLES, TYPES, Index
+from ckpt_formats.universal.original import NAME as ORIGINAL
 from ckpt_formats.universal.original import load as load_original
+from ckpt_formats.universal.single_file import FileRange, is_single, last_entries
 from ckpt_formats.universal.tables import Tables
 
 NAME = "manifest.json"
@@ -37,6 +39,7 @@ VERSION = 1
 _UNRELEASED_VERSIONS = (2, 3)
 """Numbers that unreleased versions of ckpt wrote. No later version of the format has them."""
 _MAX_BYTES = 4 << 30
+_KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _MAX_PATH = 4096
 
@@ -79,6 +82,16 @@ def pack_file(number: int) -> str:
     return f"packs/{number:05d}.safetensors"
 
 
+def pack_path(checkpoint: Path, number: int) -> Path:
+    """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
+    return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
+
+
+def manifest_path(checkpoint: Path) -> Path:
+    """The file that has the manifest of the checkpoint at a path."""
+    return checkpoint if is_single(checkpoint) else checkpoint / NAME
+
+
 def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -> bytes:
     """The bytes of `manifest.json`. `index`: those of the file of the index. `original`: this field."""
     parent = manifest.parent
@@ -109,12 +122,20 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
 
 
 def load(path: Path) -> Manifest:
-    """Read and check a manifest, and the index in its folder.
+    """Read and check a manifest, and the index beside it: in its folder, or in the same file.
 
     Raises `Corrupt`, `Incomplete` if the index is missing, or `Unsupported` for an earlier form or a version that this
     program does not know.
     """
-    fields = sealed_json.load(path, _MAX_BYTES, "the manifest of a universal checkpoint")
+    if is_single(path):
+        last = last_entries(path)
+        return _manifest(sealed_json.parse(last.manifest.read(), path, _KIND), last.index, last.original, path)
+    index, original = FileRange(path.parent / INDEX, 0, -1), FileRange(path.parent / ORIGINAL, 0, -1)
+    return _manifest(sealed_json.load(path, _MAX_BYTES, _KIND), index, original, path)
+
+
+def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRange | None, path: Path) -> Manifest:
+    """The manifest of these fields. A length of -1 is that of a file of its own, which the fields state."""
     check = FieldReader(path)
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
@@ -133,7 +154,11 @@ def load(path: Path) -> Manifest:
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     aliases = check.mapping(fields, "aliases")
     packs = tuple(_pack(item, check) for item in check.sequence(fields, "packs"))
-    index = _index(path.parent / INDEX, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
+    if is_single(path):
+        begin = index_at.offset if original_at is None else original_at.offset
+        check.true(len(packs) == 1 and packs[0].nbytes == begin, "packs: they are not the states of this file")
+        check.true(fields.get("parent") is None, "parent: a single file has none")
+    index = _index(index_at, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
     manifest = Manifest(
         Origin(check.text(origin, "engine"), origin.get("version"), step, check.values(origin, "layout")),
         index,
@@ -146,7 +171,7 @@ def load(path: Path) -> Manifest:
         check.values(fields, "extras"),
         check.text(fields, "written_by"),
         _parent(fields, check),
-        load_original(fields, check),
+        load_original(fields, check, original_at),
     )
     needs_parent = bool(index.with_deltas())
     check.true(not needs_parent or manifest.parent is not None, "parent: there are deltas, but no parent is named")
@@ -195,19 +220,23 @@ def _pack(item: Any, check: FieldReader) -> Pack:
     return Pack(item[0], item[1], check.hash({"header": item[2]}, "header"))
 
 
-def _index(path: Path, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
+def _index(at: FileRange, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
+    data = at.read() if at.nbytes >= 0 else _index_file(at.path, nbytes)
+    if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
+        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=at.path)
+    index = Index(columns.load(data, TYPES, at.path), tables)
+    check_index(index, packs, at.path)
+    return index
+
+
+def _index_file(path: Path, nbytes: int) -> bytes:
     if not path.exists():
         raise Incomplete("the index of the checkpoint is missing", where=path)
     try:
-        data = read_whole(path, min(nbytes, _MAX_BYTES))
+        return read_whole(path, min(nbytes, _MAX_BYTES))
     except Unsafe:
         raise Corrupt(f"the index is longer than the {nbytes} bytes that the manifest states", where=path) from None
-    if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
-        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=path)
-    index = Index(columns.load(data, TYPES, path), tables)
-    check_index(index, packs, path)
-    return index
 
 
 def _parent(fields: Any, check: FieldReader) -> Parent | None:

@@ -14,8 +14,9 @@ from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import OriginalForm
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
-from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.files import Seal, read_range
 from ckpt_formats.core.values import Value
+from ckpt_formats.universal.single_file import FileRange
 
 NAME = "original.json"
 _MAX_FILE_NAME = 255
@@ -39,8 +40,11 @@ def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | 
     return fields, data
 
 
-def load(fields: Mapping[str, Any], check: FieldReader) -> OriginalForm | None:
-    """The original form by the manifest's field. The file is read when the form is asked for. Raises `Corrupt`."""
+def load(fields: Mapping[str, Any], check: FieldReader, at: FileRange | None) -> OriginalForm | None:
+    """The original form by the manifest's field. Its bytes are read when the form is asked for. Raises `Corrupt`.
+
+    `at`: where these are, if they are anywhere; with the length -1 for a file of its own.
+    """
     if fields.get("original") is None:
         return None
     original = check.mapping(fields, "original")
@@ -49,7 +53,7 @@ def load(fields: Mapping[str, Any], check: FieldReader) -> OriginalForm | None:
     check.true(is_valid, "original.file is not the name of a file")
     form = None
     if "form" in original:
-        seal = _seal(original["form"], check)
+        seal = _seal(original["form"], check, at)
         form = partial(_form, seal)
     return OriginalForm(check.text(original, "format"), file, form)
 
@@ -61,18 +65,21 @@ def seal(original: OriginalForm | None) -> Seal | None:
     return stated if isinstance(stated, Seal) else None
 
 
-def _seal(stated: Any, check: FieldReader) -> Seal | None:
+def _seal(stated: Any, check: FieldReader, at: FileRange | None) -> Seal | None:
     if stated is None:
         return None
+    check.true(at is not None, "original: the file has no form")
+    assert at is not None
     nbytes, checksum = check.of("original").natural(stated, "nbytes"), check.of("original").hash(stated, "checksum")
-    return Seal(check.path.parent / NAME, 0, nbytes, "xxh3-128", hash_number(checksum), NAME)
+    check.true(at.nbytes in (-1, nbytes), "original: the length of the form")
+    return Seal(at.path, at.offset, nbytes, "xxh3-128", hash_number(checksum), NAME)
 
 
 def _form(seal: Seal | None) -> Value:
     if seal is None:
         return None
-    data = read_whole(seal.path, seal.nbytes)
-    if len(data) != seal.nbytes or xxhash.xxh3_128_intdigest(data) != seal.digest:
+    data = read_range(seal.path, seal.offset, seal.nbytes)
+    if xxhash.xxh3_128_intdigest(data) != seal.digest:
         raise Corrupt("the form of the original file does not fit its checksum", where=seal.path)
     return decode(parse_json(data, seal.path, finite=True), seal.path)
 

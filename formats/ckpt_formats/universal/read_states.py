@@ -17,7 +17,7 @@ from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
-from ckpt_formats.universal.manifest import pack_file
+from ckpt_formats.universal.manifest import pack_path
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, bas
 def _store(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> ChunkStore:
     assert state.extent is not None
     assert state.chunks is not None
-    return ChunkStore(folder / pack_file(state.extent.pack), state.extent.offset, state.chunks, f"{entry.name}/{name}")
+    return ChunkStore(pack_path(folder, state.extent.pack), state.extent.offset, state.chunks, f"{entry.name}/{name}")
 
 
 def _delta_store(folder: Path, entry: ParameterEntry, delta: DeltaEntry) -> ChunkStore:
-    return ChunkStore(folder / pack_file(delta.extent.pack), delta.extent.offset, delta.chunks, f"{entry.name}/{DELTA}")
+    return ChunkStore(pack_path(folder, delta.extent.pack), delta.extent.offset, delta.chunks, f"{entry.name}/{DELTA}")
 
 
 def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> Seal:
@@ -106,7 +106,7 @@ def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntr
     if chunking.count:
         lengths[-1] = extent.nbytes - chunk_nbytes * (chunking.count - 1)
     return Seal(
-        folder / pack_file(extent.pack),
+        pack_path(folder, extent.pack),
         extent.offset,
         extent.nbytes,
         "xxh3-128",

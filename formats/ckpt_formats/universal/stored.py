@@ -16,7 +16,7 @@ from ckpt_formats.core.state_table import PLAIN as UNCODED
 from ckpt_formats.core.state_table import Coding, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
-from ckpt_formats.universal.manifest import Manifest, pack_file
+from ckpt_formats.universal.manifest import Manifest, pack_path
 from ckpt_formats.universal.read_states import read_parameter, seals
 
 StateKey = tuple[str, str]
@@ -120,7 +120,7 @@ class StoredSeals(Sequence[Seal]):
         yield from self._form()
         for folder, stated in self.checkpoints:
             for number, pack in enumerate(stated.packs):
-                path, digest = folder / pack_file(number), hash_number(pack.header)
+                path, digest = pack_path(folder, number), hash_number(pack.header)
                 yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
             for entry in stated.entries:
                 yield from seals(folder, entry)
