@@ -16,7 +16,7 @@ import numpy as np
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter, Role
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.values import Value
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -65,6 +65,8 @@ class StateTable:
     """The sizes of all dimensions of all states, one after another."""
     fragments: Array
     """In how many blocks each state is stored: (states,)."""
+    derived: Array
+    """Whether each state is computed from another, and not stored: (states,) bool."""
     uses_codecs: Callable[[], bool]
     """Whether a state is stored encoded. One that is derived from its master is not."""
     code: Callable[[], Coding]
@@ -101,13 +103,8 @@ class StateTable:
     @cached_property
     def weight(self) -> Array:
         """The row of each parameter's weight, as `Parameter.weight` chooses it: (parameters,) int64."""
-        rows = self.first[:-1].astype(np.int64)
-        owners = np.repeat(np.arange(len(rows)), np.diff(self.first))
-        for name in (MASTER, MODEL):
-            if name in self.states:
-                own = np.flatnonzero(self.state == list(self.states).index(name))
-                rows[owners[own]] = own
-        return rows
+        first, master, copy = self.first[:-1].astype(np.int64), self.rows_named(MASTER), self.rows_named(MODEL)
+        return np.where(copy >= 0, copy, np.where(master >= 0, master, first))
 
     @cached_property
     def owner(self) -> Array:
@@ -117,6 +114,14 @@ class StateTable:
     def shape(self, row: int) -> Shape:
         """The shape of a state."""
         return tuple(self.dims[self.dim_ends[row] : self.dim_ends[row + 1]].tolist())
+
+    def rows_named(self, name: str) -> Array:
+        """The row of the state of this name of each parameter; -1 where there is none: (parameters,) int64."""
+        rows = np.full(len(self.names), -1, np.int64)
+        if name in self.states:
+            own = np.flatnonzero(self.state == list(self.states).index(name))
+            rows[self.owner[own]] = own
+        return rows
 
     def of_parameters(self, column: Array) -> Array:
         """The sums of a column of states, for each parameter: (parameters,)."""
@@ -190,6 +195,7 @@ def table_of(
         _numbers([len(tensor.shape) for tensor in tensors]),
         np.array(sizes, object if max((total, *sizes)) >= _MAX_SUM else np.int64),
         _numbers([len(tensor.fragments) for tensor in tensors]),
+        np.array([any(isinstance(f.blob, DerivedBlob) for f in tensor.fragments) for tensor in tensors], np.bool_),
         uses_codecs,
         coding,
     )

@@ -1,6 +1,6 @@
 """What a universal checkpoint holds, as mappings over its index: nothing is made until somebody asks for it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,16 @@ import numpy as np
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.files import Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
 from ckpt_formats.core.state_table import Coding, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, pack_path
+from ckpt_formats.universal.pack_seals import pack_parts, seal_of, stored_count
 from ckpt_formats.universal.read_states import read_parameter, seals
+
+_STORED_NBYTES = ("state.nbytes", "delta.nbytes")
 
 StateKey = tuple[str, str]
 """The name of a parameter, and of one of its states."""
@@ -97,7 +100,7 @@ class StateDigests(Mapping[StateKey, int]):
 
 
 @dataclass(frozen=True, eq=False)
-class StoredSeals(Sequence[Seal]):
+class StoredSeals(SealTable):
     """The checksums of all bytes of several checkpoints: of the headers of packs, and of what is stored."""
 
     checkpoints: tuple[tuple[Path, Manifest], ...]
@@ -105,10 +108,7 @@ class StoredSeals(Sequence[Seal]):
 
     def __len__(self) -> int:
         return len(self._form()) + sum(
-            len(stated.packs)
-            + int((stated.entries.columns["state.storage"] < DERIVED).sum())
-            + len(stated.entries.columns["delta.pack"])
-            for _, stated in self.checkpoints
+            len(stated.packs) + stored_count(stated.entries) for _, stated in self.checkpoints
         )
 
     def _form(self) -> tuple[Seal, ...]:
@@ -116,17 +116,44 @@ class StoredSeals(Sequence[Seal]):
         form = original.seal(self.checkpoints[-1][1].original)
         return () if form is None else (form,)
 
+    def _headers(self, folder: Path, stated: Manifest) -> Iterator[Seal]:
+        for number, pack in enumerate(stated.packs):
+            path, digest = pack_path(folder, number), hash_number(pack.header)
+            yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+
     def __iter__(self) -> Iterator[Seal]:
         yield from self._form()
         for folder, stated in self.checkpoints:
-            for number, pack in enumerate(stated.packs):
-                path, digest = pack_path(folder, number), hash_number(pack.header)
-                yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+            yield from self._headers(folder, stated)
             for entry in stated.entries:
                 yield from seals(folder, entry)
 
     def __getitem__(self, number: Any) -> Any:
         return tuple(self)[number]
+
+    @property
+    def nbytes(self) -> int:
+        columns = [stated.entries.columns[name] for _, stated in self.checkpoints for name in _STORED_NBYTES]
+        return sum(seal.nbytes for seal in self.alone()) + sum(int(column.sum()) for column in columns)
+
+    def alone(self) -> Iterator[Seal]:
+        yield from self._form()
+        for folder, stated in self.checkpoints:
+            yield from self._headers(folder, stated)
+
+    def parts(self) -> list[SealPart]:
+        first, parts = 0, list[SealPart]()
+        for folder, stated in self.checkpoints:
+            parts += pack_parts(folder, stated.entries, first)
+            first += stored_count(stated.entries)
+        return parts
+
+    def of(self, number: int) -> tuple[Seal, str]:
+        for folder, stated in self.checkpoints:
+            if number < stored_count(stated.entries):
+                return seal_of(folder, stated.entries, number)
+            number -= stored_count(stated.entries)
+        raise IndexError(number)
 
 
 def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:
@@ -157,6 +184,7 @@ def _table(index: Index) -> StateTable:
         columns["state.rank"],
         columns["state.dims"],
         np.ones(len(columns["state.name"]), np.int64),
+        columns["state.storage"] == DERIVED,
         lambda: bool(np.isin(columns["state.storage"], (CODED, IN_DELTA)).any()),
         lambda: _coding(index),
     )
