@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -35,6 +36,21 @@ class Coding:
     """The number of each state's codecs in `codecs`: (states,) int64."""
     codecs: Sequence[tuple[str, ...]]
     """Names of codecs; of a state that is stored as it is, `PLAIN`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the states of a table lie that are stored as they are, and the checksums of all states."""
+
+    files: Sequence[Path]
+    file: Array
+    """The number of each state's file in `files`; -1 for a state that is encoded, or not stored: (states,) int64."""
+    offset: Array
+    """Where each state begins in its file, in C order and little-endian: (states,) int64."""
+    chunks: Array
+    """How many chunks each state has, by the rule of `Chunking.default`: (states,) int64."""
+    digests: Array
+    """The promised checksums of the values of all chunks of all states: (chunks, 16) uint8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +173,10 @@ class TabulatedParameters(Mapping[str, Parameter]):
     @abstractmethod
     def table(self) -> StateTable:
         """The table of all states."""
+
+    @abstractmethod
+    def places(self) -> Places:
+        """Where the states of the table lie."""
 
     @abstractmethod
     def check(self) -> None:

@@ -125,9 +125,9 @@ def pack_parts(folder: Path, index: Index, first: int) -> Iterator[PackPart]:
 
     expected = np.zeros((len(range_of), DIGEST), np.uint8)
     expected[is_coded, :8] = columns["coded.stored"].astype(">u8").view(np.uint8).reshape(-1, 8)
-    kept = np.zeros(len(columns["state.storage"]), np.bool_)
-    kept[rows] = ~coded[: len(rows)]
-    expected[~is_coded] = columns["chunk.values"][np.repeat(kept, index.chunk_counts)]
+    is_plain = np.zeros(len(columns["state.storage"]), np.bool_)
+    is_plain[rows] = ~coded[: len(rows)]
+    expected[~is_coded] = columns["chunk.values"][np.repeat(is_plain, index.chunk_counts)]
 
     offsets, packs = offset[range_of] + starts, pack[range_of]
     order = np.lexsort((offsets, packs))

@@ -13,7 +13,7 @@ from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
-from ckpt_formats.core.state_table import Coding, StateTable, TabulatedParameters
+from ckpt_formats.core.state_table import Coding, Places, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, pack_path
@@ -62,6 +62,17 @@ class StoredParameters(TabulatedParameters):
     def table(self) -> StateTable:
         assert len(self.names) == len(self.index)  # of an ancestor, nobody asks for it
         return _table(self.index)
+
+    def places(self) -> Places:
+        columns = self.index.columns
+        packs = columns["state.pack"].astype(np.int64)
+        return Places(
+            [pack_path(self.folder, number) for number in range(int(packs.max(initial=-1)) + 1)],
+            np.where(columns["state.storage"] == PLAIN, packs, -1),
+            columns["state.offset"].astype(np.int64),
+            self.index.chunk_counts,
+            columns["chunk.values"],
+        )
 
     def check(self) -> None:
         names = self.index.names
