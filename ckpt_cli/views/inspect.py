@@ -209,7 +209,11 @@ def _parameters(table: StateTable) -> list[dict[str, Any]]:
     names, dtypes = table.states, [dtype.name for dtype in table.dtypes]
     codecs = [None if not own or own == (PLAIN,) else ", ".join(own) for own in table.coding.codecs]
     columns = (table.state, table.dtype, table.nbytes, table.fragments, table.coding.nbytes, table.coding.codec)
-    rows, dims, ends = zip(*(column.tolist() for column in columns), strict=True), table.dims.tolist(), table.dim_ends
+    rows, dims, ends = (
+        zip(*(column.tolist() for column in columns), strict=True),
+        table.dims.tolist(),
+        table.dim_ends.tolist(),
+    )
     states = [
         (
             names[name],

@@ -88,7 +88,7 @@ class TablePairs:
         x = np.array([first.rows[key] for key in keys], np.int64)
         y = np.array([second.rows[key] for key in keys], np.int64)
         same = a.rank[x] == b.rank[y]
-        begins, others = np.array(a.dim_ends)[x], np.array(b.dim_ends)[y]
+        begins, others = a.dim_ends[x], b.dim_ends[y]
         for axis in range(int(a.rank.max(initial=0))):
             rows = np.flatnonzero(same & (a.rank[x] > axis))
             same[rows] = a.dims[begins[rows] + axis] == b.dims[others[rows] + axis]

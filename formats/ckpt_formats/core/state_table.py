@@ -97,14 +97,14 @@ class StateTable:
         return self.code()
 
     @cached_property
-    def dim_ends(self) -> list[int]:
-        """Where the dimensions of each state begin in `dims`, and where the last ones end."""
-        return [0, *np.cumsum(self.rank, dtype=np.int64).tolist()]
+    def dim_ends(self) -> Array:
+        """Where the dimensions of each state begin in `dims`, and where the last ones end: (states + 1,) int64."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rank, dtype=np.int64)])
 
     @cached_property
     def elements(self) -> Array:
         """The elements of each state: (states,)."""
-        begins, sizes = np.array(self.dim_ends[:-1], np.int64), np.ones(len(self), self.dims.dtype)
+        begins, sizes = self.dim_ends[:-1], np.ones(len(self), self.dims.dtype)
         sizes = sizes.astype(object) if self.dims.dtype == object else sizes.astype(np.int64)
         for axis in range(int(self.rank.max(initial=0))):
             rows = np.flatnonzero(self.rank > axis)
@@ -155,10 +155,11 @@ class StateTable:
         kinds += self.rank.astype("<u8") << np.uint64(56)
         states, dims = kinds.tobytes(), self.dims.tolist() if self.dims.dtype == object else None
         raw = b"" if dims is not None else self.dims.astype("<u8").tobytes()
-        ends, first = self.dim_ends, self.first.tolist()
+        ends, first = self.dim_ends[self.first].tolist(), self.first.tolist()
         roles, values = self.role.tolist(), self.value.tolist()
         for number, (a, b) in enumerate(pairwise(first)):
-            sizes: Any = raw[8 * ends[a] : 8 * ends[b]] if dims is None else tuple(dims[ends[a] : ends[b]])
+            begin, end = ends[number], ends[number + 1]
+            sizes: Any = raw[8 * begin : 8 * end] if dims is None else tuple(dims[begin:end])
             key = roles[number], values[number], states[8 * a : 8 * b], sizes
             yield known.setdefault(key, len(known)), number
 
