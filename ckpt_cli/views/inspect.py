@@ -10,13 +10,12 @@ import numpy as np
 
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
-from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
-from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.location import detect
 
 _COLUMNS = 48
@@ -27,6 +26,7 @@ _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", 
 
 def print_json(checkpoint: Checkpoint) -> None:
     """Print the full index as one JSON object on stdout."""
+    from ckpt import sizes
     from ckpt_formats.containers.typed_json import encode
 
     data(
@@ -34,24 +34,7 @@ def print_json(checkpoint: Checkpoint) -> None:
             "path": str(checkpoint.path),
             "format": detect(checkpoint.path).name,
             "origin": _origin(checkpoint),
-            "parameters": [
-                {
-                    "name": p.name,
-                    "role": p.role,
-                    "states": {
-                        s: {
-                            "dtype": t.dtype.name,
-                            "shape": list(t.shape),
-                            "nbytes": t.nbytes,
-                            "blocks": len(t.fragments),
-                            **_coded(t),
-                        }
-                        for s, t in p.states.items()
-                    },
-                    "values": encode(p.values),
-                }
-                for p in checkpoint.parameters.values()
-            ],
+            "parameters": _parameters(sizes.table(checkpoint)),
             "aliases": dict(checkpoint.aliases),
             "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
             "extras": encode(checkpoint.extras),
@@ -65,6 +48,9 @@ def print_json(checkpoint: Checkpoint) -> None:
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     """Print the index as text on stdout."""
+    from ckpt import sizes
+    from ckpt_cli.views import name_tree
+
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
     version = f" {printable(origin.version)}" if origin.version else ""
@@ -72,22 +58,21 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
     click.echo(f"layout      {printable(laid_out) or 'not sharded'}")
-    roles: dict[str, list[Parameter]] = {}
-    for parameter in checkpoint.parameters.values():
-        roles.setdefault(parameter.role, []).append(parameter)
-    for role, members in roles.items():
-        count = sum(parameter.weight.size for parameter in members)
-        nbytes = format_nbytes(sum(parameter.nbytes for parameter in members))
-        click.echo(f"{_PLURALS[role]:<11} {_tensors(len(members))}, {count:,} elements, {nbytes} with all states")
-    if uses_codecs(checkpoint):
-        from ckpt import sizes as savings
+    states = sizes.table(checkpoint)
+    nbytes = states.of_parameters(states.nbytes)
+    for role in dict.fromkeys(states.role.tolist()):
+        members = states.role == role
+        count, total = int(states.elements[states.weight][members].sum()), int(nbytes[members].sum())
+        facts = f"{name_tree.tensors(int(members.sum()))}, {count:,} elements, {format_nbytes(total)} with all states"
+        click.echo(f"{_PLURALS[ROLES[role]]:<11} {facts}")
+    if states.uses_codecs():
         from ckpt_cli.views.sizes import table
 
         click.echo("\nstored")
-        for line in table(savings.rows(checkpoint)):
+        for line in table(sizes.rows_of(states)):
             click.echo(f"  {line}")
     click.echo("\nparameters")
-    for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
+    for line in name_tree.lines(states, depth):
         click.echo(f"  {line}")
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
@@ -131,11 +116,6 @@ def print_ranks(
         "nothing was "
         "written"
     )
-
-
-def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
-    """The tree of names, a line each; layers of the same form are one line, such as `{0..11}`."""
-    yield from _lines(_nested(parameters), 0, depth)
 
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
@@ -221,12 +201,38 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
         at += parameter.weight.size
 
 
-def _coded(tensor: Tensor) -> dict[str, Any]:
-    """The stored bytes and the codec of a state that is encoded; else nothing."""
-    from ckpt import sizes as savings
+def _parameters(table: StateTable) -> list[dict[str, Any]]:
+    """The parameters as plain data."""
+    from ckpt_formats.containers.typed_json import encode
 
-    nbytes, codecs = savings.stored(tensor)
-    return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
+    values = [encode(own) for own in table.values]
+    names, dtypes = table.states, [dtype.name for dtype in table.dtypes]
+    codecs = [None if not own or own == (PLAIN,) else ", ".join(own) for own in table.coding.codecs]
+    columns = (table.state, table.dtype, table.nbytes, table.fragments, table.coding.nbytes, table.coding.codec)
+    rows, dims, ends = (
+        zip(*(column.tolist() for column in columns), strict=True),
+        table.dims.tolist(),
+        table.dim_ends.tolist(),
+    )
+    states = [
+        (
+            names[name],
+            {
+                "dtype": dtypes[dtype],
+                "shape": dims[begin:end],
+                "nbytes": nbytes,
+                "blocks": blocks,
+                **({} if codecs[codec] is None else {"stored_nbytes": stored, "codec": codecs[codec]}),
+            },
+        )
+        for (name, dtype, nbytes, blocks, stored, codec), begin, end in zip(rows, ends, ends[1:], strict=False)
+    ]
+    first = table.first.tolist()
+    parameters = zip(table.names, table.role.tolist(), table.value.tolist(), first, first[1:], strict=False)
+    return [
+        {"name": name, "role": ROLES[role], "states": dict(states[begin:end]), "values": values[value]}
+        for name, role, value, begin, end in parameters
+    ]
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
@@ -250,98 +256,6 @@ def _rank(rank: Mapping[str, int], file: str) -> str:
     return axes or (name if len(name) <= 22 else f"{name[:21]}…")
 
 
-Nested = dict[str, Any]
-
-
-def _nested(parameters: Mapping[str, Parameter]) -> Nested:
-    root: Nested = {}
-    for name, parameter in parameters.items():
-        here, *rest = name.split(".")
-        node = root
-        for part in rest:
-            child = node.setdefault(here, {})
-            if not isinstance(child, dict):  # the name of a tensor is a prefix of longer names
-                here = f"{here}.{part}"
-                continue
-            node, here = child, part
-        node[here] = parameter
-    return root
-
-
-def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
-    indent = "  " * level
-    for label, child in _folded(node):
-        while isinstance(child, dict) and len(child) == 1:
-            ((inner, child),) = child.items()
-            label = f"{label}.{inner}"
-        if isinstance(child, Parameter):
-            yield f"{indent}{printable(label)}  {_leaf(child)}"
-        elif depth is not None and level + 1 >= depth:
-            leaves = list(_leaves(child))
-            nbytes = format_nbytes(sum(p.nbytes for p in leaves))
-            yield f"{indent}{printable(label)}  … {_tensors(len(leaves))}, {nbytes}"
-        else:
-            yield f"{indent}{printable(label)}"
-            yield from _lines(child, level + 1, depth)
-
-
-def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
-    """The children; consecutive numbered ones of the same form are one item."""
-    run: list[str] = []
-    items = [*_in_order(node), ("", None)]
-    for i, (label, child) in enumerate(items):
-        previous = items[i - 1][1] if i else None
-        if run and _is_number(label) and isinstance(child, dict) and _form(child) == _form(previous):
-            run.append(label)
-            continue
-        if run:
-            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} ({len(run)} alike)"), node[run[0]]
-            run = []
-        if _is_number(label) and isinstance(child, dict):
-            run = [label]
-        elif child is not None:
-            yield label, child
-
-
-def _in_order(node: Nested) -> list[tuple[str, Any]]:
-    """The children in their order, except that those with numbers as names are sorted among each other."""
-    numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
-    return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdecimal() and len(label) < 19
-
-
-def _form(node: Any) -> Any:
-    if isinstance(node, Parameter):
-        return _summary(node)
-    return [(label, _form(child)) for label, child in node.items()]
-
-
-def _leaf(parameter: Parameter) -> str:
-    blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
-    return _summary(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
-
-
-def _summary(parameter: Parameter) -> str:
-    weight = parameter.weight
-    states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
-    values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
-    role = "" if parameter.role == "parameter" else f" ({parameter.role})"
-    return printable(
-        "  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part)
-    )
-
-
-def _leaves(node: Nested) -> Iterator[Parameter]:
-    for child in node.values():
-        if isinstance(child, Parameter):
-            yield child
-        else:
-            yield from _leaves(child)
-
-
 def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
     """The range of a block in the flat tensor, in C order: its first element, and the one after its last."""
     low = high = 0
@@ -349,7 +263,3 @@ def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
         step = prod(shape[axis + 1 :])
         low, high = low + a * step, high + (b - 1) * step
     return low, high + 1
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor" if count == 1 else f"{count} tensors"

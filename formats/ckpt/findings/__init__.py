@@ -15,9 +15,10 @@ from ckpt.pipeline.interrupts import interruptible
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, damaged_chunks, seal_is_valid
+from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable, damaged_chunks, seal_is_valid
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import flat
@@ -55,8 +56,13 @@ class Replayed:
 def nbytes_to_read(checkpoint: Checkpoint) -> int:
     """Bytes that `find_problems` will read."""
     decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
-    sealed = sum(seal.nbytes for seal in checkpoint.seals)
-    return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
+    return nbytes_sealed(checkpoint) + decoded + sum(_compared(p) for p in _with_copies(checkpoint))
+
+
+def nbytes_sealed(checkpoint: Checkpoint) -> int:
+    """The bytes that the files have checksums of."""
+    seals = checkpoint.seals
+    return seals.nbytes if isinstance(seals, SealTable) else sum(seal.nbytes for seal in seals)
 
 
 def find_problems(
@@ -84,13 +90,12 @@ def _examine(
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
-    touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
-        partial(_seal, seal, touched.get(seal, ()), count_bytes) for seal in checkpoint.seals
+        partial(_seal, seal, tensors, count) for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
     ]
     work += [
         partial(_agreement, parameter, resources.slab, count_bytes)
-        for parameter in checkpoint.parameters.values()
+        for parameter in _with_copies(checkpoint)
         if _compared(parameter) and (parameter.name,) not in damaged and parameter.name not in replayed.compared
     ]
     work += [
@@ -111,11 +116,57 @@ def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
-    for parameter, state, tensor in checkpoint.tensors():
+    tensors = () if isinstance(checkpoint.parameters, TabulatedParameters) else checkpoint.tensors()
+    for parameter, state, tensor in tensors:
         for problem in tensor.problems():
             yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
     for name, message in checkpoint.dangling_names():
         yield Finding("coverage", message, str(checkpoint.path), (name,))
+
+
+def _seals(
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes
+) -> list[tuple[Seal, tuple[str, ...], CountBytes]]:
+    """The seals that are to be compared one by one, the parameters with bytes in each, and what counts them.
+
+    Of seals that are columns, these are the few that did not fit when all were compared.
+    """
+    seals = checkpoint.seals
+    if not isinstance(seals, SealTable):
+        touched = _touched(checkpoint)
+        return [(seal, touched.get(seal, ()), count_bytes) for seal in seals]
+
+    def unequal(part: SealPart) -> list[int]:
+        with Reader(check=False) as reader:
+            numbers = part.unequal(reader)
+        count_bytes(part.nbytes)
+        return numbers
+
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        wrong = sorted({n for ns in run_tasks(pool, unequal, seals.parts(), 2 * resources.workers) for n in ns})
+    few: list[tuple[Seal, tuple[str, ...], CountBytes]] = [(seal, (), count_bytes) for seal in seals.alone()]
+    for seal, name in map(seals.of, wrong):
+        parameter = checkpoint.parameters.get(name)
+        tensors = () if parameter is None else parameter.states.values()
+        is_of = any(raw.seal == seal for tensor in tensors for raw in tensor.sources())
+        few.append((seal, (name,) if is_of else (), _count_nothing))
+    return few
+
+
+def _count_nothing(nbytes: int) -> None:
+    """For bytes that were counted before."""
+
+
+def _with_copies(checkpoint: Checkpoint) -> Iterable[Parameter]:
+    """The parameters that may have replicas, or a copy of the master that is stored."""
+    parameters = checkpoint.parameters
+    if not isinstance(parameters, TabulatedParameters):
+        return parameters.values()
+    table = parameters.table
+    master, copy = table.rows_named(MASTER), table.rows_named(MODEL)
+    both = np.flatnonzero((master >= 0) & (copy >= 0))
+    stored = both[~table.derived[copy[both]]]
+    return [parameters[table.names[number]] for number in stored.tolist()]
 
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:

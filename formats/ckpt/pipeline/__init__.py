@@ -23,6 +23,7 @@ from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
@@ -182,10 +183,9 @@ def _files_of(path: Path) -> list[Path]:
 
 def check_complete(source: Checkpoint) -> None:
     """Raise `Incomplete` if tensors have missing or overlapping parts. The error names the first of them."""
+    tensors = () if isinstance(source.parameters, TabulatedParameters) else source.tensors()
     problems = [
-        f"`{printable(p.name)}` {state}: {problem}"
-        for p, state, tensor in source.tensors()
-        for problem in tensor.problems()
+        f"`{printable(p.name)}` {state}: {problem}" for p, state, tensor in tensors for problem in tensor.problems()
     ]
     problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:

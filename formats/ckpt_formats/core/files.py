@@ -11,14 +11,15 @@ import errno
 import os
 import resource
 import stat
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -74,6 +75,37 @@ class Seal:
     """The length of every chunk but the last; 0 if the range is not in chunks, or in chunks of several lengths."""
     leaves: Leaves | None = field(default=None, compare=False, repr=False)
     """The checksums of the chunks, if they are known."""
+
+
+class SealTable(Sequence[Seal]):
+    """Seals that are columns, so that many are compared at once. None is made before it is asked for."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes of all ranges."""
+
+    @abstractmethod
+    def alone(self) -> Iterator[Seal]:
+        """The seals that are in no part: few, such as those of headers."""
+
+    @abstractmethod
+    def parts(self) -> Sequence["SealPart"]:
+        """All others, in parts that are compared each by itself."""
+
+    @abstractmethod
+    def of(self, number: int) -> "tuple[Seal, str]":
+        """A seal of a part by its number, and the name of the parameter whose values it is of."""
+
+
+class SealPart(Protocol):
+    """Sealed ranges of a file that are read front to back."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def unequal(self, reader: "Reader") -> list[int]:
+        """The numbers of the seals in `SealTable.of` that do not match, or whose bytes cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What a universal checkpoint holds, as mappings over its index: nothing is made until somebody asks for it."""
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,24 @@ import numpy as np
 
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.files import Seal, SealPart, SealTable
+from ckpt_formats.core.state_table import PLAIN as UNCODED
+from ckpt_formats.core.state_table import Coding, Places, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
-from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, Index
+from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, pack_path
+from ckpt_formats.universal.pack_seals import pack_parts, seal_of, stored_count
 from ckpt_formats.universal.read_states import read_parameter, seals
+
+_STORED_NBYTES = ("state.nbytes", "delta.nbytes")
 
 StateKey = tuple[str, str]
 """The name of a parameter, and of one of its states."""
 
 
 @dataclass(frozen=True, eq=False)
-class StoredParameters(Mapping[str, Parameter]):
+class StoredParameters(TabulatedParameters):
     """The parameters in a folder by name, in the model's order. Each is created once, when it is asked for."""
 
     folder: Path
@@ -50,6 +57,28 @@ class StoredParameters(Mapping[str, Parameter]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @cached_property
+    def table(self) -> StateTable:
+        assert len(self.names) == len(self.index)  # of an ancestor, nobody asks for it
+        return _table(self.index)
+
+    def places(self) -> Places:
+        columns = self.index.columns
+        packs = columns["state.pack"].astype(np.int64)
+        return Places(
+            [pack_path(self.folder, number) for number in range(int(packs.max(initial=-1)) + 1)],
+            np.where(columns["state.storage"] == PLAIN, packs, -1),
+            columns["state.offset"].astype(np.int64),
+            self.index.chunk_counts,
+            columns["chunk.values"],
+        )
+
+    def check(self) -> None:
+        names = self.index.names
+        for number in _kinds(self.index):
+            if names[number] in self.names:
+                self[names[number]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +111,7 @@ class StateDigests(Mapping[StateKey, int]):
 
 
 @dataclass(frozen=True, eq=False)
-class StoredSeals(Sequence[Seal]):
+class StoredSeals(SealTable):
     """The checksums of all bytes of several checkpoints: of the headers of packs, and of what is stored."""
 
     checkpoints: tuple[tuple[Path, Manifest], ...]
@@ -90,10 +119,7 @@ class StoredSeals(Sequence[Seal]):
 
     def __len__(self) -> int:
         return len(self._form()) + sum(
-            len(stated.packs)
-            + int((stated.entries.columns["state.storage"] < DERIVED).sum())
-            + len(stated.entries.columns["delta.pack"])
-            for _, stated in self.checkpoints
+            len(stated.packs) + stored_count(stated.entries) for _, stated in self.checkpoints
         )
 
     def without(self, folders: Container[Path]) -> tuple[Seal, ...]:
@@ -114,12 +140,41 @@ class StoredSeals(Sequence[Seal]):
     def __getitem__(self, number: Any) -> Any:
         return tuple(self)[number]
 
+    @property
+    def nbytes(self) -> int:
+        columns = [stated.entries.columns[name] for _, stated in self.checkpoints for name in _STORED_NBYTES]
+        return sum(seal.nbytes for seal in self.alone()) + sum(int(column.sum()) for column in columns)
 
-def _seals_of(folder: Path, stated: Manifest) -> Iterator[Seal]:
-    """The checksums of all packs in a folder."""
+    def alone(self) -> Iterator[Seal]:
+        yield from self._form()
+        for folder, stated in self.checkpoints:
+            yield from _headers(folder, stated)
+
+    def parts(self) -> list[SealPart]:
+        first, parts = 0, list[SealPart]()
+        for folder, stated in self.checkpoints:
+            parts += pack_parts(folder, stated.entries, first)
+            first += stored_count(stated.entries)
+        return parts
+
+    def of(self, number: int) -> tuple[Seal, str]:
+        for folder, stated in self.checkpoints:
+            if number < stored_count(stated.entries):
+                return seal_of(folder, stated.entries, number)
+            number -= stored_count(stated.entries)
+        raise IndexError(number)
+
+
+def _headers(folder: Path, stated: Manifest) -> Iterator[Seal]:
+    """The checksums of the headers of packs."""
     for number, pack in enumerate(stated.packs):
         path, digest = pack_path(folder, number), hash_number(pack.header)
         yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+
+
+def _seals_of(folder: Path, stated: Manifest) -> Iterator[Seal]:
+    """The checksums of all packs of a checkpoint."""
+    yield from _headers(folder, stated)
     for entry in stated.entries:
         yield from seals(folder, entry)
 
@@ -135,3 +190,65 @@ def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:
         if figures is not None:
             result[names[int(columns["state.parameter"][row])], state] = figures
     return result
+
+
+def _table(index: Index) -> StateTable:
+    columns, tables = index.columns, index.tables
+    return StateTable(
+        index.names,
+        columns["parameter.role"],
+        columns["parameter.values"],
+        tables.values,
+        np.searchsorted(columns["state.parameter"], np.arange(len(index) + 1)),
+        columns["state.name"],
+        tables.states,
+        columns["state.dtype"],
+        tuple(DTYPES[name] for name in tables.dtypes),
+        columns["state.rank"],
+        columns["state.dims"],
+        np.ones(len(columns["state.name"]), np.int64),
+        columns["state.storage"] == DERIVED,
+        lambda: bool(np.isin(columns["state.storage"], (CODED, IN_DELTA)).any()),
+        lambda: _coding(index),
+    )
+
+
+def _coding(index: Index) -> Coding:
+    """The bytes and codecs of all states. Of a delta of several, a state has the share of its bytes in their values."""
+    columns, tables = index.columns, index.tables
+    storage, nbytes = columns["state.storage"], columns["state.nbytes"].astype(np.int64)
+    codec = np.where(storage == PLAIN, 0, columns["state.codec"].astype(np.int64))
+    names = [UNCODED, *(str(item.codec["name"]) for item in tables.codecs[1:])]
+    names += [f"{item.codec['name']} (delta)" for item in tables.deltas]
+    rows = np.flatnonzero(storage == IN_DELTA)
+    if len(rows):
+        itemsizes = np.array([DTYPES[name].itemsize for name in tables.dtypes], np.int64)[columns["state.dtype"][rows]]
+        owners = columns["state.parameter"][rows]
+        delta = np.searchsorted(columns["delta.parameter"], owners)
+        full = np.bincount(owners, itemsizes, len(index))[owners]
+        nbytes[rows] = np.rint(columns["delta.nbytes"].astype(np.int64)[delta] * itemsizes / full).astype(np.int64)
+        codec[rows] = len(tables.codecs) + columns["delta.codec"].astype(np.int64)[delta]
+    return Coding(nbytes, codec, tuple((name,) for name in names))
+
+
+def _kinds(index: Index) -> list[int]:
+    """The numbers of the first parameters of each kind, and of all whose delta needs a parent, in their order.
+
+    Whether a parameter can be made depends on the names, types and codecs of its states, its delta and its parent.
+    """
+    columns = index.columns
+    deltas = dict(zip(columns["delta.parameter"].tolist(), columns["delta.codec"].tolist(), strict=True))
+    special = columns["state.storage"] != PLAIN
+    numbers: list[int] = np.unique(columns["state.parameter"][special]).tolist()
+    if not numbers:
+        return []
+    kinds = [columns[name].astype("<u4") for name in ("state.name", "state.dtype", "state.storage", "state.codec")]
+    raw, width = np.stack(kinds, axis=1).tobytes(), 4 * len(kinds)
+    first = np.searchsorted(columns["state.parameter"], np.arange(len(index) + 1)).tolist()
+    chosen: dict[object, int] = {}
+    for number in numbers:
+        delta = deltas.get(number)
+        alone = delta is None or not index.tables.deltas[delta].parent_states
+        kind = delta, raw[width * first[number] : width * first[number + 1]]
+        chosen.setdefault(kind if alone else number, number)
+    return list(chosen.values())
