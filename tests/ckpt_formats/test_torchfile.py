@@ -34,6 +34,7 @@ from ckpt_formats.containers.torchfile import (
     tensor_of,
     write_file,
 )
+from ckpt_formats.containers.torchfile.expanded_size import repeated_size
 from ckpt_formats.containers.torchfile.numpy_arrays import dtype_of
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
@@ -428,6 +429,14 @@ def test_a_quantised_a_sparse_and_a_conjugated_tensor_are_carried_unread(tmp_pat
     assert torch.equal(again["conj"].resolve_conj(), given["conj"].resolve_conj())
     assert again["meta"].shape == (3,)
     assert again["half complex"].dtype == torch.complex32
+
+
+def test_dicts_of_their_own_class_count_where_they_are_repeated() -> None:
+    value: Value = StdDict()
+    for _ in range(25):
+        value, inner = StdDict(), value
+        value.update(a=inner, b=inner)
+    assert repeated_size(value) > 1 << 24
 
 
 def test_values_that_hold_themselves_are_read_and_written() -> None:

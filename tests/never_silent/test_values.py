@@ -335,6 +335,17 @@ def test_what_is_set_on_a_tensor_is_carried(tmp_path: Path) -> None:
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
 
 
+def test_what_is_nested_too_deeply_on_a_tensor_is_said_not_to_be_carried(tmp_path: Path) -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    one = nn.Parameter(torch.ones(2))
+    one.deep = deep  # type: ignore[attr-defined]
+    path = saved(tmp_path, {"model": {"w": one}})
+    assert bits(weights(path)["w"]) == bits(np.ones(2, np.float32))
+    assert "nested too deeply: not carried" in ckpt("inspect", path).err
+
+
 META: dict[str, Callable[[], Any]] = {
     "all": lambda: {"w": torch.empty(3, device="meta")},
     "some": lambda: {"w": torch.ones(2), "v": torch.empty(3, device="meta")},
