@@ -41,8 +41,8 @@ def printable(name: str) -> str:
 
     >>> print(printable("\\x1b[2Jlayers\\n"))
     \\x1b[2Jlayers\\n
-    >>> print(printable("größe\\n"))
-    größe\\n
+    >>> printable("größe\\n") == "größe" + r"\\n"
+    True
     """
     if name.isprintable():
         return name
