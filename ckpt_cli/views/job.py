@@ -58,9 +58,10 @@ def show_plan(source: Checkpoint, plan: Plan, target: Path, format_name: str, as
     if len(plan.files) > _MAX_ROWS:
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
+    count = 1 if plan.single_file else len(plan.files)
     say(
-        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} in {len(plan.files)} files "
-        f"to {printable(str(target))}; nothing was written"
+        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
+        f"in {count} file{'s' * (count != 1)} to {printable(str(target))}; nothing was written"
     )
 
 

@@ -158,7 +158,8 @@ def write(
             check_unchanged(identities)  # the error then states the cause
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
-    return Result(target, len(receipts), nbytes, resumed, checksums, time.monotonic() - started)
+    count = 1 if plan.single_file else len(receipts)
+    return Result(target, count, nbytes, resumed, checksums, time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -79,13 +79,13 @@ class _Draft:
         return replace(self.parameter, states=states)
 
     def remaining(self, copies: bool, aligned: bool) -> list[str]:
-        """The states that are still to be written."""
+        """The states that are still to be written. A copy comes after its master, so it is aligned only as that is."""
         return [
             state
             for state, tensor in self.parameter.states.items()
             if state not in self.written
             and (self.copy is not None and state == MODEL) == copies
-            and is_aligned(tensor) == aligned
+            and (is_aligned(tensor) and (not copies or is_aligned(self.parameter.states[MASTER]))) == aligned
         ]
 
 
@@ -100,9 +100,10 @@ def write_pack(
 ) -> WrittenPack:
     """Write all states: plain, in encoded chunks, or as deltas, for parameters in `bases`, where these are smaller.
 
-    The order is that of the parameters and their states; then states whose length is no multiple of 8, the largest
-    elements first; then the model's copies. A copy is not stored if it is the rounded master, which is known only when
-    the master was written. `errors`: the figures of states that were approximate before.
+    The order is that of the parameters and their states; then the model's copies; then, in this order again, states
+    and copies whose length is no multiple of 8, the largest elements first. A copy is not stored if it is the rounded
+    master, which is known only when the master was written. `errors`: the figures of states that were approximate
+    before.
     """
     reserve = _SLOT_RESERVE if coding is not None else 0
     with ExitStack() as stack, PackFile(path, number, _header_nbytes(parameters, reserve)) as out:
@@ -116,11 +117,11 @@ def write_pack(
             drafts.append(draft)
             for state in draft.remaining(copies=False, aligned=True):
                 _write_state(out, draft, state, transfer, coding)
-        for copies in (False, True):
-            late = [(d, state) for d in drafts for state in d.remaining(copies, aligned=True)]
-            odd = [(d, state) for d in drafts for state in d.remaining(copies, aligned=False)]
-            odd.sort(key=lambda item: -item[0].parameter.states[item[1]].dtype.itemsize)
-            for draft, state in (*late, *odd):
+        for copies, aligned in ((True, True), (False, False), (True, False)):
+            late = [(draft, state) for draft in drafts for state in draft.remaining(copies, aligned)]
+            if not aligned:
+                late.sort(key=lambda item: -item[0].parameter.states[item[1]].dtype.itemsize)
+            for draft, state in late:
                 _write_state(out, draft, state, transfer, coding)
         entries = tuple(_entry(draft, errors or {}) for draft in drafts)
         header = header_bytes(stored_slots(entries, out.header_nbytes), _METADATA, out.header_nbytes)

@@ -8,7 +8,7 @@ from ckpt_formats.containers.safetensors_shards import read_weights, shard_paths
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
@@ -56,12 +56,6 @@ def torch_shard(file: TorchFile, role: str) -> SourceFile:
 
 def _safetensors(entry: Path) -> ModelFiles:
     weights = read_weights(*shard_paths(entry))
-    if weights.metadata.get("ckpt", "").startswith("universal "):
-        raise Unsupported(
-            "a file of a checkpoint in the universal format",
-            where=entry,
-            hint="Name the folder of its manifest.json; a single file must have a name that ends in .ucp.",
-        )
     aliases = weights.aliases()
     metadata = {key: value for key, value in weights.metadata.items() if key not in aliases}
     return ModelFiles(dict(weights.tensors), False, aliases, metadata, weights.shards, (), weights.notices)
