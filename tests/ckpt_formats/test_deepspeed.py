@@ -98,5 +98,5 @@ def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Pat
 
 @pytest.mark.parametrize(("contiguous", "ranks"), [(False, [1, 4]), (True, [2, 3])])
 def test_the_ranks_that_hold_the_same_experts(contiguous: bool, ranks: list[int]) -> None:
-    """Of six data-parallel ranks in three groups: DeepSpeed deals them in turn, or to neighbours where it is told so."""
+    """Of six data-parallel ranks in three groups: DeepSpeed deals them in turn, or to neighbours if told so."""
     assert expert_ranks(1, 2, 6, contiguous) == ranks

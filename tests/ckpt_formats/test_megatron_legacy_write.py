@@ -315,8 +315,10 @@ def test_experts_that_the_arguments_do_not_have_are_never_left_out_in_silence(
 ) -> None:
     source = model("moe", args_of("moe", 1, 4))
     args = source.extras["args"]
-    fewer = replace(source, extras={**source.extras, "args": replace(args, state={**args.state, "num_experts": stated})})
-    refused(fewer, tmp_path, f"local_experts.{stated or 0}.linear_fc1.weight` is of an expert .* {stated or 0} experts")
+    fewer = replace(args, state={**args.state, "num_experts": stated})
+    source = replace(source, extras={**source.extras, "args": fewer})
+    stated = stated or 0
+    refused(source, tmp_path, f"local_experts.{stated}.linear_fc1.weight` is of an expert .* {stated} experts")
 
 
 def test_masters_of_fp32_weights_must_be_the_weights_to_be_left_out(tmp_path: Path) -> None:

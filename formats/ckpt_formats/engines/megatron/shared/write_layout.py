@@ -99,7 +99,7 @@ def _check_experts(source: Checkpoint, args: Arguments) -> None:
         number = expert_of(name) if parameter.role != "extra" else None
         if number is not None and number >= stated:
             raise Unsupported(
-                f"`{printable(name)}` is of an expert that the run's arguments do not have: they state {stated} experts",
+                f"`{printable(name)}` is of an expert that the arguments do not have: they state {stated} experts",
                 where=source.path,
                 hint="The arguments (`num_experts`) contradict the tensors: those of another run, perhaps.",
             )
