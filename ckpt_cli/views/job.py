@@ -1,6 +1,6 @@
 """Run jobs, and show what they write."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,20 @@ def note_plan(plan: Plan, format_name: str) -> None:
     notes.note(*plan.notes)
 
 
-def show_plan(source: Checkpoint, plan: Plan, target: Path, format_name: str, as_json: bool) -> None:
-    """Show what a job would write."""
+def show_plan(
+    source: Checkpoint,
+    plan: Plan,
+    target: Path,
+    format_name: str,
+    as_json: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Show what a job would write. `more`: further fields of the JSON."""
     note_plan(plan, format_name)
     needed = space_needed(plan.files)
     if as_json:
         files = [{"file": one.file, "nbytes": one.nbytes, "tensors": one.names()} for one in plan.files]
-        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files})
+        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files, **(more or {})})
         return
     notes.flush()
     for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:

@@ -486,6 +486,12 @@ HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another content": lambda s: s["members"][3].update(content="blake2b-256:" + 64 * "0"),
     "a version from the future": lambda s: s.update(version=3),
     "another format": lambda s: s.update(format="ckpt-universal"),
+    "a tip outside": lambda s: s.update(
+        tip={"folder": "../tip-0000000004", "content": s["members"][-1]["content"], "stored_nbytes": 1}
+    ),
+    "a source that is no path": lambda s: s.update(
+        appended_from={"path": "a\0b", "content": s["members"][-1]["content"]}
+    ),
 }
 
 

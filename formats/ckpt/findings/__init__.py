@@ -43,6 +43,15 @@ class Finding:
     tensors: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What was found of a checkpoint while deltas were replayed for several checkpoints at once."""
+
+    findings: tuple[Finding, ...] = ()
+    compared: frozenset[str] = frozenset()
+    """The parameters whose copies were compared with their masters."""
+
+
 def nbytes_to_read(checkpoint: Checkpoint) -> int:
     """Bytes that `find_problems` will read."""
     decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
@@ -51,11 +60,17 @@ def nbytes_to_read(checkpoint: Checkpoint) -> int:
 
 
 def find_problems(
-    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes = lambda nbytes: None
+    checkpoint: Checkpoint,
+    resources: Resources,
+    count_bytes: CountBytes = lambda nbytes: None,
+    replayed: Replayed = Replayed(),
 ) -> list[Finding]:
-    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged."""
+    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged.
+
+    What was `replayed` is part of them, and is not checked again.
+    """
     with interruptible(count_bytes) as count:
-        return _examine(checkpoint, resources, count)
+        return _examine(checkpoint, resources, count, replayed)
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:
@@ -63,7 +78,9 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes) -> list[Finding]:
+def _examine(
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes, replayed: Replayed
+) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
@@ -74,7 +91,7 @@ def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountByt
     work += [
         partial(_agreement, parameter, resources.slab, count_bytes)
         for parameter in checkpoint.parameters.values()
-        if _compared(parameter) and (parameter.name,) not in damaged
+        if _compared(parameter) and (parameter.name,) not in damaged and parameter.name not in replayed.compared
     ]
     work += [
         partial(_values, checkpoint.parameters[name], states, resources.slab, count_bytes)
@@ -82,6 +99,7 @@ def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountByt
     ]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
+    results += replayed.findings
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
@@ -102,6 +120,9 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
     """The parameters with bytes in each sealed range."""
+    forms = {file.path for file in checkpoint.files if file.role == "form"}
+    if all(seal.path in forms for seal in checkpoint.seals):
+        return {}  # nothing of tensors is in them
     names: dict[Seal, dict[str, None]] = {}
     for parameter, _, tensor in checkpoint.tensors():
         for raw in tensor.sources():
@@ -173,12 +194,12 @@ def _compared(parameter: Parameter) -> int:
     """The bytes that are read to compare replicas and copies; 0 if there are none."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-    if master is not None and copy is not None and _is_copy(copy, master):
+    if master is not None and copy is not None and is_copy(copy, master):
         total += master.nbytes + copy.nbytes
     return total
 
 
-def _is_copy(copy: Tensor, master: Tensor) -> bool:
+def is_copy(copy: Tensor, master: Tensor) -> bool:
     """Is the copy stored separately, and can it be the master, rounded?"""
     return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
@@ -199,7 +220,7 @@ def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list
                 except CkptError as error:
                     findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-        if master is not None and copy is not None and _is_copy(copy, master):
+        if master is not None and copy is not None and is_copy(copy, master):
             try:
                 findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
             except CkptError as error:
@@ -208,17 +229,27 @@ def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list
 
 
 def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
-    codec, differing = Rounded(), 0
+    differing = 0
     for box in transfer.boxes(master):
         values = transfer.fetch(copy, box, "copy")
-        rounded = codec.decode(b"", box.shape, copy.dtype, transfer.fetch(master, box))
-        width = copy.dtype.itemsize
-        unequal = as_bytes(values).reshape(-1, width) != as_bytes(np.ascontiguousarray(rounded)).reshape(-1, width)
-        differing += int(unequal.any(axis=1).sum())
+        differing += count_unrounded(transfer.fetch(master, box), values)
     if differing:
-        files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
-        message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
-        yield Finding("copy", message, ", ".join(files), (name,))
+        yield unrounded(name, master, copy, differing)
+
+
+def count_unrounded(master: Array, copy: Array) -> int:
+    """How many values of a copy are not those of the master, rounded. Both have the same shape, any dtype."""
+    width = copy.dtype.itemsize
+    rounded = np.ascontiguousarray(Rounded().decode(b"", copy.shape, copy.dtype, master))
+    unequal = as_bytes(copy).reshape(-1, width) != as_bytes(rounded).reshape(-1, width)
+    return int(unequal.any(axis=1).sum())
+
+
+def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Finding:
+    """The finding for a copy of which `differing` values are not those of the master, rounded."""
+    files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
+    message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
+    return Finding("copy", message, ", ".join(files), (name,))
 
 
 def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:

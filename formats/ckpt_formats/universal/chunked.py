@@ -228,20 +228,7 @@ class EncodedBlob(Blob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         store = self.store
-        first, last = flat_ends(self.box, store.shape)
-        if last - first != self.box.size or not out.flags.c_contiguous:
-            read_chunks(out, self.box, store.chunking, lambda index: store.values(index, reader))
-            return
-        # A run of elements in C order: whole chunks are decoded where they are to lie.
-        flat = out.reshape(-1)
-        for index in store.chunking.touched(self.box):
-            start, stop = store.chunking.range(index)
-            low, high = max(start, first), min(stop, last)
-            part = flat[low - first : high - first]
-            if (low, high) == (start, stop):
-                store.fill(part, index, reader)
-            else:
-                part[:] = store.values(index, reader)[low - start : high - start]
+        read_block(out, self.box, store.chunking, store.values, store.fill, reader)
 
     def sources(self) -> Iterator[FileBlob]:
         stored = self.store.stored
@@ -250,6 +237,34 @@ class EncodedBlob(Blob):
 
     def parts(self) -> tuple[Blob, ...]:
         return () if self.store.base is None else (self.store.base.crop(self.box),)
+
+
+def read_block(
+    out: Array,
+    box: Box,
+    chunking: Chunking,
+    values: Callable[[int, Reader], Array],
+    fill: Callable[[Array, int, Reader], None],
+    reader: Reader,
+) -> None:
+    """Fill `out` with the block `box` of a tensor: this shape, any dtype.
+
+    `values` gives a chunk, (n,), that is kept for the next call; `fill` writes a chunk that is not needed again.
+    """
+    first, last = flat_ends(box, chunking.shape)
+    if last - first != box.size or not out.flags.c_contiguous:
+        read_chunks(out, box, chunking, lambda index: values(index, reader))
+        return
+    # A run of elements in C order: whole chunks are decoded where they are to lie.
+    flat = out.reshape(-1)
+    for index in chunking.touched(box):
+        start, stop = chunking.range(index)
+        low, high = max(start, first), min(stop, last)
+        part = flat[low - first : high - first]
+        if (low, high) == (start, stop):
+            fill(part, index, reader)
+        else:
+            part[:] = values(index, reader)[low - start : high - start]
 
 
 def read_chunks(out: Array, box: Box, chunking: Chunking, values: Callable[[int], Array]) -> None:

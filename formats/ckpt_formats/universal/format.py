@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
-from ckpt_formats.universal.lineage import Ancestor, lineage
+from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
@@ -29,6 +30,8 @@ from ckpt_formats.universal.tables import Tables
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
 
+_NO_PARAMETERS: Mapping[str, Parameter] = {}
+"""Those of the parent of a base."""
 PACK_NBYTES = 64 << 20
 """Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
 _SINGLE_FILE = "checkpoint.ucp"
@@ -104,26 +107,7 @@ class Universal(WritableFormat):
         return replace(self, single_file=self.single_file or is_single(target))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        ancestors = lineage(path)
-        stated = ancestors[-1].manifest
-        parameters: Mapping[str, Parameter] = {}
-        for ancestor in ancestors:
-            parameters = StoredParameters(ancestor.folder, ancestor.manifest.entries, ancestor.names, parameters)
-        errors = state_errors(stated.entries)
-        return Checkpoint(
-            path,
-            stated.origin,
-            parameters,
-            stated.groups,
-            stated.extras,
-            stated.aliases,
-            (*(file for ancestor in ancestors for file in _packs_of(ancestor)), *_form_of(path, stated)),
-            StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
-            _notices(errors),
-            digests=StateDigests(stated.entries),
-            errors=errors,
-            original=stated.original,
-        )
+        return read_lineage(lineage(path), Loaded())
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.universal.pack import check_state_names, check_storable  # they import the codecs
@@ -206,6 +190,39 @@ class Universal(WritableFormat):
         os.replace(draft, folder / manifest.NAME)
 
 
+def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
+    """The checkpoint that is the last of a lineage. What another one had `loaded` is shared with it.
+
+    Raises `Incomplete` or `Corrupt` if a file of the lineage is missing or has another length.
+    """
+    parameters: Mapping[str, Parameter] = _NO_PARAMETERS
+    files = list[SourceFile]()
+    for ancestor in ancestors:
+        folder, entries = ancestor.folder, ancestor.manifest.entries
+        key = folder, id(parameters)
+        if key not in loaded.parameters:
+            loaded.parameters[key] = StoredParameters(folder, entries, entries.numbers.keys(), parameters)
+        parameters = loaded.parameters[key]
+        packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
+        files += packs
+    path, stated = ancestors[-1].folder, ancestors[-1].manifest
+    errors = state_errors(stated.entries)
+    return Checkpoint(
+        path,
+        stated.origin,
+        parameters,
+        stated.groups,
+        stated.extras,
+        stated.aliases,
+        (*files, *_form_of(path, stated)),
+        StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
+        _notices(errors),
+        digests=StateDigests(stated.entries),
+        errors=errors,
+        original=stated.original,
+    )
+
+
 def _write_single_file(folder: Path, result: Manifest) -> None:
     """Put the packs in a folder together, with the index and the manifest behind them."""
     from ckpt_formats.universal import write_single_file as single
@@ -258,14 +275,13 @@ def _text_nbytes(text: str) -> int:
     return len(text) if text.isascii() and text.isprintable() else 12 * len(text)
 
 
-def _packs_of(ancestor: Ancestor) -> Iterator[SourceFile]:
+def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     if is_single(ancestor.folder):  # `manifest.load` has compared its length
-        yield SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all")
-        return
-    for number, pack in enumerate(ancestor.manifest.packs):
-        path = pack_path(ancestor.folder, number)
-        yield SourceFile(path, _length(path, pack.nbytes, "pack"), "all")
+        return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
+    paths = (pack_path(ancestor.folder, number) for number in range(len(ancestor.manifest.packs)))
+    stated = zip(paths, ancestor.manifest.packs, strict=True)
+    return tuple(SourceFile(path, _length(path, pack.nbytes, "pack"), "all") for path, pack in stated)
 
 
 def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:

@@ -85,15 +85,15 @@ class StoredDelta:
     def _replayed(self, index: int, reader: Reader) -> StateArrays:
         states: StateArrays = {}
         for replay in self.lineage():
-            states = replay._decoded(index, states, reader)
+            states = replay.decoded(index, states, reader)
         return states
 
-    def _decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
-        """The chunk, from that of the parent."""
+    def decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
+        """A chunk of all states, checked: each (size) of its dtype. `earlier`: that of the parent. Raises `Corrupt`."""
         start, stop = self.chunking.range(index)
         form = self.chunking.chunk_shape(stop - start)
         before = {
-            state: _chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
+            state: chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
         }
         data = bytes(self.stored.chunk(index, reader))
         try:
@@ -177,12 +177,12 @@ def _replay_of(blob: Blob) -> StoredDelta | None:
     return stored_delta(blob)
 
 
-def _chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
-    """Elements `start` to `stop` of a state of the parent, of which `earlier` is what was replayed."""
+def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
+    """Elements `start` to `stop` of a state at one step, of which `earlier` is what was replayed."""
     if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
         return earlier[blob.state]
     if isinstance(blob, DerivedBlob) and _replay_of(blob) is not None:
-        base = _chunk_of(blob.base, start, stop, earlier, reader)
+        base = chunk_of(blob.base, start, stop, earlier, reader)
         return blob.codec.decode(b"", base.shape, blob.dtype, base)
     values = np.empty(stop - start, blob.dtype)
     FlatRangeBlob(blob, start, stop).read_into(values, reader)

@@ -1,6 +1,6 @@
 """What a universal checkpoint holds, as mappings over its index: nothing is made until somebody asks for it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ class StoredSeals(Sequence[Seal]):
             for _, stated in self.checkpoints
         )
 
+    def without(self, folders: Container[Path]) -> tuple[Seal, ...]:
+        """The checksums without those of some ancestors. That of the form of the original file always stays."""
+        remaining = tuple((folder, stated) for folder, stated in self.checkpoints if folder not in folders)
+        return (*self._form(), *(seal for folder, stated in remaining for seal in _seals_of(folder, stated)))
+
     def _form(self) -> tuple[Seal, ...]:
         """That of the form of the original file. Those of ancestors are not read."""
         form = original.seal(self.checkpoints[-1][1].original)
@@ -104,14 +109,19 @@ class StoredSeals(Sequence[Seal]):
     def __iter__(self) -> Iterator[Seal]:
         yield from self._form()
         for folder, stated in self.checkpoints:
-            for number, pack in enumerate(stated.packs):
-                path, digest = pack_path(folder, number), hash_number(pack.header)
-                yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
-            for entry in stated.entries:
-                yield from seals(folder, entry)
+            yield from _seals_of(folder, stated)
 
     def __getitem__(self, number: Any) -> Any:
         return tuple(self)[number]
+
+
+def _seals_of(folder: Path, stated: Manifest) -> Iterator[Seal]:
+    """The checksums of all packs in a folder."""
+    for number, pack in enumerate(stated.packs):
+        path, digest = pack_path(folder, number), hash_number(pack.header)
+        yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+    for entry in stated.entries:
+        yield from seals(folder, entry)
 
 
 def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:

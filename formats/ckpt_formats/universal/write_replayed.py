@@ -45,7 +45,13 @@ def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfe
             start, stop = replay.chunking.range(index)
             for tensor, raw in copies:
                 values = transfer.fetch(tensor, Box((start,), (stop,)), counted=False)
-                _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
+                write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
+    return with_plain(parameter, plain)
+
+
+def with_plain(parameter: Parameter, plain: Mapping[int, FileBlob]) -> Parameter:
+    """The parameter with some blobs replaced, by their `id`, also where a state is derived from one of them."""
+    blobs = _blobs(parameter)
     states = {state: _plain(tensor, blobs.get(state), plain) for state, tensor in parameter.states.items()}
     return replace(parameter, states=states)
 
@@ -96,7 +102,8 @@ def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> 
     return tensor
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
+def write_at(file: int, data: memoryview, at: int) -> None:
+    """Write all bytes to an open file at an offset."""
     while data:
         done = os.pwrite(file, data, at)
         data, at = data[done:], at + done
