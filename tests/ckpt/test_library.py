@@ -19,12 +19,17 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.job import Job, load_kernels, save
+from ckpt.pipeline import Resources
 from ckpt_cli.options.target import FORMAT_OPTIONS
+from ckpt_codecs.native import library
 from ckpt_formats import registry
 from ckpt_formats.core import files
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from damage import SAMPLES
 from damage import ckpt as command
+from held import checkpoint
+from held import parameter as held_parameter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
@@ -591,3 +596,21 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(ckpt.NotFound):
         ckpt.open(tmp_path / "nothing")
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "level", library.level.__wrapped__)  # not the one that is bound already
+    load_kernels()
+    monkeypatch.setenv("CKPT_CPU_LEVEL", "99")
+    with pytest.raises(library.LibraryError, match="CKPT_CPU_LEVEL=99"):
+        load_kernels()
+
+
+@pytest.mark.parametrize("codec", [None, "planes"])
+def test_kernels_are_asked_for_where_the_source_is_compressed(codec: str | None, tmp_path: Path) -> None:
+    w = held_parameter("w", {"param": np.arange(4096, dtype=np.float32)})
+    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), Resources(1))
+    job = Job(ckpt.open(tmp_path / "source"), tmp_path / "target", registry.writable("dcp"))
+    assert job.needs_kernels == (codec is not None)

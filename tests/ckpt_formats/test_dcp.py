@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt.job import save as save_checkpoint
 from ckpt.pipeline import Resources
+from ckpt_formats.containers.torchfile import open_item
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
@@ -26,7 +27,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
-from ckpt_formats.engines.dcp import DCP
+from ckpt_formats.engines.dcp import DCP, items
 from ckpt_formats.engines.dcp.balance import RankGrid, block_rows
 from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
@@ -98,6 +99,10 @@ def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
     with Reader() as reader:
         for box in (Box((4000, 1), (4001, 3)), Box((0, 0), (4, 4)), Box((17, 2), (4099, 3)), Box((3, 0), (900, 4))):
             assert bits(read(weight.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
+    # Its values lie in all of the item: compressed bytes cannot be told apart.
+    (whole,), (part,) = weight.sources(), weight.crop(Box((17, 2), (18, 3))).sources()
+    assert part == whole
+    assert (whole.dtype, 0 < whole.shape[0] < values.nbytes) == (np.uint8, True)
 
 
 def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +370,16 @@ def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
     (tmp_path / "two").write_bytes(values)
     assert not objects.same(one, two)
     assert not objects.same(one, ItemRange("one", 0, at))
+
+
+def test_of_items_that_differ_in_their_values_alone_one_is_parsed(tmp_path: Path, monkeypatch: Any) -> None:
+    parsed: list[object] = []
+    monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))
+    values = {f"w{i}": torch.full((4, 3), float(i)) for i in range(5)}
+    found = open_checkpoint(save({"model": values}, tmp_path))
+    for name, value in values.items():
+        assert_equal(read(found.parameters[name].weight), value)
+    assert len(parsed) == 1
 
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:

@@ -411,8 +411,8 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """The error for a file that the system did not let us read, with the reason."""
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
-    hint = _HINTS.get(error.errno or 0)
-    return NotFound(f"cannot be read: {os.strerror(error.errno or 0)}", where=path, hint=hint)
+    number = error.errno or 0
+    return NotFound(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
 
 
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
