@@ -5,6 +5,7 @@ Also `ckpt`, which runs the command within this process.
 """
 # ruff: noqa: E501 -- a table is read along its lines
 
+import gc
 import io
 import json
 import os
@@ -44,8 +45,8 @@ class Ran:
 
 
 def ckpt(*arguments: object) -> Ran:
-    """Run the command in this process, as its entry point does."""
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    """Run the command in this process, as its entry point does, but what it froze for the collector is thawed again."""
+    out, err, before, thresholds = io.StringIO(), io.StringIO(), sys.argv, gc.get_threshold()
     sys.argv = ["ckpt", *map(str, arguments)]
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -54,6 +55,8 @@ def ckpt(*arguments: object) -> Ran:
         return Ran(int(end.code or 0), out.getvalue(), err.getvalue())
     finally:
         sys.argv = before
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
     raise AssertionError("run() returned")
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import manifest
+from ckpt_formats.universal import Universal, manifest
 from damage import BROKEN, NOT_FOUND, OUTPUT, SAMPLES, UNSUPPORTED, Ran, ckpt
 from held import contents, flip
 from killing import killed, points, spread
@@ -260,7 +260,8 @@ def test_zstandard_is_not_imported_where_nothing_is_coded(trained: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Universal.__init__.__kwdefaults__, "pack_nbytes", 1)  # type: ignore[attr-defined]
     rng = np.random.default_rng(0)
     held = {f"layers.{i}": torch.from_numpy(rng.standard_normal((64, 500)).astype(np.float32)) for i in range(40)}
     torch.save(held, tmp_path / "model.pt")

@@ -103,7 +103,7 @@ class StateTable:
 
     @cached_property
     def elements(self) -> Array:
-        """The elements of each state: (states,)."""
+        """The elements of each state: (states,) int64, or Python's integers where they may be larger."""
         begins, sizes = self.dim_ends[:-1], np.ones(len(self), self.dims.dtype)
         sizes = sizes.astype(object) if self.dims.dtype == object else sizes.astype(np.int64)
         for axis in range(int(self.rank.max(initial=0))):
@@ -113,7 +113,7 @@ class StateTable:
 
     @cached_property
     def nbytes(self) -> Array:
-        """The bytes of the values of each state: (states,)."""
+        """The bytes of the values of each state: (states,) int64, or Python's integers where they may be larger."""
         return self.elements * np.array([dtype.itemsize for dtype in self.dtypes] or [1], np.int64)[self.dtype]
 
     @cached_property
@@ -140,7 +140,7 @@ class StateTable:
         return rows
 
     def of_parameters(self, column: Array) -> Array:
-        """The sums of a column of states, for each parameter: (parameters,)."""
+        """The sums of a column of states, (states,) of any dtype, for each parameter: (parameters,) of this dtype."""
         ends = np.concatenate([np.zeros(1, column.dtype), np.cumsum(column)])
         sums: Array = ends[self.first[1:]] - ends[self.first[:-1]]
         return sums

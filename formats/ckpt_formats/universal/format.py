@@ -104,7 +104,7 @@ class Universal(WritableFormat):
         return path.is_file() if is_single(path) else (path / manifest.NAME).is_file()
 
     def for_target(self, target: Path) -> WritableFormat:
-        return replace(self, single_file=self.single_file or is_single(target))
+        return replace(self, single_file=True) if is_single(target) else self
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         return read_lineage(lineage(path), Loaded())

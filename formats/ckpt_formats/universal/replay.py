@@ -178,7 +178,10 @@ def _replay_of(blob: Blob) -> StoredDelta | None:
 
 
 def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
-    """Elements `start` to `stop` of a state at one step, of which `earlier` is what was replayed."""
+    """Elements `start` to `stop` of a state at one step, of which `earlier` is what was replayed.
+
+    (stop - start,) of the blob's dtype; replayed arrays may have the shape of their chunk.
+    """
     if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
         return earlier[blob.state]
     if isinstance(blob, DerivedBlob) and _replay_of(blob) is not None:
