@@ -180,7 +180,7 @@ def _replay_of(blob: Blob) -> StoredDelta | None:
 def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
     """Elements `start` to `stop` of a state at one step, of which `earlier` is what was replayed.
 
-    earlier: arrays of any dtype, by state, in the shape of their chunk. The result is one of them, or (stop - start,)
+    earlier: arrays of any dtype, by state, in the shape of their chunk. The result is one of them, or (elements,)
     of the blob's dtype.
     """
     if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
