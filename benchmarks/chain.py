@@ -99,7 +99,8 @@ def naive(run: Path, scratch: Path) -> Run:
         alone = scratch / "delta"
         shutil.rmtree(alone, ignore_errors=True)
         alone.mkdir()
-        (alone / "parameters").symlink_to((run / member.folder / "parameters").resolve())
+        for name in ("packs", manifest.INDEX):
+            (alone / name).symlink_to((run / member.folder / name).resolve())
         said = json.loads((run / member.folder / manifest.NAME).read_text())
         del said["checksum"]
         if full is not None:
@@ -120,7 +121,7 @@ def check_same(saved: Path, *others: Path) -> None:
     """All hold the same state, in the same files."""
     for folder in others:
         assert manifest.load(folder / manifest.NAME).content == manifest.load(saved / manifest.NAME).content
-        subprocess.run(["diff", "-r", saved / "parameters", folder / "parameters"], check=True)
+        subprocess.run(["diff", "-r", saved / "packs", folder / "packs"], check=True)
 
 
 def linked(run: Path, to: Path) -> str:

@@ -41,7 +41,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chunked import ENTRY
+from ckpt_formats.universal.encode_state import ROW_NBYTES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
@@ -157,7 +157,7 @@ def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
         parts = split_parts(data, {n: v.dtype for n, v in change.after.items()})
         for state, part in parts.items():
             stored[state] += len(part)
-        stored[next(iter(parts))] += len(data) - sum(map(len, parts.values())) + ENTRY.itemsize
+        stored[next(iter(parts))] += len(data) - sum(map(len, parts.values())) + ROW_NBYTES
     times = timed(encode, lambda made: [None for _ in decode(made)], rounds)
     return Row(pair.name, f"ckpt {name}", raw_size(works), stored, *times, fit)
 

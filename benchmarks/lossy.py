@@ -35,7 +35,7 @@ from states import default_folder
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.universal.chunked import ENTRY
+from ckpt_formats.universal.encode_state import ROW_NBYTES
 
 Array = np.ndarray[Any, Any]
 
@@ -88,7 +88,7 @@ def by_codec(codec: DeltaCodec) -> Method:
             made[name] = {n: np.empty(a.size, a.dtype) for n, a in states.items()}
             for part, change in chunks(old[name], states):
                 data = fitted.encode(change)
-                nbytes += len(data) + ENTRY.itemsize
+                nbytes += len(data) + ROW_NBYTES
                 shape = next(iter(change.after.values())).shape
                 for n, values in fitted.decode(data, change.before, shape, form).items():
                     made[name][n][part] = values.reshape(-1)

@@ -23,7 +23,7 @@ from ckpt_codecs.scratch import thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chunked import ENTRY
+from ckpt_formats.universal.encode_state import ROW_NBYTES
 
 STATES = ("fp32", "param", "exp_avg", "exp_avg_sq")
 PIECE = 4 << 20
@@ -98,7 +98,7 @@ def ours(level: str) -> Method:
     def decode(state: str, data: Bytes, piece: Piece) -> Array:
         return into(piece, lambda out: codec(state, piece).decode_into(data, out, piece.base))
 
-    return Method(f"ckpt {level}", chunks, encode, decode, ENTRY.itemsize)
+    return Method(f"ckpt {level}", chunks, encode, decode, ROW_NBYTES)
 
 
 def into(piece: Piece, decode: Callable[[Array], object]) -> Array:

@@ -40,6 +40,12 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
     return noted(checkpoint)
 
 
+def open_quietly(path: str, options: ReadOptions) -> Checkpoint:
+    """The checkpoint at a path, whose notices the user knows from when it was a source."""
+    with reading_headers(path):
+        return open_checkpoint(Path(path), options)
+
+
 def noted(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)

@@ -29,7 +29,7 @@ from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import StatesContent, Universal
+from ckpt_formats.universal import PackContent, Universal
 
 HERE = Path(__file__).resolve().parent
 NAME = "universal-1-coded"
@@ -109,11 +109,12 @@ def main() -> None:
     }
     group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(tensors))
     source = Checkpoint(out, Origin("golden", "2", 7), tensors, (group,), {"epoch": 3})
-    format = Universal()
+    format = Universal(pack_nbytes=0)  # a pack for each parameter: each has an encoding of its own
     receipts = []
     for part in format.plan(source).files:
         (parameter,) = part.parameters
-        content = StatesContent(cases[parameter.name][1])
+        assert isinstance(part.content, PackContent)
+        content = replace(part.content, encoding=cases[parameter.name][1])
         with Reader() as reader:
             receipts.append(format.write(out, replace(part, content=content), Transfer(reader)))
     format.commit(out, source, receipts)

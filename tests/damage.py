@@ -5,7 +5,7 @@ Also `ckpt`, which runs the command within this process.
 """
 # ruff: noqa: E501 -- a table is read along its lines
 
-import hashlib
+import gc
 import io
 import json
 import os
@@ -16,16 +16,19 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import numpy as np
+from safetensors.numpy import load_file
 
+import forged as forgery
 from ckpt_cli.main import run
 from ckpt_formats.containers.torchfile import open_file, reading_chunks, write_file
 from ckpt_formats.core.files import Reader
+from forged import Change, Forged, forge
 
 SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
 
@@ -42,8 +45,8 @@ class Ran:
 
 
 def ckpt(*arguments: object) -> Ran:
-    """Run the command in this process, as its entry point does."""
-    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    """Run the command in this process, as its entry point does, but what it froze for the collector is thawed again."""
+    out, err, before, thresholds = io.StringIO(), io.StringIO(), sys.argv, gc.get_threshold()
     sys.argv = ["ckpt", *map(str, arguments)]
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -52,6 +55,8 @@ def ckpt(*arguments: object) -> Ran:
         return Ran(int(end.code or 0), out.getvalue(), err.getvalue())
     finally:
         sys.argv = before
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
     raise AssertionError("run() returned")
 
 
@@ -255,46 +260,73 @@ def index(change: Callable[[dict[str, Any]], object]) -> Harm:
     return harm
 
 
-def manifest(change: Callable[[dict[str, Any]], object]) -> Harm:
-    """Change the manifest of a universal checkpoint, as somebody would who can compute checksums."""
+def forged(change: Change) -> Harm:
+    """Change the manifest or the index of a universal checkpoint, as somebody would who can compute checksums."""
+    return lambda root: forge(root, change)
+
+
+def field(*keys: Any, value: Any) -> Harm:
+    """Set a field of the manifest."""
+    return forged(forgery.put(*keys, value=value))
+
+
+def column(name: str, state: str, value: int) -> Harm:
+    """Set a number of a state of the parameter that tests look at."""
+    return forged(forgery.number(name, (_LOOKED_AT, state), value))
+
+
+def codec(state: str, config: Any, base: str | None = None) -> Harm:
+    """Give a state of this parameter another codec."""
+    return forged(forgery.codec(_LOOKED_AT, state, config, base))
+
+
+def sizes(state: str, value: int) -> Harm:
+    """Set all sizes of a state of this parameter."""
+    return forged(lambda f: f.columns["state.dims"].__setitem__(f.dims(_LOOKED_AT, state), value))
+
+
+def rank(state: str, value: int) -> Harm:
+    """Set the number of dimensions of a state of this parameter, and as many sizes of 1."""
+
+    def change(forged: Forged) -> None:
+        at, dims = forged.dims(_LOOKED_AT, state), forged.columns["state.dims"]
+        forged.columns["state.rank"][forged.row(_LOOKED_AT, state)] = value
+        forged.columns["state.dims"] = np.concatenate([dims[: at.start], np.ones(value, dims.dtype), dims[at.stop :]])
+
+    return forged(change)
+
+
+def in_state(state: str) -> Harm:
+    """Flip a bit of a state of this parameter."""
 
     def harm(root: Path) -> None:
-        path = root / "manifest.json"
-        said = json.loads(path.read_bytes())
-        del said["checksum"]
-        assert said["content"] == content_id(said)
-        said_before = said["content"]
-        change(said)
-        with suppress(KeyError, TypeError, AttributeError):
-            if said["content"] == said_before:
-                said["content"] = content_id(said)
-        body = json.dumps(said).encode().removeprefix(b"{")
-        path.write_bytes(b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body)
+        columns = load_file(root / "index.safetensors")
+        fields = json.loads((root / "manifest.json").read_bytes())
+        row = Forged(fields, columns).row(_LOOKED_AT, state)
+        pack = root / f"packs/{int(columns['state.pack'][row]):05d}.safetensors"
+        flip(lambda data: int(columns["state.offset"][row]) + 5)(pack)
 
     return harm
 
 
-def content_id(said: dict[str, Any]) -> str:
-    """As docs/format.md has it."""
-    parameters = sorted(
-        [
-            e["name"],
-            e["role"],
-            sorted([s, t["dtype"], t["shape"], t["values"]] for s, t in e["states"].items()),
-            e["values"],
-        ]
-        for e in said["parameters"]
-    )
-    whole = {"parameters": parameters} | {key: said[key] for key in ("groups", "aliases", "extras")}
-    text = json.dumps(whole, sort_keys=True, separators=(",", ":")).encode()
-    return "blake2b-256:" + hashlib.blake2b(text, digest_size=32).hexdigest()
+def exchanged(first: str, second: str, state: str) -> Harm:
+    """Exchange the bytes of one state of two parameters, which have the same length."""
+
+    def harm(root: Path) -> None:
+        columns = load_file(root / "index.safetensors")
+        fields = json.loads((root / "manifest.json").read_bytes())
+        rows = [Forged(fields, columns).row(name, state) for name in (first, second)]
+        assert columns["state.pack"][rows].tolist() == [0, 0]
+        pack = root / "packs/00000.safetensors"
+        data = bytearray(pack.read_bytes())
+        (a, b), nbytes = columns["state.offset"][rows].tolist(), int(columns["state.nbytes"][rows[0]])
+        data[a : a + nbytes], data[b : b + nbytes] = data[b : b + nbytes], data[a : a + nbytes]
+        pack.write_bytes(data)
+
+    return harm
 
 
-def entry(change: Callable[[dict[str, Any]], object]) -> Harm:
-    """Change the manifest's entry of the parameter that tests look at."""
-    return manifest(lambda said: change(next(e for e in said["parameters"] if e["name"] == _LOOKED_AT)))
-
-
+_PACK, _INDEX = "00000.safetensors", "index.safetensors"
 _LOOKED_AT = "blocks.0.mlp.up.weight"
 
 
@@ -495,8 +527,8 @@ _add("zero3: a bit flipped in a frozen slice", "zero3", in_file("*rank_3_*model*
 _add("pipeline: a bit flipped in a layer", "pipeline", in_file("layer_01-model_01*", flip(in_member("data/1"))), BROKEN, "layer_01-model_01", "data/1", seen="data")
 _add("pipeline: a bit flipped in a master", "pipeline", in_file("*mp_rank_03_optim*", flip(in_member("data/6"))), BROKEN, "mp_rank_03_optim_states", "data/6", seen="data")
 _add("torch: a bit flipped in a tensor", "model.pt", in_file("", flip(in_member("data/3"))), BROKEN, "model.pt", "data/3", seen="data")
-_add("universal: a bit flipped in a tensor", "universal", in_file(f"{_LOOKED_AT}-*", flip(lambda data: len(data) - 5)), BROKEN, _LOOKED_AT, seen="data")
-_add("universal: a bit flipped in a header", "universal", in_file(f"{_LOOKED_AT}-*", flip(lambda data: 20)), BROKEN, f"header of {_LOOKED_AT}", seen="spare")
+_add("universal: a bit flipped in a tensor", "universal", in_state("fp32"), BROKEN, f"{_LOOKED_AT}/fp32", seen="data")
+_add("universal: a bit flipped in a header", "universal", in_file(_PACK, flip(lambda data: 20)), BROKEN, "header of pack 0", seen="spare")
 
 # Files that are not there, or are those of others
 
@@ -704,7 +736,6 @@ _add_all(
 
 # Universal
 
-_S = ("states", "fp32")
 _add_all(
     "universal",
     [
@@ -715,50 +746,55 @@ _add_all(
         ("a bit flipped in the manifest", in_file("manifest.json", flip(lambda data: len(data) // 2)), BROKEN, ("manifest.json", "checksum")),
         ("a bit flipped in the manifest's checksum", in_file("manifest.json", flip(lambda data: 30)), BROKEN, ("manifest.json",)),
         ("the manifest has another line", in_file("manifest.json", add(b"\n")), BROKEN, ("manifest.json", "checksum")),
-        ("a parameter is missing", in_file(f"{_LOOKED_AT}-*", remove), BROKEN, (_LOOKED_AT, "missing")),
-        ("all parameters are missing", lambda root: shutil.rmtree(root / "parameters"), BROKEN, ("missing",)),
-        ("a parameter is cut", in_file(f"{_LOOKED_AT}-*", cut(lambda data: len(data) - 1)), BROKEN, (_LOOKED_AT, "bytes")),
-        ("a parameter is longer", in_file(f"{_LOOKED_AT}-*", add(b"\0")), BROKEN, (_LOOKED_AT, "bytes")),
-        ("a parameter links to itself", in_file(f"{_LOOKED_AT}-*", loop_instead), NOT_FOUND, (_LOOKED_AT, "symbolic links")),
-        ("a format of the future", manifest(put("version", value=9)), UNSUPPORTED, ("manifest.json", "version 9")),
-        ("another format", manifest(put("format", value="mine")), BROKEN, ("manifest.json",)),
-        ("another content id", manifest(put("content", value="blake2b-256:00")), BROKEN, ("content",)),
-        ("no content id", manifest(drop("content")), BROKEN, ("content",)),
-        ("no parameters", manifest(drop("parameters")), BROKEN, ("parameters is missing",)),
-        ("parameters of text", manifest(put("parameters", value="all")), BROKEN, ("parameters is not a list",)),
-        ("a parameter of text", manifest(put("parameters", value=["all"])), BROKEN, ("name is missing",)),
-        ("a negative step", manifest(put("origin", "step", value=-1)), BROKEN, ("origin.step",)),
-        ("a version of a list", manifest(put("origin", "version", value=[1])), BROKEN, ("version",)),
-        ("a step of text", manifest(put("origin", "step", value="five")), BROKEN, ("origin.step",)),
-        ("extras that are no typed values", manifest(put("extras", value={"a": {"$int": []}})), BROKEN, ("typed value",)),
-        ("extras of an unknown type", manifest(put("extras", value={"a": {"$exec": "1"}})), BROKEN, ("typed value",)),
-        ("extras of an absurd array", manifest(put("extras", value={"a": {"$array": {"dtype": "<f8", "data": "", "shape": [1 << 60]}}})), BROKEN, ("typed value",)),
-        ("extras of objects in an array", manifest(put("extras", value={"a": {"$array": {"dtype": "|O", "data": "AAAAAAAAAAA=", "shape": [1]}}})), BROKEN, ("typed value",)),
-        ("a name twice", manifest(lambda said: said["parameters"].append(said["parameters"][0])), BROKEN, ("twice",)),
-        ("a file twice", manifest(lambda said: said["parameters"][0].update(file=said["parameters"][1]["file"])), BROKEN, ("a file twice",)),
-        ("a file elsewhere", entry(lambda e: e.update(file="parameters/../../escaped.safetensors")), BROKEN, ("file name", "escaped")),
-        ("a file at the root", entry(lambda e: e.update(file="/etc/passwd")), BROKEN, ("file name", "/etc/passwd")),
-        ("an unknown role", entry(lambda e: e.update(role="ghost")), BROKEN, ("ghost",)),
-        ("a role of a list", entry(lambda e: e.update(role=["parameter"])), BROKEN, ("role",)),
-        ("no states", entry(lambda e: e.update(states={})), BROKEN, (_LOOKED_AT, "no state")),
-        ("an unknown element type", entry(put(*_S, "dtype", value="object")), BROKEN, ("object",)),
-        ("an absurd shape", entry(put(*_S, "shape", value=[1 << 60, 1 << 60])), BROKEN, ("shape",)),
-        ("too many axes", entry(put(*_S, "shape", value=[1] * 100)), BROKEN, ("shape",)),
-        ("a shape that does not fit", entry(put(*_S, "shape", value=[3])), BROKEN, ("shape [3]",)),
-        ("a state behind its file", entry(put(*_S, "offset", value=1 << 40)), BROKEN, (_LOOKED_AT, "manifest is not valid")),
-        ("a negative offset", entry(put(*_S, "offset", value=-8)), BROKEN, ("offset",)),
-        ("a length of text", entry(put("nbytes", value="many")), BROKEN, ("nbytes",)),
-        ("a length of a state of text", entry(put(*_S, "nbytes", value="many")), BROKEN, ("nbytes",)),
-        ("a codec of the future", entry(put(*_S, "codec", value={"name": "entropy9"})), UNSUPPORTED, ("manifest.json", "entropy9")),
-        ("a codec without chunks", entry(put(*_S, "codec", value={"name": "zstd"})), UNSUPPORTED, ("'zstd'", "without chunks")),
-        ("a derived codec of the future", entry(put("states", "param", "codec", value={"name": "../x"})), UNSUPPORTED, (_LOOKED_AT, "../x")),
-        ("a codec of text", entry(put(*_S, "codec", value="zstd")), BROKEN, ("codec",)),
-        ("a base that is not there", entry(put("states", "param", "base", value="ghost")), BROKEN, ("ghost",)),
-        ("a base that is itself", entry(put("states", "param", "base", value="param")), BROKEN, ("base",)),
-        ("a checksum of text", entry(put(*_S, "stored", value="trust me")), BROKEN, ("checksum",)),
+        ("the index is missing", in_file(_INDEX, remove), BROKEN, (_INDEX, "index of the checkpoint is missing")),
+        ("the index is empty", in_file(_INDEX, write(b"")), BROKEN, (_INDEX, "checksum")),
+        ("the index is cut", in_file(_INDEX, cut(lambda data: len(data) // 2)), BROKEN, (_INDEX, "checksum")),
+        ("the index is longer", in_file(_INDEX, add(b"\0")), BROKEN, (_INDEX, "longer")),
+        ("a bit flipped in the index", in_file(_INDEX, flip(lambda data: len(data) // 2)), BROKEN, (_INDEX, "checksum")),
+        ("a bit flipped in the header of the index", in_file(_INDEX, flip(lambda data: 20)), BROKEN, (_INDEX, "checksum")),
+        ("a pack is missing", in_file(_PACK, remove), BROKEN, (_PACK, "missing")),
+        ("all packs are missing", lambda root: shutil.rmtree(root / "packs"), BROKEN, ("missing",)),
+        ("a pack is cut", in_file(_PACK, cut(lambda data: len(data) - 1)), BROKEN, (_PACK, "bytes")),
+        ("a pack is longer", in_file(_PACK, add(b"\0")), BROKEN, (_PACK, "bytes")),
+        ("a pack links to itself", in_file(_PACK, loop_instead), NOT_FOUND, (_PACK, "symbolic links")),
+        ("a format of the future", field("version", value=9), UNSUPPORTED, ("manifest.json", "version 9")),
+        ("another format", field("format", value="mine"), BROKEN, ("manifest.json",)),
+        ("another content id", field("content", value="blake2b-256:00"), BROKEN, ("content",)),
+        ("no content id", forged(forgery.drop("content")), BROKEN, ("content",)),
+        ("no packs", forged(forgery.drop("packs")), BROKEN, ("packs is missing",)),
+        ("packs of text", field("packs", value="all"), BROKEN, ("packs is not a list",)),
+        ("a pack of text", field("packs", value=["all"]), BROKEN, ("packs",)),
+        ("a pack that is shorter", field("packs", 0, 0, value=50_000), BROKEN, ("pack 0",)),
+        ("no index", forged(forgery.drop("index")), BROKEN, ("index is missing",)),
+        ("an index of text", field("index", value="all"), BROKEN, ("index is not an object",)),
+        ("an index of an absurd length", field("index", "nbytes", value=1 << 60), BROKEN, (_INDEX, "checksum")),
+        ("a negative step", field("origin", "step", value=-1), BROKEN, ("origin.step",)),
+        ("a version of a list", field("origin", "version", value=[1]), BROKEN, ("version",)),
+        ("a step of text", field("origin", "step", value="five"), BROKEN, ("origin.step",)),
+        ("extras that are no typed values", field("extras", value={"a": {"$int": []}}), BROKEN, ("typed value",)),
+        ("extras of an unknown type", field("extras", value={"a": {"$exec": "1"}}), BROKEN, ("typed value",)),
+        ("extras of an absurd array", field("extras", value={"a": {"$array": {"dtype": "<f8", "data": "", "shape": [1 << 60]}}}), BROKEN, ("typed value",)),
+        ("extras of objects in an array", field("extras", value={"a": {"$array": {"dtype": "|O", "data": "AAAAAAAAAAA=", "shape": [1]}}}), BROKEN, ("typed value",)),
+        ("an unknown role", forged(forgery.number("parameter.role", 0, 77)), BROKEN, ("parameter.role",)),
+        ("a name of bytes that are no text", forged(forgery.number("parameter.names", 0, 255)), BROKEN, ("UTF-8",)),
+        ("an unknown element type", field("dtypes", 0, value="object"), BROKEN, ("dtypes",)),
+        ("an absurd shape", sizes("fp32", 1 << 40), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
+        ("a shape beyond 64 bits", sizes("fp32", (1 << 64) - 1), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
+        ("too many axes", rank("fp32", 100), BROKEN, ("64 dimensions",)),
+        ("a shape that does not fit", sizes("fp32", 3), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
+        ("a state behind its pack", column("state.offset", "fp32", 1 << 40), BROKEN, ("pack 0",)),
+        ("a state in the header", column("state.offset", "fp32", 0), BROKEN, ("pack 0",)),
+        ("a state of another length", column("state.nbytes", "fp32", 12), BROKEN, (f"`{_LOOKED_AT}` fp32",)),
+        ("a state in a pack that is not there", column("state.pack", "fp32", 7), BROKEN, ("number of a pack",)),
+        ("a state stored in an unknown way", column("state.storage", "fp32", 9), BROKEN, ("state.storage",)),
+        ("a derived codec of the future", codec("param", {"name": "../x"}, "fp32"), UNSUPPORTED, (_LOOKED_AT, "../x")),
+        ("a codec of text", field("codecs", 1, value="zstd"), BROKEN, ("codecs",)),
+        ("a base that is not there", codec("param", {"name": "rounded"}, "ghost"), BROKEN, ("base",)),
+        ("a base that is itself", codec("param", {"name": "rounded"}, "param"), BROKEN, ("base",)),
+        ("a checksum of text", field("packs", 0, 2, value="trust me"), BROKEN, ("checksum",)),
     ],
 )
-_add("universal: two parameters swapped", "universal", swap("blocks.0.mlp.up.weight-*", "blocks.1.mlp.up.weight-*"), BROKEN, "mlp.up.weight", seen="data")
+_add("universal: two parameters swapped", "universal", exchanged("blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight", "fp32"), BROKEN, "mlp.up.weight", seen="data")
 
 
 def _nested(depth: int) -> Any:
@@ -819,8 +855,8 @@ _add_all(
 _add("zero3: a frozen shape is another", "zero3", in_file("*rank_0_*model*", tree(put("frozen_param_shapes", "position.weight", value=(64, 64)))), BROKEN, "`frozen_param_shapes`", "rank_0")
 _add("model.pt: a group of names that are not there", "model.pt", in_file("", tree(put("optimizer", "param_groups", 0, "params", value=["ghost"]))), BROKEN, "ghost", "group 0", seen="data")
 _add("model.pt: an alias of nothing", "model.pt", _ours(put("aliases", "other", value="ghost")), BROKEN, "ghost", "other", seen="data")
-_add("universal: an alias of nothing", "universal", manifest(put("aliases", "other", value="ghost")), BROKEN, "ghost", "other", seen="data")
-_add("universal: a group of names that are not there", "universal", manifest(put("groups", 0, "parameters", value=["ghost"])), BROKEN, "ghost", "group 0", seen="data")
+_add("universal: an alias of nothing", "universal", field("aliases", "other", value="ghost"), BROKEN, "ghost", "other", seen="data")
+_add("universal: a group of names that are not there", "universal", field("groups", 0, "parameters", value=[[0, 1 << 20]]), BROKEN, "groups")
 # fmt: on
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @delta_policy
 @bases
-@source("checkpoint")
+@source("checkpoint", option="parent")
 @append_options
 @resources()
 def append(

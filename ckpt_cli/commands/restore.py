@@ -22,6 +22,6 @@ def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Re
 
     format = target.format("universal")
     if dry_run:
-        restore.show_plan(state, target.path, format, as_json)
+        restore.show_plan(state, target.path, format, resources, as_json)
     else:
         restore.restore(state, target.path, format, resources, as_json)

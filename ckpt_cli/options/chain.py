@@ -30,6 +30,17 @@ class RetentionType(click.ParamType[str]):
         return str(value)
 
 
+class BaseEveryType(click.ParamType[Any]):
+    """A number of members, or `auto`."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto":
+            return "auto"
+        return click.IntRange(1).convert(value, param, ctx)
+
+
 def retention(command: F) -> F:
     """`--keep`, `--gradients` and `--upto`; the command gets them as one `Retention`."""
 
@@ -84,15 +95,23 @@ def bases(command: F) -> F:
     """`--base-every` and `--base`; they go into the command's `DeltaPolicy`."""
 
     @wraps(command)
-    def wrapper(*args: Any, policy: Any, base_every: int | None, base: str, **arguments: Any) -> Any:
+    def wrapper(*args: Any, policy: Any, base_every: int | str | None, base: str, **arguments: Any) -> Any:
         from dataclasses import replace
 
         if policy.base == "coded" and (base_every is not None or base != "exact"):
             raise click.UsageError("--preset standalone stores each state alone: --base and --base-every do not apply.")
         if policy.base == "exact":
-            policy = replace(policy, base_every=base_every, base=base)
+            number = None if base_every == "auto" else base_every
+            policy = replace(policy, base_every=number, base_by_cost=base_every == "auto", base=base)
         return command(*args, policy=policy, **arguments)
 
+    every = click.option(
+        "--base-every",
+        type=BaseEveryType(),
+        metavar="N|auto",
+        help="Store each Nth state as a base; auto: where replaying the deltas since the last base would take longer "
+        "than 4 times writing a state, as estimated from bytes.",
+    )
     option = click.option(
         "--base",
         type=click.Choice(["exact", "coded"]),
@@ -100,4 +119,4 @@ def bases(command: F) -> F:
         show_default=True,
         help="Store bases without loss (exact), or with the codec of the deltas (coded).",
     )
-    return cast(F, with_options(wrapper, base_every, option, group="Bases"))
+    return cast(F, with_options(wrapper, every, option, group="Bases"))

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
+    from ckpt_formats.core.checkpoint import Checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,6 +92,7 @@ class AppendOptions:
 
     policy: "DeltaPolicy"
     step: int | None
+    parent: "Checkpoint | None"
     dry_run: bool
 
 
@@ -157,16 +160,40 @@ def delta_policy(command: F) -> F:
 
 
 def append_options(command: F) -> F:
-    """`--step` and `--dry-run`; the command gets them, and its `DeltaPolicy`, as one `AppendOptions`."""
+    """`--step`, `--parent`, `--tip`, `--dry-run`; the command gets them and its `DeltaPolicy` as `AppendOptions`."""
 
     @wraps(command)
-    def wrapper(*args: Any, policy: "DeltaPolicy", step: int | None, dry_run: bool, **arguments: Any) -> Any:
-        return command(*args, options=AppendOptions(policy, step, dry_run), **arguments)
+    def wrapper(
+        *args: Any,
+        policy: "DeltaPolicy",
+        step: int | None,
+        parent: "Checkpoint | None",
+        tip: bool,
+        dry_run: bool,
+        **arguments: Any,
+    ) -> Any:
+        policy = replace(policy, tip=tip)
+        return command(*args, options=AppendOptions(policy, step, parent, dry_run), **arguments)
+
+    parent_option = click.option(
+        "--parent",
+        type=CheckpointPath(),
+        metavar="CHECKPOINT",
+        help="Where the values of the chain's last state are read, such as the checkpoint that was appended last. They "
+        "are compared with the chain.  [default: where that lay, if it is still there; else the chain is replayed]",
+    )
 
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what it takes, write nothing."
     )
-    return cast(F, with_options(wrapper, _STEP, dry_run))
+    tip_option = click.option(
+        "--tip",
+        is_flag=True,
+        help="Store the last state also without a parent, so that it can be read without a replay. This is always so "
+        "if it is approximate.",
+    )
+    own = with_options(wrapper, _STEP, dry_run)
+    return cast(F, with_options(own, parent_option, tip_option, group="The state before"))
 
 
 def delta_file(command: F) -> F:

@@ -61,17 +61,19 @@ def opening(path: str, options: "ReadOptions") -> "Callable[[], Checkpoint]":
     return lambda: open_source(path, options)
 
 
-def source(*names: str, accept_suspicious: bool = False, several: str | None = None) -> Callable[[F], F]:
+def source(
+    *names: str, accept_suspicious: bool = False, several: str | None = None, option: str | None = None
+) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
-    again: the command gets a tuple.
+    again: the command gets a tuple. `option`: an option of the command whose path, if given, is opened in the same way.
     """
 
     def decorate(command: F) -> F:
         @wraps(command)
         def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **arguments: Any) -> Any:
-            from ckpt_cli.reading import open_source
+            from ckpt_cli.reading import open_quietly, open_source
 
             for name in names:
                 paths = arguments[name]
@@ -79,6 +81,8 @@ def source(*names: str, accept_suspicious: bool = False, several: str | None = N
                     arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)
+            if option is not None and arguments[option] is not None:
+                arguments[option] = open_quietly(arguments[option], options)
             return command(*args, **arguments)
 
         decorated: Any = read_options(opened)

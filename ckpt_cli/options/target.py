@@ -75,6 +75,9 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "shard_nbytes": FormatOption(
         "--shard-size", SizeType(), "Maximum size of a file of weights.  [default: 5G]", ("hf", "safetensors")
     ),
+    "pack_nbytes": FormatOption(
+        "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
+    ),
     "config": FormatOption(
         "--config",
         click.Path(readable=False, path_type=Path),

@@ -27,14 +27,14 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: R
     notes.flush()
     with progress_bar("appending") as progress:
         policy = _with_trials(options.policy)
-        result = chain_append.append(chain, source, options.step, policy, resources, progress)
+        result = chain_append.append(chain, source, options.step, policy, resources, progress, options.parent)
     _show(result, chain, as_json)
 
 
 def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
     """Show what would be appended, and about how many bytes it would take."""
     policy = options.policy
-    step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy)
+    step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy, options.parent)
     notes.note(*notices)
     costs = _estimate(policy, source, earlier, policy.base == "coded", resources)
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)

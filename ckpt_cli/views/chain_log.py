@@ -1,6 +1,7 @@
 """`ckpt log`: the steps of a chain."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
         "stored_nbytes": stored,
         "ratio": round(raw / max(stored, 1), 4),
         "exact": all(member.exact for member in chain.members),
+        **({} if chain.tip is None else {"tip": asdict(chain.tip)}),
     }
 
 
@@ -81,6 +83,8 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
     sizes = f"{format_nbytes(stored)} for {len(chain.members)} states of {format_nbytes(raw)}"
     yield f"total   {sizes}: {times(raw, stored)}"
+    if chain.tip is not None:
+        yield f"tip     {format_nbytes(chain.tip.stored_nbytes)} more: the last state alone, which is restored from it"
 
 
 def times(raw: int, stored: int) -> str:

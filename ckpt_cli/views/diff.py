@@ -47,7 +47,8 @@ def show(
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
     a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
     with progress_bar("comparing") as progress:
-        result = diff_selected(a, b, options.states, options.tensors_only, resources, progress)
+        figures = bool(as_json or options.html or options.by)  # of equal tensors, only these show any
+        result = diff_selected(a, b, options.states, options.tensors_only, resources, progress, figures)
     if options.html:
         diff_page.write(diff_page.page_of(a, b, result), Path(options.html))
     note_differences(a, b, result)

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
+from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
-from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
-from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.location import detect
 
 _COLUMNS = 48
@@ -25,6 +26,7 @@ _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", 
 
 def print_json(checkpoint: Checkpoint) -> None:
     """Print the full index as one JSON object on stdout."""
+    from ckpt import sizes
     from ckpt_formats.containers.typed_json import encode
 
     data(
@@ -32,24 +34,7 @@ def print_json(checkpoint: Checkpoint) -> None:
             "path": str(checkpoint.path),
             "format": detect(checkpoint.path).name,
             "origin": _origin(checkpoint),
-            "parameters": [
-                {
-                    "name": p.name,
-                    "role": p.role,
-                    "states": {
-                        s: {
-                            "dtype": t.dtype.name,
-                            "shape": list(t.shape),
-                            "nbytes": t.nbytes,
-                            "blocks": len(t.fragments),
-                            **_coded(t),
-                        }
-                        for s, t in p.states.items()
-                    },
-                    "values": encode(p.values),
-                }
-                for p in checkpoint.parameters.values()
-            ],
+            "parameters": _parameters(sizes.table(checkpoint)),
             "aliases": dict(checkpoint.aliases),
             "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
             "extras": encode(checkpoint.extras),
@@ -63,6 +48,9 @@ def print_json(checkpoint: Checkpoint) -> None:
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     """Print the index as text on stdout."""
+    from ckpt import sizes
+    from ckpt_cli.views import name_tree
+
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
     version = f" {printable(origin.version)}" if origin.version else ""
@@ -70,22 +58,21 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
     click.echo(f"layout      {printable(laid_out) or 'not sharded'}")
-    roles: dict[str, list[Parameter]] = {}
-    for parameter in checkpoint.parameters.values():
-        roles.setdefault(parameter.role, []).append(parameter)
-    for role, members in roles.items():
-        count = sum(parameter.weight.size for parameter in members)
-        nbytes = format_nbytes(sum(parameter.nbytes for parameter in members))
-        click.echo(f"{_PLURALS[role]:<11} {_tensors(len(members))}, {count:,} elements, {nbytes} with all states")
-    if uses_codecs(checkpoint):
-        from ckpt import sizes as savings
+    states = sizes.table(checkpoint)
+    nbytes = states.of_parameters(states.nbytes)
+    for role in dict.fromkeys(states.role.tolist()):
+        members = states.role == role
+        count, total = int(states.elements[states.weight][members].sum()), int(nbytes[members].sum())
+        facts = f"{name_tree.tensors(int(members.sum()))}, {count:,} elements, {format_nbytes(total)} with all states"
+        click.echo(f"{_PLURALS[ROLES[role]]:<11} {facts}")
+    if states.uses_codecs():
         from ckpt_cli.views.sizes import table
 
         click.echo("\nstored")
-        for line in table(savings.rows(checkpoint)):
+        for line in table(sizes.rows_of(states)):
             click.echo(f"  {line}")
     click.echo("\nparameters")
-    for line in tree({p.name: p for p in checkpoint.parameters.values() if p.role != "extra"}, depth):
+    for line in name_tree.lines(states, depth):
         click.echo(f"  {line}")
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
@@ -111,9 +98,9 @@ def print_ranks(
     from ckpt.pipeline import space_needed
 
     if as_json:
-        rows = []
+        rows, files = [], SourceFiles()
         for part in parts:
-            own, foreign = moves(checkpoint, part)
+            own, foreign = moves(checkpoint, part.rank, files.of(part), files)
             row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
             rows.append(row | {"kept_nbytes": own, "moved_nbytes": foreign})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
@@ -131,11 +118,6 @@ def print_ranks(
     )
 
 
-def tree(parameters: Mapping[str, Parameter], depth: int | None = None) -> Iterator[str]:
-    """The tree of names, a line each; layers of the same form are one line, such as `{0..11}`."""
-    yield from _lines(_nested(parameters), 0, depth)
-
-
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
     """A row for each file: the columns are the parameters in order, and those that it has a part of are marked."""
     columns: dict[Path, set[int]] = {}
@@ -143,56 +125,64 @@ def grid(checkpoint: Checkpoint) -> Iterator[str]:
         columns.setdefault(path, set()).update(range(first, last + 1))
     rows = [
         (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
-        for s in checkpoint.files
+        for s in checkpoint.files[:_MAX_FILES]
     ]
-    return _rows(rows)
+    return _rows(rows, len(checkpoint.files))
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
     """The same rows for planned files, with the bytes that come from other ranks."""
-    index: dict[Path, list[tuple[int, int, int, int]]] = {}
-    for path, start, stop, first, last in _ranges(checkpoint):
-        index.setdefault(path, []).append((start, stop, first, last))
+    files = SourceFiles()
+    columns = _ColumnsOfFiles(checkpoint, files)
     rows = []
-    for part in parts:
-        cells: set[int] = set()
-        for raw in sources(part):
-            for start, stop, first, last in index.get(raw.path, ()):
-                low, high = max(raw.offset, start), min(raw.offset + raw.span, stop)
-                if low < high:
-                    a, b = (first + (x - start) * (last + 1 - first) // (stop - start) for x in (low, high - 1))
-                    cells.update(range(a, b + 1))
-        own, foreign = moves(checkpoint, part)
-        rows.append(
-            (
-                _rank(part.rank, part.file),
-                part.role,
-                cells,
-                f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks",
-            )
-        )
-    return _rows(rows)
+    for part in parts[:_MAX_FILES]:
+        ranges = files.of(part)
+        own, foreign = moves(checkpoint, part.rank, ranges, files)
+        note = f"{format_nbytes(own + foreign)}, {format_nbytes(foreign)} from other ranks"
+        rows.append((_rank(part.rank, part.file), part.role, columns.of(ranges), note))
+    return _rows(rows, len(parts))
 
 
-def moves(checkpoint: Checkpoint, part: FilePlan) -> tuple[int, int]:
+def moves(checkpoint: Checkpoint, rank: Mapping[str, int], ranges: FileRanges, files: SourceFiles) -> tuple[int, int]:
     """The bytes of a new file that its rank had before, and the bytes that come from files of other ranks."""
-    ranks = {shard.path: shard.rank for shard in checkpoint.files}
-    own = foreign = 0
-    for raw in sources(part):
-        nbytes = prod(raw.shape) * raw.dtype.itemsize
-        old = ranks.get(raw.path, {})
-        if all(part.rank.get(axis) == number for axis, number in old.items() if axis in part.rank):
-            own += nbytes
-        else:
-            foreign += nbytes
-    return own, foreign
+    own, total = 0, int(ranges.nbytes.sum())
+    ranks, paths = {shard.path: shard.rank for shard in checkpoint.files}, list(files.numbers)
+    numbers, members = np.unique(ranges.files, return_inverse=True)
+    for i, number in enumerate(numbers):
+        old = ranks.get(paths[number], {})
+        if all(rank.get(axis) == at for axis, at in old.items() if axis in rank):
+            own += int(ranges.nbytes[members == i].sum())
+    return own, total - own
 
 
-def sources(part: FilePlan) -> Iterator[FileBlob]:
-    """The ranges of the source's files that a new file is written from."""
-    for tensor in part.tensors or (t for p in part.parameters for t in p.states.values()):
-        for fragment in tensor.fragments:
-            yield from fragment.blob.sources()
+class _ColumnsOfFiles:
+    """The columns of the picture to which the bytes of the source's files belong."""
+
+    def __init__(self, checkpoint: Checkpoint, files: SourceFiles) -> None:
+        rows: dict[int, list[tuple[int, int, int, int]]] = {}
+        for path, start, stop, first, last in _ranges(checkpoint):
+            rows.setdefault(files.number(path), []).append((start, stop, first, last))
+        self._of_file = {file: np.array(sorted(of_file), np.int64).T for file, of_file in rows.items()}
+
+    def of(self, ranges: FileRanges) -> set[int]:
+        """The columns of these ranges."""
+        marks = np.zeros(_COLUMNS + 1, np.int64)
+        for file in np.unique(ranges.files):
+            if (columns := self._of_file.get(int(file))) is None:
+                continue
+            starts, stops, firsts, lasts = columns
+            chosen = ranges.files == file
+            low, high = ranges.starts[chosen], ranges.stops[chosen]
+            # Every range that begins before the end, from the first one that may end behind the start.
+            begin, end = np.searchsorted(np.maximum.accumulate(stops), low, "right"), np.searchsorted(starts, high)
+            counts = np.maximum(end - begin, 0)
+            at = np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            low, high = np.maximum(np.repeat(low, counts), starts[at]), np.minimum(np.repeat(high, counts), stops[at])
+            at, low, high = (values[low < high] for values in (at, low, high))
+            scale, length = lasts[at] + 1 - firsts[at], stops[at] - starts[at]
+            np.add.at(marks, firsts[at] + (low - starts[at]) * scale // length, 1)
+            np.add.at(marks, firsts[at] + (high - 1 - starts[at]) * scale // length + 1, -1)
+        return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
 
 
 def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:
@@ -211,20 +201,46 @@ def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]
         at += parameter.weight.size
 
 
-def _coded(tensor: Tensor) -> dict[str, Any]:
-    """The stored bytes and the codec of a state that is encoded; else nothing."""
-    from ckpt import sizes as savings
+def _parameters(table: StateTable) -> list[dict[str, Any]]:
+    """The parameters as plain data."""
+    from ckpt_formats.containers.typed_json import encode
 
-    nbytes, codecs = savings.stored(tensor)
-    return {} if codecs == (savings.PLAIN,) or not codecs else {"stored_nbytes": nbytes, "codec": ", ".join(codecs)}
+    values = [encode(own) for own in table.values]
+    names, dtypes = table.states, [dtype.name for dtype in table.dtypes]
+    codecs = [None if not own or own == (PLAIN,) else ", ".join(own) for own in table.coding.codecs]
+    columns = (table.state, table.dtype, table.nbytes, table.fragments, table.coding.nbytes, table.coding.codec)
+    rows, dims, ends = (
+        zip(*(column.tolist() for column in columns), strict=True),
+        table.dims.tolist(),
+        table.dim_ends.tolist(),
+    )
+    states = [
+        (
+            names[name],
+            {
+                "dtype": dtypes[dtype],
+                "shape": dims[begin:end],
+                "nbytes": nbytes,
+                "blocks": blocks,
+                **({} if codecs[codec] is None else {"stored_nbytes": stored, "codec": codecs[codec]}),
+            },
+        )
+        for (name, dtype, nbytes, blocks, stored, codec), begin, end in zip(rows, ends, ends[1:], strict=False)
+    ]
+    first = table.first.tolist()
+    parameters = zip(table.names, table.role.tolist(), table.value.tolist(), first, first[1:], strict=False)
+    return [
+        {"name": name, "role": ROLES[role], "states": dict(states[begin:end]), "values": values[value]}
+        for name, role, value, begin, end in parameters
+    ]
 
 
-def _rows(rows: Sequence[tuple[str, str, set[int], str]]) -> Iterator[str]:
+def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
     for rank, role, columns, note in rows[:_MAX_FILES]:
         cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
-    if len(rows) > _MAX_FILES:
-        yield f"and {len(rows) - _MAX_FILES} more files"
+    if count > _MAX_FILES:
+        yield f"and {count - _MAX_FILES} more files"
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -240,98 +256,6 @@ def _rank(rank: Mapping[str, int], file: str) -> str:
     return axes or (name if len(name) <= 22 else f"{name[:21]}…")
 
 
-Nested = dict[str, Any]
-
-
-def _nested(parameters: Mapping[str, Parameter]) -> Nested:
-    root: Nested = {}
-    for name, parameter in parameters.items():
-        here, *rest = name.split(".")
-        node = root
-        for part in rest:
-            child = node.setdefault(here, {})
-            if not isinstance(child, dict):  # the name of a tensor is a prefix of longer names
-                here = f"{here}.{part}"
-                continue
-            node, here = child, part
-        node[here] = parameter
-    return root
-
-
-def _lines(node: Nested, level: int, depth: int | None) -> Iterator[str]:
-    indent = "  " * level
-    for label, child in _folded(node):
-        while isinstance(child, dict) and len(child) == 1:
-            ((inner, child),) = child.items()
-            label = f"{label}.{inner}"
-        if isinstance(child, Parameter):
-            yield f"{indent}{printable(label)}  {_leaf(child)}"
-        elif depth is not None and level + 1 >= depth:
-            leaves = list(_leaves(child))
-            nbytes = format_nbytes(sum(p.nbytes for p in leaves))
-            yield f"{indent}{printable(label)}  … {_tensors(len(leaves))}, {nbytes}"
-        else:
-            yield f"{indent}{printable(label)}"
-            yield from _lines(child, level + 1, depth)
-
-
-def _folded(node: Nested) -> Iterator[tuple[str, Any]]:
-    """The children; consecutive numbered ones of the same form are one item."""
-    run: list[str] = []
-    items = [*_in_order(node), ("", None)]
-    for i, (label, child) in enumerate(items):
-        previous = items[i - 1][1] if i else None
-        if run and _is_number(label) and isinstance(child, dict) and _form(child) == _form(previous):
-            run.append(label)
-            continue
-        if run:
-            yield (run[0] if len(run) == 1 else f"{{{run[0]}..{run[-1]}}} ({len(run)} alike)"), node[run[0]]
-            run = []
-        if _is_number(label) and isinstance(child, dict):
-            run = [label]
-        elif child is not None:
-            yield label, child
-
-
-def _in_order(node: Nested) -> list[tuple[str, Any]]:
-    """The children in their order, except that those with numbers as names are sorted among each other."""
-    numbered = iter(sorted((item for item in node.items() if _is_number(item[0])), key=lambda item: int(item[0])))
-    return [next(numbered) if _is_number(label) else (label, child) for label, child in node.items()]
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdecimal() and len(label) < 19
-
-
-def _form(node: Any) -> Any:
-    if isinstance(node, Parameter):
-        return _summary(node)
-    return [(label, _form(child)) for label, child in node.items()]
-
-
-def _leaf(parameter: Parameter) -> str:
-    blocks = max(len(tensor.fragments) for tensor in parameter.states.values())
-    return _summary(parameter) + (f"  in {blocks} blocks" if blocks > 1 else "")
-
-
-def _summary(parameter: Parameter) -> str:
-    weight = parameter.weight
-    states = " ".join(f"{state}:{t.dtype.name}" for state, t in parameter.states.items() if t is not weight)
-    values = " ".join(f"{key}={brief(value)}" for key, value in parameter.values.items())
-    role = "" if parameter.role == "parameter" else f" ({parameter.role})"
-    return printable(
-        "  ".join(part for part in (f"{list(weight.shape)} {weight.dtype.name}{role}", states, values) if part)
-    )
-
-
-def _leaves(node: Nested) -> Iterator[Parameter]:
-    for child in node.values():
-        if isinstance(child, Parameter):
-            yield child
-        else:
-            yield from _leaves(child)
-
-
 def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
     """The range of a block in the flat tensor, in C order: its first element, and the one after its last."""
     low = high = 0
@@ -339,7 +263,3 @@ def _flat_range(shape: Shape, box: Box) -> tuple[int, int]:
         step = prod(shape[axis + 1 :])
         low, high = low + a * step, high + (b - 1) * step
     return low, high + 1
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor" if count == 1 else f"{count} tensors"

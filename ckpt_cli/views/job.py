@@ -1,6 +1,6 @@
 """Run jobs, and show what they write."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,26 +44,31 @@ def note_plan(plan: Plan, format_name: str) -> None:
     notes.note(*plan.notes)
 
 
-def show_plan(source: Checkpoint, plan: Plan, target: Path, format_name: str, as_json: bool) -> None:
-    """Show what a job would write."""
+def show_plan(
+    source: Checkpoint,
+    plan: Plan,
+    target: Path,
+    format_name: str,
+    as_json: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Show what a job would write. `more`: further fields of the JSON."""
     note_plan(plan, format_name)
     needed = space_needed(plan.files)
     if as_json:
-        files = [
-            {"file": one.file, "nbytes": one.nbytes, "tensors": [p.name for p in one.parameters]} for one in plan.files
-        ]
-        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files})
+        files = [{"file": one.file, "nbytes": one.nbytes, "tensors": one.names()} for one in plan.files]
+        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files, **(more or {})})
         return
     notes.flush()
     for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:
-        names = [p.name for p in one.parameters]
-        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(names, 2)})")
+        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(one.names(), 2)})")
     if len(plan.files) > _MAX_ROWS:
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
+    count = 1 if plan.single_file else len(plan.files)
     say(
-        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} in {len(plan.files)} files "
-        f"to {printable(str(target))}; nothing was written"
+        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
+        f"in {count} file{'s' * (count != 1)} to {printable(str(target))}; nothing was written"
     )
 
 

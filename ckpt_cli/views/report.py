@@ -32,23 +32,34 @@ def data(value: Mapping[str, Any]) -> None:
 
 def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:
     """Print the findings of `verify`, or that there are none."""
-    read = sum(seal.nbytes for seal in checkpoint.seals)
     if as_json:
         fields = findings_json(checkpoint.path, problems, seconds)
         data(fields | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
         return
     print_findings(problems)
-    tensors = sum(len(parameter.states) for parameter in checkpoint.parameters.values())
     if problems:
         say(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {printable(str(checkpoint.path))}")
     else:
+        from ckpt.findings import nbytes_sealed
+
+        tensors = _count(checkpoint)
         checked = (
-            f"{len(checkpoint.seals)} checksums over {format_nbytes(read)} match"
+            f"{len(checkpoint.seals)} checksums over {format_nbytes(nbytes_sealed(checkpoint))} match"
             if checkpoint.seals
             else "the files have no checksums"
         )
         facts = f"{tensors} tensors complete, {checked}, copies are equal"
         say(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
+
+
+def _count(checkpoint: "Checkpoint") -> int:
+    """How many states there are."""
+    from ckpt_formats.core.state_table import TabulatedParameters
+
+    parameters = checkpoint.parameters
+    if isinstance(parameters, TabulatedParameters):
+        return len(parameters.table)
+    return sum(len(parameter.states) for parameter in parameters.values())
 
 
 def unreadable(path: Path, error: CkptError, problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """Run `restore`, and show its result."""
 
 from pathlib import Path
+from typing import Any
 
 from ckpt.chains import restore as chain_restore
 from ckpt.chains.restore import ChainState
@@ -12,17 +13,28 @@ from ckpt_cli.views.report import say
 from ckpt_formats.core.format import WritableFormat
 
 
-def show_plan(state: ChainState, target: Path, format: WritableFormat, as_json: bool) -> None:
-    """Show what would be written."""
-    job.show_plan(state.checkpoint, chain_restore.plan(state, target, format), target, format.name, as_json)
+def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
+    """Show what would be replayed and written."""
+    plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
+    job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work})
 
 
 def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
     """Restore with a progress bar, and show what was written."""
-    job.note_plan(chain_restore.plan(state, target, format), format.name)
+    job.note_plan(chain_restore.plan(state, target, format, resources), format.name)
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target, format, resources, progress)
     job.show_result(result, as_json)
     if not state.checkpoint.errors:
         say("exact: every bit is as it was saved")
+
+
+def _work_json(state: ChainState, resources: Resources) -> dict[str, Any]:
+    work = chain_restore.replay_work(state.checkpoint)
+    return {
+        "deltas": work.deltas,
+        "stored_nbytes": work.stored_nbytes,
+        "nbytes": work.nbytes,
+        "seconds": round(work.seconds(resources.workers), 3),
+    }

@@ -65,7 +65,8 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
     if result.findings:
         steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
         lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
-        report.say(f"DAMAGED: {printable(str(run))}: {len(result.findings)} findings{lost_steps}")
+        count = len(result.findings)
+        report.say(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
     members = result.chain.members
     facts = [f"{len(members)} states complete, {result.checksums} checksums match"] if members else []

@@ -4,13 +4,14 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ckpt.sizes import PLAIN, StateSizes, row_name
+from ckpt.sizes import StateSizes, row_name
 from ckpt_codecs import NotApplicable, Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_table import PLAIN
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.encode_state import choose_for, flat
 

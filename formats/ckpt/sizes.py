@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable, TabulatedParameters, table_of
 from ckpt_formats.core.tensor import Blob, DerivedBlob, Tensor
-from ckpt_formats.registry.encoded import may_be_encoded
+from ckpt_formats.registry.encoded import may_be_encoded, uses_codecs
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.entry import ParameterEntry
     from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
-
-PLAIN = "none"
-"""The name that stands for a codec if values are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,37 @@ class StateSizes:
         }
 
 
+def table(checkpoint: Checkpoint) -> StateTable:
+    """The states of a checkpoint as columns."""
+    if isinstance(checkpoint.parameters, TabulatedParameters):
+        return checkpoint.parameters.table
+    return table_of(checkpoint.parameters.values(), lambda: uses_codecs(checkpoint), stored)
+
+
 def rows(checkpoint: Checkpoint) -> list[StateSizes]:
     """The rows of a checkpoint as it is stored; the largest first."""
-    return merged(
-        StateSizes(row_name(parameter, state), tensor.dtype.name, tensor.size, tensor.nbytes, *stored(tensor))
-        for parameter, state, tensor in checkpoint.tensors()
-    )
+    return rows_of(table(checkpoint))
+
+
+def rows_of(states: StateTable) -> list[StateSizes]:
+    """The same of a table of states."""
+    trained, coding = ROLES.index("parameter"), states.coding
+    roles = states.role.astype(np.int64)[states.owner]
+    names = np.where(roles == trained, states.state.astype(np.int64), len(states.states) + roles)
+    width, count = max(len(states.dtypes), 1), max(len(coding.codecs), 1)
+    kinds = (names * width + states.dtype) * count + coding.codec
+    kinds, first, members = np.unique(kinds, return_index=True, return_inverse=True)
+    labels = (*states.states, *ROLES)
+    parts = []
+    for kind in np.argsort(first).tolist():
+        chosen, number = members == kind, int(kinds[kind])
+        elements, raw, nbytes = (
+            int(column[chosen].sum()) for column in (states.elements, states.nbytes, coding.nbytes)
+        )
+        dtype = states.dtypes[number // count % width].name
+        codecs = coding.codecs[number % count]
+        parts.append(StateSizes(labels[number // count // width], dtype, elements, raw, nbytes, codecs))
+    return merged(parts)
 
 
 def written_rows(entries: "Iterable[ParameterEntry]") -> list[StateSizes]:
@@ -118,7 +143,7 @@ def _encoded(blob: Blob) -> tuple[int, str] | None:
     from ckpt_formats.universal.replay import DeltaBlob, stored_delta
 
     if isinstance(blob, EncodedBlob):
-        return blob.store.nbytes, blob.store.codec.name
+        return blob.store.stored.nbytes, blob.store.codec.name
     if isinstance(blob, DeltaBlob) and (delta := stored_delta(blob)) is not None:
         return _share(blob, delta), f"{delta.codec.name} (delta)"
     return None
@@ -127,7 +152,7 @@ def _encoded(blob: Blob) -> tuple[int, str] | None:
 def _share(blob: "DeltaBlob", delta: "StoredDelta") -> int:
     """A state's share of the bytes of a delta of several states: proportional to its bytes in their values."""
     full = sum(dtype.itemsize for dtype in delta.form.values())
-    return round(delta.nbytes * blob.dtype.itemsize / full)
+    return round(delta.stored.nbytes * blob.dtype.itemsize / full)
 
 
 def _sum(state: str, dtype: str, parts: list[StateSizes]) -> StateSizes:

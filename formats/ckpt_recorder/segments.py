@@ -62,7 +62,7 @@ def publish(run: Path, segment: NewSegment) -> None:
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
             folder.flush(segment.path)
-            folder.replace(run, ChainIndex(chain.members, (*chain.segments, line)))
+            folder.replace(run, replace(chain, segments=(*chain.segments, line)))
     finally:
         os.close(segment.lock)
 
@@ -129,7 +129,7 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
             hint=f"To continue from step {first}, drop the later steps: `ckpt compact {run} --upto {first}`. "
             "Or record into another chain.",
         )
-    return ChainIndex(chain.members, segments)
+    return replace(chain, segments=segments)
 
 
 def _wait_for_others(run: Path) -> None:

@@ -7,14 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 
+from ckpt.chains.append import append
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Resources
 from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.index import CODED, TYPES, Index
+from ckpt_formats.universal.tables import Tables
 from damage import ckpt
-from held import contents, flip
+from forged import Change, Forged, both, codec, drop, forge, number, put
+from held import checkpoint, contents, flip, parameter
 from training import chained
 
 STEPS = 4
@@ -26,13 +35,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chained(tmp_path_factory.mktemp("whole"), STEPS)
 
 
+PACK = "packs/00000.safetensors"
+
+
 def member(run: Path, step: int) -> Path:
     return run / f"step-{step:010d}"
 
 
-def largest(run: Path, step: int) -> Path:
-    """The file of the parameter with most bytes."""
-    return max(member(run, step).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+def pack(run: Path, step: int) -> Path:
+    """The file with the bytes of all deltas."""
+    return member(run, step) / PACK
 
 
 def remove(run: Path) -> None:
@@ -47,12 +59,12 @@ def swap(run: Path) -> None:
 
 
 def truncate(run: Path) -> None:
-    path = largest(run, 3)
+    path = pack(run, 3)
     os.truncate(path, path.stat().st_size - 10)
 
 
 def alter_values(run: Path) -> None:
-    path = largest(run, 3)
+    path = pack(run, 3)
     flip(path, path.stat().st_size // 2)
 
 
@@ -64,8 +76,39 @@ def remove_manifest(run: Path) -> None:
     (member(run, 3) / manifest.NAME).unlink()
 
 
-def remove_file(run: Path) -> None:
-    largest(run, 3).unlink()
+def remove_pack(run: Path) -> None:
+    pack(run, 3).unlink()
+
+
+def exchange_packs(run: Path) -> None:
+    """Each of a length that the other's manifest does not know."""
+    aside = run / "aside"
+    pack(run, 3).rename(aside)
+    pack(run, 4).rename(pack(run, 3))
+    aside.rename(pack(run, 4))
+
+
+def alter_header(run: Path) -> None:
+    """In the names of the states, which no program of ours reads."""
+    flip(pack(run, 3), 100)
+
+
+def truncate_index(run: Path) -> None:
+    path = member(run, 3) / manifest.INDEX
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def alter_index(run: Path) -> None:
+    path = member(run, 3) / manifest.INDEX
+    flip(path, path.stat().st_size // 2)
+
+
+def remove_index(run: Path) -> None:
+    (member(run, 3) / manifest.INDEX).unlink()
+
+
+def index_of_another_step(run: Path) -> None:
+    shutil.copy(member(run, 2) / manifest.INDEX, member(run, 3) / manifest.INDEX)
 
 
 def replace_by_another_run(run: Path) -> None:
@@ -78,15 +121,21 @@ def replace_by_another_run(run: Path) -> None:
     shutil.copytree(member(other / "run", 3), member(run, 3))
 
 
+_THIRD = "step-0000000003"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (remove, "step-0000000003"),
+    "missing": (remove, _THIRD),
     "reordered": (swap, "step-000000000"),
-    "truncated": (truncate, "step-0000000003"),
-    "altered": (alter_values, "step-0000000003"),
-    "altered manifest": (alter_manifest, "step-0000000003"),
-    "without manifest": (remove_manifest, "step-0000000003"),
-    "without a file": (remove_file, "step-0000000003"),
-    "of another run": (replace_by_another_run, "step-0000000003"),
+    "truncated": (truncate, f"{_THIRD}/{PACK}"),
+    "altered": (alter_values, f"{_THIRD}/{PACK}"),
+    "without a pack": (remove_pack, f"{_THIRD}/{PACK}"),
+    "with the pack of another step": (exchange_packs, f"{_THIRD}/{PACK}"),
+    "altered manifest": (alter_manifest, f"{_THIRD}/{manifest.NAME}"),
+    "without manifest": (remove_manifest, _THIRD),
+    "truncated index": (truncate_index, f"{_THIRD}/{manifest.INDEX}"),
+    "altered index": (alter_index, f"{_THIRD}/{manifest.INDEX}"),
+    "without index": (remove_index, f"{_THIRD}/{manifest.INDEX}"),
+    "with the index of another step": (index_of_another_step, f"{_THIRD}/{manifest.INDEX}"),
+    "of another run": (replace_by_another_run, _THIRD),
 }
 
 
@@ -126,16 +175,28 @@ def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path
     assert after == before
 
 
-@pytest.mark.slow
-def test_every_flipped_byte_of_a_delta_is_found(whole: Path, tmp_path: Path) -> None:
+def test_a_damaged_header_of_a_pack_is_named_by_verify(whole: Path, tmp_path: Path) -> None:
+    """The header is for other programs: ours knows from the index where everything is, and still reads the values."""
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    expected = contents(open_checkpoint(run))
-    path = min(member(run, 3).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    for byte in range(0, path.stat().st_size, 7):
+    alter_header(run)
+    done = ckpt("verify", run)
+    assert done.code == 20
+    assert "header of pack 0" in done.out
+    assert f"{_THIRD}/{PACK}" in done.out
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "step"), [(PACK, 5003), (manifest.INDEX, 101), (manifest.NAME, 211)])
+def test_flipped_bytes_of_a_delta_are_found(name: str, step: int, whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole / "run", tmp_path / "run")
+    path = member(run, 3) / name
+    size = path.stat().st_size
+    for byte in {*range(0, 200, 29), *range(0, size, step), *range(size - 9, size)}:
         flip(path, byte)
         assert ckpt("verify", run).code == 20, byte
         flip(path, byte)
-    assert contents(open_checkpoint(run)) == expected
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step4"))
 
 
 @pytest.mark.parametrize("byte", [0, 30, 60, 200, 900])
@@ -155,7 +216,7 @@ def test_a_damaged_list_is_refused_and_the_members_can_still_be_read(byte: int, 
     assert contents(open_checkpoint(member(run, 4))) == contents(open_checkpoint(whole / "step4"))
 
 
-def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Change a file with a checksum in its first line, and make the checksum fit again."""
     said = json.loads(path.read_text())
     del said["checksum"]
@@ -163,45 +224,244 @@ def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(sealed_json.dump(said))
 
 
-def entry(said: dict[str, Any]) -> dict[str, Any]:
-    """The parameter whose delta is largest."""
-    found: dict[str, Any] = max((e for e in said["parameters"] if "delta" in e), key=lambda e: e["delta"]["nbytes"])
-    return found
+LARGEST = "embed.weight"
+"""The parameter with the largest delta, which is the first one in the columns: two chunks of three states."""
 
 
-HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no parent": lambda s: s.pop("parent"),
-    "a parent that is a list": lambda s: s.update(parent=[]),
-    "a parent at an absolute path": lambda s: s["parent"].update(path="/etc"),
-    "a parent without a path": lambda s: s["parent"].update(path=""),
-    "a parent of an impossible id": lambda s: s["parent"].update(content="blake2b-256:xyz"),
-    "another parent": lambda s: s["parent"].update(content="blake2b-256:" + 64 * "0"),
-    "version 2": lambda s: s.update(version=2),
-    "a delta of no state": lambda s: entry(s)["delta"].update(states=[]),
-    "a delta of a state that is not there": lambda s: entry(s)["delta"]["states"].append("none"),
-    "a delta of a state twice": lambda s: entry(s)["delta"]["states"].append(entry(s)["delta"]["states"][0]),
-    "a delta without a state": lambda s: entry(s)["delta"]["states"].pop(),
-    "a delta against what is not in it": lambda s: entry(s)["delta"]["parent_states"].append("none"),
-    "a delta in no chunks": lambda s: entry(s)["delta"].update(chunk=[0]),
-    "a delta in huge chunks": lambda s: entry(s)["delta"].update(chunk=[1 << 40]),
-    "a delta in other chunks": lambda s: entry(s)["delta"].update(chunk=[7]),
-    "a delta elsewhere": lambda s: entry(s)["delta"].update(offset=entry(s)["delta"]["offset"] + 8),
-    "a longer delta": lambda s: entry(s)["delta"].update(nbytes=1 << 50),
-    "a codec that nobody has": lambda s: entry(s)["delta"]["codec"].update(name="none"),
-    "a codec without a name": lambda s: entry(s)["delta"].update(codec={}),
-    "a codec with options that it has not": lambda s: entry(s)["delta"]["codec"].update(more=1),
-    "a state in the delta and elsewhere": lambda s: entry(s)["states"]["param"].update(offset=0, nbytes=4),
+def of_item(key: str, edit: Callable[[Any], object]) -> Change:
+    """Change a field of the item that the delta of `LARGEST` refers to."""
+    return lambda forged: edit(forged.fields["deltas"][forged.columns["delta.codec"][0]][key])
+
+
+def config(**options: Any) -> Change:
+    return of_item("codec", lambda codec: codec.update(options))
+
+
+def add(column: str, row: int, value: int) -> Change:
+    """Add to a number of a column."""
+    return lambda forged: forged.columns[column].__setitem__(row, forged.columns[column][row] + np.int64(value))
+
+
+def cut(column: str) -> Change:
+    """The column without its last row."""
+    return lambda forged: forged.columns.update({column: forged.columns[column][:-1]})
+
+
+def of_delta(column: str, value: int) -> Change:
+    """Set a number of each chunk of the delta of `LARGEST`. Those of deltas are behind those of states."""
+
+    def change(forged: Forged) -> None:
+        begin = int(chunks_of_states(forged))
+        forged.columns[column][begin : begin + 2] = value
+
+    return change
+
+
+def chunks_of_states(forged: Forged) -> int:
+    counts = Index(forged.columns, Tables()).chunk_counts
+    return int(counts[forged.columns["state.storage"] == CODED].sum())
+
+
+def divided_elsewhere(valid: bool) -> Change:
+    """The delta of `LARGEST` in chunks of other lengths, with the checksums of these bytes, if `valid`."""
+
+    def change(forged: Forged) -> None:
+        begin, by = chunks_of_states(forged), 8
+        lengths, stored = forged.columns["coded.nbytes"], forged.columns["coded.stored"]
+        lengths[begin], lengths[begin + 1] = lengths[begin] + by, lengths[begin + 1] - by
+        if valid:
+            at, nbytes = int(forged.columns["delta.offset"][0]), int(forged.columns["delta.nbytes"][0])
+            first = int(lengths[begin])
+            for row, (start, stop) in enumerate([(at, at + first), (at + first, at + nbytes)]):
+                stored[begin + row] = xxhash.xxh3_64_intdigest(PACK_BYTES[0][start:stop])
+
+    return change
+
+
+PACK_BYTES = [b""]
+"""Of the member that is changed."""
+
+
+def turned(forged: Forged) -> None:
+    """One state of a delta has its rows as columns, which are as many chunks."""
+    at = forged.dims(LARGEST, "exp_avg")
+    forged.columns["state.dims"][at] = forged.columns["state.dims"][at][::-1].copy()
+
+
+def as_coded_with_base_in_delta(forged: Forged) -> None:
+    """A plain state of four bytes is stored as a coded one, which needs a state of the delta."""
+    codec(LARGEST, "step", {"name": "zstd"}, "exp_avg")(forged)
+    row = forged.row(LARGEST, "step")
+    forged.columns["state.storage"][row], forged.columns["state.nbytes"][row] = CODED, 8
+    for column, value in (("coded.nbytes", 4), ("coded.stored", 0)):
+        old = forged.columns[column]
+        forged.columns[column] = np.concatenate([np.array([value], old.dtype), old])
+
+
+def renamed(state: str, other: str) -> Change:
+    """A state has another name, in all tables."""
+
+    def change(forged: Forged) -> None:
+        tables = [forged.fields["states"], *(item[key] for item in forged.fields["deltas"] for key in STATES_OF_ITEM)]
+        for table in tables:
+            table[:] = [other if name == state else name for name in table]
+
+    return change
+
+
+STATES_OF_ITEM = ("states", "parent_states")
+
+
+def other_name(forged: Forged) -> None:
+    """The first parameter has another name, of the same length."""
+    forged.columns["parameter.names"][0] ^= 1
+
+
+HOSTILE: dict[str, tuple[Change, int, str]] = {
+    # The parent
+    "no parent": (drop("parent"), 20, "no parent is named"),
+    "a parent that is a list": (put("parent", value=[]), 20, "parent is not an object"),
+    "a parent at an absolute path": (put("parent", "path", value="/etc"), 20, "parent.path '/etc'"),
+    "a parent without a path": (put("parent", "path", value=""), 20, "parent.path ''"),
+    "a parent of an impossible id": (put("parent", "content", value="blake2b-256:xyz"), 20, "parent.content"),
+    "another parent": (put("parent", "content", value="blake2b-256:" + 64 * "0"), 20, "parent"),
+    "version 2": (put("version", value=2), 22, "unreleased version"),
+    # The table of deltas
+    "a delta of no state": (of_item("states", lambda s: s.clear()), 20, "deltas"),
+    "a delta of a state that is not there": (
+        of_item("states", lambda s: s.append("none")),
+        20,
+        "`embed.weight`: its delta has other states",
+    ),
+    "a delta of a state twice": (of_item("states", lambda s: s.append(s[0])), 20, "states of an item"),
+    "a delta without a state": (
+        both(*(of_item(key, lambda s: s.pop()) for key in STATES_OF_ITEM)),
+        20,
+        "`embed.weight`: its delta has other states",
+    ),
+    "a delta of another state": (
+        both(*(of_item(key, lambda s: s.__setitem__(0, "step")) for key in STATES_OF_ITEM)),
+        20,
+        "its delta has other states",
+    ),
+    "a delta against what is not in it": (
+        of_item("parent_states", lambda s: s.append("none")),
+        20,
+        "states of an item",
+    ),
+    "a delta against a state twice": (of_item("parent_states", lambda s: s.append(s[0])), 20, "states of an item"),
+    "a delta against too few states": (of_item("parent_states", lambda s: s.clear()), 20, "replay"),
+    "a codec that nobody has": (config(name="none"), 22, "there is no codec 'none'"),
+    "a codec without a name": (of_item("codec", lambda codec: codec.clear()), 20, "no codec"),
+    "a codec with options that it has not": (config(more=1), 22, "more"),
+    "a codec with an option of text": (config(beta1="x"), 22, "beta1"),
+    "a codec of an unknown optimizer": (config(optimizer="none"), 22, "there is no optimizer 'none'"),
+    "no deltas in the table": (put("deltas", value=[]), 20, "delta.codec"),
+    # The columns of deltas
+    "a delta of no parameter": (number("delta.parameter", -1, 200), 20, "delta.parameter"),
+    "two deltas of a parameter": (number("delta.parameter", 1, 0), 20, "order of their parameters"),
+    "a delta of a parameter without one": (
+        both(number("delta.parameter", 4, 5), cut("coded.nbytes"), cut("coded.stored")),
+        20,
+        "its delta has other states",
+    ),
+    "a delta of the last parameter": (
+        both(number("delta.parameter", -1, 8), cut("coded.nbytes"), cut("coded.stored")),
+        20,
+        "its delta has other states",
+    ),
+    "an item that is not there": (number("delta.codec", 0, 200), 20, "delta.codec"),
+    "the item of another": (number("delta.codec", 0, 2), 20, "`embed.weight`: its delta has other states"),
+    "a delta in no pack": (number("delta.pack", 0, 7), 20, "the number of a pack"),
+    "a delta elsewhere": (add("delta.offset", 0, 8), 20, "ranges of pack 0"),
+    "a delta in the header": (number("delta.offset", 0, 0), 20, "ranges of pack 0"),
+    "a delta where another is": (number("delta.offset", 1, 4096), 20, "ranges of pack 0"),
+    "a delta at the end of 64 bits": (number("delta.offset", 0, 2**64 - 8), 20, "ranges of pack 0"),
+    "a longer delta": (number("delta.nbytes", 0, 1 << 50), 20, "`embed.weight`: its bytes do not fit its chunks"),
+    "a delta of all 64 bits": (number("delta.nbytes", 0, 2**64 - 1), 20, "`embed.weight`: its bytes do not fit"),
+    "a longer delta in a longer pack": (
+        both(add("delta.nbytes", -1, 8), lambda f: f.fields["packs"][0].__setitem__(0, f.fields["packs"][0][0] + 8)),
+        20,
+        "`head.bias`: its bytes do not fit its chunks",
+    ),
+    **{f"{name} is shorter": (cut(name), 20, name.partition(".")[0]) for name in TYPES if name.startswith("delta.")},
+    # The chunks of deltas
+    "a delta in no chunks": (both(cut("coded.nbytes"), cut("coded.stored")), 20, "the length of column coded.nbytes"),
+    "a delta in chunks without checksums": (cut("coded.stored"), 20, "the length of column coded.stored"),
+    "a delta in huge chunks": (of_delta("coded.nbytes", 2**32 - 1), 20, "`embed.weight`: its bytes do not fit"),
+    "a huge delta in huge chunks": (
+        both(of_delta("coded.nbytes", 2**32 - 4), number("delta.nbytes", 0, 2**33 - 8)),
+        20,
+        "an encoded chunk is too long",
+    ),
+    "a delta in empty chunks": (of_delta("coded.nbytes", 0), 20, "`embed.weight`: its bytes do not fit its chunks"),
+    "a delta in other chunks": (divided_elsewhere(valid=False), 20, "do not fit their checksum"),
+    "a delta in other chunks that are valid": (divided_elsewhere(valid=True), 20, "cannot be decoded with `replay`"),
+    "another checksum of a chunk": (of_delta("coded.stored", 1), 20, "embed.weight/delta: chunk 0 of 2: its"),
+    "other values": (
+        lambda f: f.columns["chunk.values"][f.chunks(LARGEST, "param")].fill(7),
+        20,
+        "the values of `param` do not fit their checksum",
+    ),
+    # The states of deltas
+    "a state in the delta and elsewhere": (number("state.nbytes", (LARGEST, "param"), 4), 20, "bytes without use"),
+    "a state in the delta that has a codec": (
+        number("state.codec", (LARGEST, "param"), 1),
+        20,
+        "`embed.weight` param: a codec without use",
+    ),
+    "a state that is not in the delta": (
+        number("state.storage", (LARGEST, "param"), 0),
+        20,
+        "`embed.weight` param: its bytes do not fit its shape",
+    ),
+    "a state in a delta that is not there": (
+        both(
+            *(
+                number(f"state.{c}", ("norm.num_batches_tracked", "param"), v)
+                for c, v in (("storage", 3), ("offset", 0), ("nbytes", 0))
+            )
+        ),
+        20,
+        "`norm.num_batches_tracked`: its delta has other states",
+    ),
+    "a state that is coded with one of the delta": (as_coded_with_base_in_delta, 20, "`embed.weight` step: its base"),
+    "a state of another shape": (turned, 20, "`embed.weight` exp_avg_sq: the states of its delta differ in shape"),
+    "states of another type than the parent's": (put("dtypes", 0, value="int32"), 20, "another shape or type in the p"),
+    "a state that the parent does not have": (renamed("exp_avg", "other"), 20, "'other' that the parent does not have"),
+    "a parameter that the parent does not have": (other_name, 20, "that the parent does not have"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_delta_is_refused(name: str, whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    edited(member(run, 3) / manifest.NAME, HOSTILE[name])
+    change, code, words = HOSTILE[name]
+    PACK_BYTES[0] = (member(run, 3) / PACK).read_bytes()
+    forge(member(run, 3), change)
     done = ckpt("restore", member(run, 3), tmp_path / "out")
-    assert done.code in (20, 22), done.err
-    assert "Traceback" not in done.err
-    assert "fault of ckpt" not in done.err
+    assert done.code == code, done.err
+    assert words in done.err
+    assert not (tmp_path / "out").exists()
+    verified = ckpt("verify", member(run, 3))
+    assert verified.code in (20, 22)
+    for said in (done.err, verified.out + verified.err):
+        assert "Traceback" not in said
+        assert "fault of ckpt" not in said
+
+
+def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) -> None:
+    """40 states of 4 bytes are within the limit of a chunk, and 40 of 8 bytes are not, however few values there are."""
+    values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+    states = {"fp32": values, **{f"moment {number}": values for number in range(39)}}
+    for step in (1, 2):
+        source = checkpoint([parameter("w", states)], origin=Origin("held", None, step))
+        append(tmp_path / "run", source, None, DeltaPolicy("difference"), Resources(1))
+    assert ckpt("verify", tmp_path / "run").code == 0
+    forge(member(tmp_path / "run", 2), put("dtypes", value=["float64"]))
+    done = ckpt("restore", tmp_path / "run", tmp_path / "out")
+    assert done.code == 20
+    assert "`w`: a chunk of its delta is too large" in done.err
     assert not (tmp_path / "out").exists()
 
 
@@ -226,6 +486,12 @@ HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another content": lambda s: s["members"][3].update(content="blake2b-256:" + 64 * "0"),
     "a version from the future": lambda s: s.update(version=3),
     "another format": lambda s: s.update(format="ckpt-universal"),
+    "a tip outside": lambda s: s.update(
+        tip={"folder": "../tip-0000000004", "content": s["members"][-1]["content"], "stored_nbytes": 1}
+    ),
+    "a source that is no path": lambda s: s.update(
+        appended_from={"path": "a\0b", "content": s["members"][-1]["content"]}
+    ),
 }
 
 

@@ -254,3 +254,28 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
         shutil.rmtree(stage, ignore_errors=True)  # killed between the last rename and the last removal
         assert is_state(out, whole / "step4")
     assert unfinished > STOPS // 2
+
+
+def test_what_a_killed_command_spilled_is_not_part_of_the_target(whole: Path, tmp_path: Path) -> None:
+    """While states of a chain are encoded again, they are beside the pack."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    out, stage = folder / "out", folder / ".out.ckpt-partial"
+
+    def compress() -> None:
+        assert ckpt("compress", whole / "all", out, "--workers", "1").code == 0
+
+    many, spilled = points(compress, folder), 0
+    for point in spread(many, 7):
+        shutil.rmtree(out)
+        killed(compress, folder, point)
+        if not out.exists():
+            spilled += bool(list(stage.rglob("*.replayed")))
+            ballast = [bytearray(i) for i in range(point)]  # other addresses than in the process that was killed
+            compress()
+            del ballast
+        shutil.rmtree(stage, ignore_errors=True)
+        found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+        assert found == {"manifest.json", "original.json", "index.safetensors", "packs/00000.safetensors"}
+    assert spilled
+    assert is_state(out, whole / "step4")

@@ -23,9 +23,12 @@ KILLS = 2
 """By the clock, in a process of its own, of each command."""
 COMMANDS = {
     "into": (("append", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
+    "tip": (("append", "RUN", "NEXT", "--tip"), [1, 2, 3, 4, 5]),
     "compact": (("compact", "RUN", "--keep", "2,4"), [2, 4]),
 }
-BOTH = pytest.mark.parametrize("name", ["into", pytest.param("compact", marks=pytest.mark.slow)])
+EACH = pytest.mark.parametrize("name", ["into", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tip", "compact"))])
+TIP = "tip-0000000004"
+"""The tip before the command."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of five states, `step1` to `step5`, and a chain of the first four."""
     at = tmp_path_factory.mktemp("whole")
     for path in save_run(at, 5)[:4]:
-        assert ckpt("append", at / "run", path).code == 0
+        assert ckpt("append", at / "run", path, "--tip").code == 0
+    assert (at / "run" / TIP).is_dir()
     return at
 
 
@@ -55,7 +59,7 @@ class Killed:
         self.run, self.whole, self.before = folder / "run", whole, steps(whole / "run")
         places = {"RUN": str(self.run), "NEXT": str(whole / "step5")}
         self.told = [*(places.get(word, word) for word in command), "--json"]
-        self.appends = name == "into"
+        self.appends, self.adds_tip = name != "compact", name == "tip"
         self.old = self.left = 0
 
     def renew(self) -> None:
@@ -71,7 +75,7 @@ class Killed:
         found = steps(self.run)
         assert found in (self.before, self.after)
         self.old += found == self.before
-        self.left += len(list(self.run.iterdir())) > 2 + len(found)
+        self.left += len(list(self.run.iterdir())) > 2 + len(found) + (index.read(self.run).tip is not None)
         if thorough or found == self.after:
             assert_whole(self.run, self.whole)
         if found == self.before:
@@ -82,12 +86,16 @@ class Killed:
                 assert_whole(self.run, self.whole)
         assert steps(self.run) == self.after
         names = {"chain.json", "chain.lock", *(member.folder for member in index.read(self.run).members)}
+        tip = index.read(self.run).tip
+        names |= set() if tip is None else {tip.folder}
+        assert self.appends is False or (tip is not None) == self.adds_tip
         if self.appends or found == self.before:
-            assert {path.name for path in self.run.iterdir()} == names
+            there = {path.name for path in self.run.iterdir()}
+            assert there == names or (found == self.after and there - {TIP} == names)  # killed before it was removed
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 def test_killed_at_any_point_the_chain_is_the_old_or_the_new(name: str, whole: Path, tmp_path: Path) -> None:
     one = Killed(name, whole, tmp_path)
     one.renew()
@@ -99,7 +107,7 @@ def test_killed_at_any_point_the_chain_is_the_old_or_the_new(name: str, whole: P
 
 
 @pytest.mark.slow
-@BOTH
+@EACH
 def test_killed_by_the_clock_as_well(name: str, whole: Path, tmp_path: Path) -> None:
     one, generator = Killed(name, whole, tmp_path), random.Random(name)
     told = [sys.executable, "-m", "ckpt_cli", *one.told]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,7 +19,7 @@ from ckpt_formats.containers.torchfile import StorageView, open_file, reading_ch
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import manifest
+from ckpt_formats.universal import manifest, original
 from damage import BROKEN, SAMPLES, UNSAFE, Ran, ckpt
 from held import contents
 
@@ -280,41 +281,76 @@ def test_it_goes_through_other_steps_and_back(tmp_path: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
     "a call": (
-        lambda said: said["form"]["tree"].update(x={"$object": {"class": ["os", "system"], "args": ["true"]}}),
+        lambda form: form["tree"].update(x={"$object": {"class": ["os", "system"], "args": ["true"]}}),
         UNSAFE,
     ),
     "a call in an attribute": (
-        lambda said: said["form"]["views"][0].update(attrs={"a": {"$global": ["builtins", "eval"]}}),
+        lambda form: form["views"][0].update(attrs={"a": {"$global": ["builtins", "eval"]}}),
         UNSAFE,
     ),
-    "itself": (lambda said: said["form"]["views"][0].update(attrs={"a": {"$tensor": "/0"}}), BROKEN),
-    "a view of nothing": (lambda said: said["form"]["tree"].update(x={"$tensor": "/99"}), BROKEN),
-    "a storage of nothing": (lambda said: said["form"]["views"][0].update(storage=99), BROKEN),
-    "outside": (lambda said: said["form"]["views"][0].update(offset=1 << 40), BROKEN),
-    "strides": (lambda said: said["form"]["views"][0].update(strides=[-1, 1]), BROKEN),
-    "strides without end": (lambda said: said["form"]["views"][0].update(strides=[1 << 70, 1]), BROKEN),
-    "other fields": (lambda said: said["form"]["views"][0].update(base="a"), BROKEN),
-    "no tree": (lambda said: said["form"].pop("tree"), BROKEN),
-    "a text": (lambda said: said.update(form="a"), BROKEN),
-    "a path": (lambda said: said.update(file="../../model.pt"), BROKEN),
-    "no format": (lambda said: said.pop("format"), BROKEN),
+    "itself": (lambda form: form["views"][0].update(attrs={"a": {"$tensor": "/0"}}), BROKEN),
+    "a view of nothing": (lambda form: form["tree"].update(x={"$tensor": "/99"}), BROKEN),
+    "a storage of nothing": (lambda form: form["views"][0].update(storage=99), BROKEN),
+    "outside": (lambda form: form["views"][0].update(offset=1 << 40), BROKEN),
+    "strides": (lambda form: form["views"][0].update(strides=[-1, 1]), BROKEN),
+    "strides without end": (lambda form: form["views"][0].update(strides=[1 << 70, 1]), BROKEN),
+    "other fields": (lambda form: form["views"][0].update(base="a"), BROKEN),
+    "no tree": (lambda form: form.pop("tree"), BROKEN),
 }
+"""Changes of the form of the original file."""
+HOSTILE_FIELDS: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
+    "a form of text": (lambda original: original.update(form="a"), BROKEN),
+    "a form without a checksum": (lambda original: original["form"].pop("checksum"), BROKEN),
+    "a form of another checksum": (lambda original: original["form"].update(checksum=f"xxh3-128:{0:032x}"), BROKEN),
+    "a form of another length": (lambda original: original["form"].update(nbytes=7), BROKEN),
+    "a path": (lambda original: original.update(file="../../model.pt"), BROKEN),
+    "no format": (lambda original: original.pop("format"), BROKEN),
+}
+"""Changes of the field `original` of the manifest."""
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_note_is_refused_in_the_right_words(kind: str, tmp_path: Path) -> None:
-    edit, code = HOSTILE[kind]
+@pytest.mark.parametrize("kind", [*HOSTILE, *HOSTILE_FIELDS])
+def test_a_hostile_form_is_refused_in_the_right_words(kind: str, tmp_path: Path) -> None:
     torch.save(tied(), tmp_path / "file.pt")
     done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
-    path = tmp_path / "small" / manifest.NAME
-    said = json.loads(path.read_bytes())
-    del said["checksum"]
-    edit(said["original"])
-    path.write_bytes(sealed_json.dump(said))
+    path, file = tmp_path / "small" / manifest.NAME, tmp_path / "small" / original.NAME
+    fields = json.loads(path.read_bytes())
+    del fields["checksum"]
+    edit, code = (HOSTILE | HOSTILE_FIELDS)[kind]
+    if kind in HOSTILE:
+        form = json.loads(file.read_bytes())
+        edit(form)
+        data = json.dumps(form).encode()
+        file.write_bytes(data)
+        fields["original"]["form"] = {"nbytes": len(data), "checksum": f"xxh3-128:{xxhash.xxh3_128_hexdigest(data)}"}
+    else:
+        edit(fields["original"])
+    path.write_bytes(sealed_json.dump(fields))
     ran = ckpt("decompress", tmp_path / "small", tmp_path / "again.pt")
     assert ran.code == code, ran.err
     assert "Traceback" not in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pt", "small"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_a_damaged_form_is_named(damage: str, tmp_path: Path) -> None:
+    torch.save(tied(), tmp_path / "file.pt")
+    done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
+    file = tmp_path / "small" / original.NAME
+    data = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        data[20] ^= 1
+        file.write_bytes(data)
+    verified = ckpt("verify", tmp_path / "small")
+    assert verified.code == BROKEN
+    assert original.NAME in verified.out + verified.err
+    ran = ckpt("decompress", tmp_path / "small", tmp_path / "again.pt")
+    assert ran.code == BROKEN, ran.err
+    assert original.NAME in ran.err
 
 
 def test_a_format_that_is_not_known_any_more_is_no_obstacle(tmp_path: Path) -> None:

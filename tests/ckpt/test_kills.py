@@ -57,7 +57,9 @@ class Work:
     def __init__(self, source: Path, folder: Path, form: str) -> None:
         self.target = folder / ("out.safetensors" if form == "safetensors" else "out")
         self.stage = folder / f".{self.target.name}.ckpt-partial"
-        self._told = ["convert", str(source), str(self.target), "--to", form, "--workers", "2", "--json"]
+        # A pack for each parameter: with larger ones all would be one file, and nothing to go on with.
+        packs = ["--pack-size", "1"] if form == "universal" else []
+        self._told = ["convert", str(source), str(self.target), "--to", form, "--workers", "2", "--json", *packs]
         self._command = [sys.executable, "-m", "ckpt_cli", *self._told]
 
     def do(self) -> None:

@@ -19,12 +19,17 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.job import Job, load_kernels, save
+from ckpt.pipeline import Resources
 from ckpt_cli.options.target import FORMAT_OPTIONS
+from ckpt_codecs.native import library
 from ckpt_formats import registry
 from ckpt_formats.core import files
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from damage import SAMPLES
 from damage import ckpt as command
+from held import checkpoint
+from held import parameter as held_parameter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
@@ -454,6 +459,10 @@ def test_save_writes_the_bytes_of_the_command(pair: str, tmp_path: Path) -> None
     assert result.files > 0
 
 
+SMALL_PACKS = ckpt.Universal(pack_nbytes=1)
+"""So that a checkpoint has many files, and some are complete when a job ends early."""
+
+
 def interrupted(source: ckpt.Checkpoint, target: Path) -> None:
     """A job that its progress stops after more than half."""
 
@@ -462,15 +471,15 @@ def interrupted(source: ckpt.Checkpoint, target: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ckpt.save(source, target, ckpt.Universal(), ckpt.Resources(workers=1), stop)
+        ckpt.save(source, target, SMALL_PACKS, ckpt.Resources(workers=1), stop)
     assert not target.exists()
 
 
 def test_an_equal_job_goes_on_where_an_interrupted_one_was(tmp_path: Path) -> None:
     interrupted(ckpt.open(ZERO1).cast("fp32"), tmp_path / "out")
-    result = ckpt.save(ckpt.open(ZERO1).cast("fp32"), tmp_path / "out", ckpt.Universal())
+    result = ckpt.save(ckpt.open(ZERO1).cast("fp32"), tmp_path / "out", SMALL_PACKS)
     assert 0 < result.resumed < result.files
-    ckpt.save(ckpt.open(ZERO1).cast("fp32"), tmp_path / "at once", ckpt.Universal())
+    ckpt.save(ckpt.open(ZERO1).cast("fp32"), tmp_path / "at once", SMALL_PACKS)
     assert tree_of(tmp_path / "out") == tree_of(tmp_path / "at once")
 
 
@@ -488,19 +497,18 @@ OTHERS: dict[str, Callable[[ckpt.Checkpoint], ckpt.Checkpoint]] = {
 def test_a_job_with_another_edit_begins_anew(edit: str, tmp_path: Path) -> None:
     run = ckpt.open(ZERO1)
     assert (
-        ckpt.Job(run, tmp_path / "out", ckpt.Universal()).id
-        != ckpt.Job(OTHERS[edit](run), tmp_path / "out", ckpt.Universal()).id
+        ckpt.Job(run, tmp_path / "out", SMALL_PACKS).id != ckpt.Job(OTHERS[edit](run), tmp_path / "out", SMALL_PACKS).id
     )
     interrupted(run, tmp_path / "out")
-    result = ckpt.save(OTHERS[edit](run), tmp_path / "out", ckpt.Universal())
+    result = ckpt.save(OTHERS[edit](run), tmp_path / "out", SMALL_PACKS)
     assert result.resumed == 0
-    ckpt.save(OTHERS[edit](ckpt.open(ZERO1)), tmp_path / "at once", ckpt.Universal())
+    ckpt.save(OTHERS[edit](ckpt.open(ZERO1)), tmp_path / "at once", SMALL_PACKS)
     assert tree_of(tmp_path / "out") == tree_of(tmp_path / "at once")
 
 
 @pytest.mark.parametrize("edit", OTHERS)
 def test_the_same_edit_twice_is_the_same_job(edit: str, tmp_path: Path) -> None:
-    jobs = [ckpt.Job(OTHERS[edit](ckpt.open(ZERO1)), tmp_path / "out", ckpt.Universal()) for _ in range(2)]
+    jobs = [ckpt.Job(OTHERS[edit](ckpt.open(ZERO1)), tmp_path / "out", SMALL_PACKS) for _ in range(2)]
     assert jobs[0].id == jobs[1].id
 
 
@@ -508,20 +516,18 @@ def test_jobs_with_other_values_or_options_differ(tmp_path: Path) -> None:
     run, target = ckpt.open(ZERO1), tmp_path / "out"
     ones = np.ones(run["head.weight"].shape, np.float32)
     sources = [run, run.replace({"head.weight": ones}), run.replace({"head.weight": 2 * ones})]
-    formats = [ckpt.Universal(), ckpt.Universal(codec="auto"), ckpt.DeepSpeed(), ckpt.DeepSpeed(dp=4), ckpt.DCP()]
+    formats = [SMALL_PACKS, ckpt.Universal(codec="auto"), ckpt.DeepSpeed(), ckpt.DeepSpeed(dp=4), ckpt.DCP()]
     ids = {ckpt.Job(source, target, format).id for source in sources for format in formats}
     assert len(ids) == len(sources) * len(formats)
 
 
 def test_progress_counts_up_to_the_whole(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    result = ckpt.save(
-        ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal(), progress=lambda *counted: calls.append(counted)
-    )
+    result = ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS, progress=lambda *counted: calls.append(counted))
     done, totals = zip(*calls, strict=True)
     assert list(done) == sorted(done)
     assert len(set(totals)) == 1
-    assert done[-1] == totals[0] == ckpt.Job(ckpt.open(ZERO1), tmp_path / "other", ckpt.Universal()).plan().nbytes
+    assert done[-1] == totals[0] == ckpt.Job(ckpt.open(ZERO1), tmp_path / "other", SMALL_PACKS).plan().nbytes
     assert result.nbytes > 0
 
 
@@ -530,9 +536,9 @@ def test_an_error_of_the_users_progress_is_the_users(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal(), progress=fail)
+        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS, progress=fail)
     assert not (tmp_path / "out").exists()
-    assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal()).files > 0
+    assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS).files > 0
 
 
 def test_in_another_thread_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,13 +562,13 @@ def test_in_another_thread_nothing_is_installed(tmp_path: Path, monkeypatch: pyt
     thread.join()
     assert failures == []
     assert installed == []
-    ckpt.save(ckpt.open(ZERO1), tmp_path / "main", ckpt.Universal())
+    ckpt.save(ckpt.open(ZERO1), tmp_path / "main", SMALL_PACKS)
     assert installed  # it would have been seen
 
 
 def test_in_the_main_thread_handlers_are_as_before(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal())
+    ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS)
     interrupted(ckpt.open(ZERO1), tmp_path / "other")
     assert {number: signal.getsignal(number) for number in before} == before
 
@@ -576,9 +582,9 @@ def test_an_interrupt_by_signal_leaves_no_target(tmp_path: Path) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal(), ckpt.Resources(workers=1), once)
+        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS, ckpt.Resources(workers=1), once)
     assert not (tmp_path / "out").exists()
-    assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Universal()).resumed > 0
+    assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS).resumed > 0
 
 
 def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -590,3 +596,21 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(ckpt.NotFound):
         ckpt.open(tmp_path / "nothing")
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "level", library.level.__wrapped__)  # not the one that is bound already
+    load_kernels()
+    monkeypatch.setenv("CKPT_CPU_LEVEL", "99")
+    with pytest.raises(library.LibraryError, match="CKPT_CPU_LEVEL=99"):
+        load_kernels()
+
+
+@pytest.mark.parametrize("codec", [None, "planes"])
+def test_kernels_are_asked_for_where_the_source_is_compressed(codec: str | None, tmp_path: Path) -> None:
+    w = held_parameter("w", {"param": np.arange(4096, dtype=np.float32)})
+    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), Resources(1))
+    job = Job(ckpt.open(tmp_path / "source"), tmp_path / "target", registry.writable("dcp"))
+    assert job.needs_kernels == (codec is not None)

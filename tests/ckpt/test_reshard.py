@@ -271,6 +271,15 @@ def test_what_single_ranks_had_goes_back_to_them(tmp_path: Path) -> None:
     assert found.extras["ranks"] == ranks
 
 
+def test_what_ranks_had_that_will_not_be_is_said_to_be_lost(tmp_path: Path) -> None:
+    source = open_checkpoint(ZERO1)
+    ranks = {f"zero_pp_rank_{i}_mp_rank_00": {"optimizer": {"overflow_seen": [1, i]}} for i in (0, 1)}
+    source = replace(source, extras={**source.extras, "ranks": ranks})
+    assert writable("deepspeed").plan(source).dropped == ()
+    (lost,) = writable("deepspeed", dp=1).plan(source).dropped
+    assert lost.names == ("zero_pp_rank_1_mp_rank_00",)
+
+
 # The files are DeepSpeed's
 
 

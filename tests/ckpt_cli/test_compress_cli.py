@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import manifest
+from ckpt_formats.universal import Universal, manifest
 from damage import BROKEN, NOT_FOUND, OUTPUT, SAMPLES, UNSUPPORTED, Ran, ckpt
 from held import contents, flip
 from killing import killed, points, spread
@@ -153,7 +153,7 @@ def test_the_json_adds_up(trained: Path, tmp_path: Path) -> None:
     said = json.loads(done(ckpt("compress", trained, tmp_path / "small", "--json")).out)
     assert said["raw_nbytes"] == sum(row["raw_nbytes"] for row in said["states"])
     assert said["stored_nbytes"] == sum(row["stored_nbytes"] for row in said["states"])
-    assert said["stored_nbytes"] <= said["nbytes"] == _size(tmp_path / "small" / "parameters")
+    assert said["stored_nbytes"] <= said["nbytes"] == _size(tmp_path / "small" / "packs")
     assert said["ratio"] == round(said["raw_nbytes"] / said["stored_nbytes"], 4)
     weight = next(row for row in said["states"] if row["state"] == "param")
     assert weight["bits_per_element"] == round(8 * weight["stored_nbytes"] / weight["elements"], 3)
@@ -226,7 +226,7 @@ def test_a_damaged_chunk_is_named_by_verify_and_refused_by_all(small: Path, tmp_
 
     broken = tmp_path / "broken"
     shutil.copytree(small, broken)
-    path = max((broken / "parameters").iterdir(), key=lambda path: path.stat().st_size)
+    path = max((broken / "packs").iterdir(), key=lambda path: path.stat().st_size)
     flip(path, path.stat().st_size // 2, 3)
     ran = ckpt("verify", broken)
     assert ran.code == BROKEN
@@ -260,7 +260,8 @@ def test_zstandard_is_not_imported_where_nothing_is_coded(trained: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Universal.__init__.__kwdefaults__, "pack_nbytes", 1)  # type: ignore[attr-defined]
     rng = np.random.default_rng(0)
     held = {f"layers.{i}": torch.from_numpy(rng.standard_normal((64, 500)).astype(np.float32)) for i in range(40)}
     torch.save(held, tmp_path / "model.pt")

@@ -27,7 +27,8 @@ WITHOUT_OPTION = {
 }
 """Fields of formats that have no option of `convert`, and why."""
 
-VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json", "shard_nbytes": "1G"}
+VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
+VALUES |= {"shard_nbytes": "1G", "pack_nbytes": "1M"}
 
 
 def fields_of(name: str) -> set[str]:
@@ -55,7 +56,7 @@ def test_the_default_of_a_field_is_that_of_no_option() -> None:
     for name in WRITABLE:
         for field in fields(writable(name)):
             if field.name in FORMAT_OPTIONS:
-                assert field.default is None or field.name == "shard_nbytes", (name, field.name)
+                assert field.default is None or field.name in ("shard_nbytes", "pack_nbytes"), (name, field.name)
 
 
 @pytest.mark.parametrize("name", WRITABLE)

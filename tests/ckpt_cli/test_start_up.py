@@ -71,8 +71,6 @@ def test_what_needs_no_checkpoint_imports_next_to_nothing(arguments: list[str], 
     assert len(modules) - int(bare.stdout) < 150
 
 
-IMPORTS_CODECS = pytest.mark.xfail(reason="the room `universal` imports its writers, and they all codecs", strict=True)
-"""Take this mark away when `ckpt_formats.universal` imports codecs by the names in an index."""
 PLAIN = {
     "deepspeed-0.19-zero1-bf16-dp2": {"deepspeed"},
     "deepspeed-0.19-zero3-bf16-dp4-tied-frozen": {"deepspeed"},
@@ -88,10 +86,7 @@ PLAIN = {
 """Samples of all formats whose states are not coded, and the engines that are needed to read each."""
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [pytest.param(name, marks=IMPORTS_CODECS if name == "universal-1-plain" else ()) for name in PLAIN],
-)
+@pytest.mark.parametrize("sample", PLAIN)
 def test_inspect_imports_the_format_at_the_path_and_no_codec(sample: str, tmp_path: Path) -> None:
     """But one: a copy that is its master rounded has the codec `rounded`, which loads no kernels to compare a few."""
     modules = imported_by(tmp_path, "inspect", str(SAMPLES / sample))

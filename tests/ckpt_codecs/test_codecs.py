@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -275,6 +276,13 @@ def test_another_package_offers_a_codec(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "not a subclass of Codec of that name" in done.stdout
+
+
+def test_what_another_package_offers_must_be_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = metadata.EntryPoint("mine", "json:loads", "ckpt.codecs")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [offered])
+    with pytest.raises(ckpt_codecs.CodecError, match="json:loads of codec 'mine' is not a subclass of Codec"):
+        ckpt_codecs.parse("mine")
 
 
 # --- processes

@@ -189,8 +189,8 @@ from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal.parameter_file import write_parameter
-from ckpt_formats.universal.read_states import read_states
+from ckpt_formats.universal.pack import write_pack
+from ckpt_formats.universal.read_states import read_parameter
 folder = Path({folder!r})
 random = np.random.default_rng(0)
 shape, states, at = (5000, 384), {{}}, 0
@@ -203,13 +203,14 @@ with (folder / "raw").open("wb") as out:
 parameter, chunks = Parameter("w", "parameter", states), 3 * 8
 def write():
     with Reader() as reader, Transfer(reader) as transfer:
-        return write_parameter(folder, "coded", parameter, transfer, EncodingOptions())
+        return write_pack(folder / "packs/00000.safetensors", 0, [parameter], transfer, EncodingOptions()).entries[0]
 def read():
     with Reader() as reader, Transfer(reader) as transfer:
         return [sum(1 for _ in transfer.chunks(tensor)) for tensor in stored.values()]
+(folder / "packs").mkdir()
 entry = write()
-assert all(state.chunk for state in entry.states.values())
-stored = read_states(folder / "coded", entry)
+assert all(state.chunks is not None for state in entry.states.values())
+stored = read_parameter(folder, entry).states
 written, read = faults(write), faults(read)
 print(json.dumps([[written / chunks, read / chunks]]))
 """

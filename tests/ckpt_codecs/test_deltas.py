@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import CodecError, DeltaCodec, candidate_codecs
 from ckpt_codecs.delta import StatePair, StepInfo
+from ckpt_codecs.deltas.residuals.choose import decode_residual
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import encode_float16
+from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, find_delta, parse_delta
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
@@ -80,6 +82,13 @@ def test_halves_come_back_and_are_the_same_bytes_at_every_level(
             parts.add(encode_float16(before.view(np.uint16), after, MANTISSA_BITS[dtype.name]))
     assert len(parts) == 1
     comes_back(DELTAS[0], change, StepInfo())
+
+
+def test_residuals_of_halves_that_did_not_change_are_one_byte() -> None:
+    same = np.arange(100, dtype=np.uint16)
+    residuals = encode_float16(same, same.copy(), MANTISSA_BITS["bfloat16"])
+    assert residuals == b"\0"
+    assert decode_residual(residuals, same, BF16, SecondMoments(lambda: same, lambda: same)).tolist() == same.tolist()
 
 
 @given(st.data())

@@ -18,6 +18,7 @@ from ckpt_codecs.lossy import PRESETS, Excp, LcCheckpoint, Subspace, coarsest, m
 from ckpt_codecs.lossy import symbol_coder as symbols
 from ckpt_codecs.lossy.basis import Basis
 from ckpt_codecs.lossy.error_stats import ErrorStats
+from ckpt_codecs.lossy.log_levels import HIGH, power
 from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.registry import delta_from_config, parse_delta
 from ckpt_formats.core.tensor import Array
@@ -45,6 +46,20 @@ def there_and_back(codec: DeltaCodec, change: StatePair) -> dict[str, Array]:
 
 def same(a: States, b: States) -> bool:
     return a.keys() == b.keys() and all(bits(a[n]) == bits(b[n]) for n in a)
+
+
+def test_levels_beyond_the_table_have_its_ends() -> None:
+    """A damaged chunk may state any level."""
+    ends = power(np.array([-(10**9), -2 * HIGH - 1, -2 * HIGH, 2 * HIGH, 2 * HIGH + 1, 10**9]))
+    assert np.allclose(np.log2(ends), [-2 * HIGH / 64] * 3 + [2 * HIGH / 64] * 3)
+
+
+def test_every_bound_is_a_promise() -> None:
+    """And only of weights: moments have none."""
+    codec = Subspace(max_abs_err=0.5, rel_error=0.25)
+    form = {"fp32": F32, "exp_avg": F32}
+    assert codec.promised("fp32", form) == {"promised_max_abs": 0.5, "promised_rel_change": 0.25}
+    assert codec.promised("exp_avg", form) == {}
 
 
 # --- for every codec

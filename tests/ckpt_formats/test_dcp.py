@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt.job import save as save_checkpoint
 from ckpt.pipeline import Resources
+from ckpt_formats.containers.torchfile import open_item
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.files import Reader
@@ -26,8 +27,8 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
-from ckpt_formats.engines.dcp import DCP
-from ckpt_formats.engines.dcp.balance import RankGrid, blocks
+from ckpt_formats.engines.dcp import DCP, items
+from ckpt_formats.engines.dcp.balance import RankGrid, block_rows
 from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.engines.dcp.nesting import flattened
@@ -98,6 +99,10 @@ def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
     with Reader() as reader:
         for box in (Box((4000, 1), (4001, 3)), Box((0, 0), (4, 4)), Box((17, 2), (4099, 3)), Box((3, 0), (900, 4))):
             assert bits(read(weight.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
+    # Its values lie in all of the item: compressed bytes cannot be told apart.
+    (whole,), (part,) = weight.sources(), weight.crop(Box((17, 2), (18, 3))).sources()
+    assert part == whole
+    assert (whole.dtype, 0 < whole.shape[0] < values.nbytes) == (np.uint8, True)
 
 
 def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,24 +253,25 @@ def test_any_tensors_over_any_mesh_come_back(data: st.DataObject) -> None:
         assert contents(again) == contents(source)
 
 
-@given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.integers(1, 6), st.integers(1, 4), st.data())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_blocks_cover_a_tensor_once_as_torch_chunks_it(
     shape: tuple[int, ...], dp: int, tp: int, data: st.DataObject
 ) -> None:
-    axis = data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
-    seen = np.zeros(shape, int)
-    mesh = RankGrid(dp, tp)
-    for box, ranks in blocks(shape, mesh, axis):
-        seen[box.index] += 1
-        for rank in ranks:
-            row, column = divmod(rank, tp)
+    axis = data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
+    seen, numbers = np.zeros(shape, int), []
+    for rows in block_rows(shape, RankGrid(dp, tp), axis):
+        assert (rows.column is None) == (axis is None)
+        for row in range(rows.count):
+            box = rows.box(row)
+            seen[box.index] += 1
+            numbers.append(rows.first + row)
             theirs = torch.arange(seen.size).reshape(shape)
             if axis is not None:
-                theirs = theirs.chunk(tp, axis)[column]
-            if shape:
-                theirs = theirs.chunk(dp, 0)[row]
+                theirs = theirs.chunk(tp, axis)[rows.column]
+            theirs = theirs.chunk(dp, 0)[row]
             assert theirs.tolist() == np.arange(seen.size).reshape(shape)[box.index].tolist()
     assert (seen == 1).all()
+    assert numbers == list(range(len(numbers)))
 
 
 _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just("tensor"))
@@ -364,6 +370,16 @@ def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
     (tmp_path / "two").write_bytes(values)
     assert not objects.same(one, two)
     assert not objects.same(one, ItemRange("one", 0, at))
+
+
+def test_of_items_that_differ_in_their_values_alone_one_is_parsed(tmp_path: Path, monkeypatch: Any) -> None:
+    parsed: list[object] = []
+    monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))
+    values = {f"w{i}": torch.full((4, 3), float(i)) for i in range(5)}
+    found = open_checkpoint(save({"model": values}, tmp_path))
+    for name, value in values.items():
+        assert_equal(read(found.parameters[name].weight), value)
+    assert len(parsed) == 1
 
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:

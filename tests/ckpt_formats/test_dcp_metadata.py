@@ -105,6 +105,30 @@ def test_a_form_takes_what_is_spelled_as_usual_and_nothing_else() -> None:
     assert type(load_pickle(pickle.dumps(chunks, 4), "x", FORMS)[3]) is Record
 
 
+def test_texts_of_a_form_are_taken_whether_spelled_or_referred_to() -> None:
+    """Also by a reference of four bytes, which follows many values."""
+    many = list(map(float, range(300)))
+    names = [f"name of {i}" for i in range(300)]
+    indices = [MetadataIndex("".join([*names[-1]]), torch.Size((0,)), 0)]  # spelled
+    indices += [MetadataIndex(names[-1], torch.Size((i,)), i) for i in range(3)]  # a long reference
+    found = load_pickle(pickle.dumps([many, names, *indices], 4), "x", FORMS)[2:]
+    assert [type(one) for one in found[1:]] == [CompactRecord] * 3
+    assert [one[1] for one in found[1:]] == [names[-1]] * 3
+    short = load_pickle(pickle.dumps([MetadataIndex(name, torch.Size((0,)), 0) for name in names[:3]], 4), "x", FORMS)
+    assert [(type(one), one[1]) for one in short[1:]] == [(CompactRecord, name) for name in names[1:3]]
+
+
+@pytest.mark.parametrize(("opcodes", "said"), [(b"\x85", b"K\x01K\x02"), (b"\x87", b"K\x01K\x02")])
+def test_a_form_does_not_take_a_size_that_leaves_a_length_or_lacks_one(opcodes: bytes, said: bytes) -> None:
+    """What the opcodes mean is another tuple, and a number beside it."""
+    chunks = [ChunkStorageMetadata(torch.Size((i + 1, 2)), torch.Size((7, 7))) for i in range(3)]
+    data = pickle.dumps(chunks, 4)
+    at = data.rindex(b"K\x03K\x02\x86")
+    assert type(load_pickle(data, "x", FORMS)[2]) is CompactRecord
+    with pytest.raises(CkptError):
+        load_pickle(data[:at] + b"K\x03K\x02" + opcodes + data[at + 5 :], "x", FORMS)
+
+
 @pytest.mark.parametrize(
     ("shared", "kind"), [(torch.Size((1, 300)), CompactRecord), ((1, 300), Record), ("text", Record)]
 )

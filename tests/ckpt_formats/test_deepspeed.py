@@ -15,6 +15,7 @@ from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.engines.deepspeed.consistency import check_same_run
+from ckpt_formats.engines.deepspeed.experts import expert_ranks
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.optimizer_states import check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
@@ -93,3 +94,9 @@ def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Pat
         "optimizer": {"scale": 0},
         "ranks": {"2": other, "3": other},
     }
+
+
+@pytest.mark.parametrize(("contiguous", "ranks"), [(False, [1, 4]), (True, [2, 3])])
+def test_the_ranks_that_hold_the_same_experts(contiguous: bool, ranks: list[int]) -> None:
+    """Of six data-parallel ranks in three groups: DeepSpeed deals them in turn, or to neighbours if told so."""
+    assert expert_ranks(1, 2, 6, contiguous) == ranks

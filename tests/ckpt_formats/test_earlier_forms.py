@@ -17,17 +17,13 @@ UNSUPPORTED = 22
 PLAIN, CHAIN = SAMPLES / "universal-1-plain", SAMPLES / "universal-1-delta"
 
 
-def first_state(fields: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = next(iter(fields["parameters"][0]["states"].values()))
-    return state
-
-
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "version 2": lambda fields: fields.update(version=2),
     "version 3": lambda fields: fields.update(version=3),
     "saved_as": lambda fields: fields.update(saved_as={"format": "torch"}),
-    "loss": lambda fields: first_state(fields).update(loss={"differing": 1}),
 }
+FILES = {"parameters": [{"name": "w", "role": "parameter", "file": "parameters/w.safetensors"}]}
+"""A field of a version 1 that had a file for each parameter."""
 CHAINS: dict[str, Callable[[dict[str, Any]], object]] = {
     "version 2": lambda fields: fields.update(version=2),
     "losses": lambda fields: fields["members"][0].update(losses={}),
@@ -41,10 +37,10 @@ def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(sealed_json.dump(fields))
 
 
-def assert_refused(*arguments: object) -> None:
+def assert_refused(*arguments: object, commit: str = "357a565") -> None:
     done = ckpt(*arguments)
     assert done.code == UNSUPPORTED, done
-    assert "written by an unreleased version of ckpt, whose form only commit 357a565 of ckpt still reads" in done.err
+    assert f"written by an unreleased version of ckpt, whose form only commit {commit} of ckpt still reads" in done.err
     assert "Traceback" not in done.err
 
 
@@ -57,6 +53,12 @@ def test_a_manifest_of_an_earlier_form_is_refused(form: str, tmp_path: Path) -> 
     assert_refused("convert", folder, tmp_path / "out.pt")
     assert_refused("append", tmp_path / "chain", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_manifest_of_a_file_for_each_parameter_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(PLAIN, tmp_path / "folder")
+    edited(folder / manifest.NAME, lambda fields: fields.update(FILES))
+    assert_refused("inspect", folder, commit="fc24d33")
 
 
 @pytest.mark.parametrize("form", CHAINS)

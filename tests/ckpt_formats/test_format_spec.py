@@ -1,6 +1,7 @@
 """The universal format as docs/format.md has it: what ckpt writes is read by a reader that knows only the page."""
 
 import base64
+import json
 import math
 import re
 import struct
@@ -8,23 +9,37 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
 
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_codecs import from_config
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
+from ckpt_formats.core.chunking import Chunking, chunk_sizes
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.edits import cast
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
-from universal_reader import ITEMSIZE, TAGS, UniversalReader
+from ckpt_formats.universal.index import TYPES
+from ckpt_formats.universal.tables import Tables
+from universal_decoder import UniversalDecoder
+from universal_reader import CODED, DERIVED, ITEMSIZE, PLAIN, TAGS, UniversalReader, chunk_count, chunk_form
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
 SAMPLES = sorted(path for path in (ROOT / "sample_checkpoints").glob("deepspeed-*") if path.is_dir())
+RECORDED = ROOT / "sample_checkpoints" / "recorded-1" / "run.chain"
+EVERY_SAMPLE = [
+    RECORDED if path == RECORDED.parent else path
+    for path in sorted((ROOT / "sample_checkpoints").iterdir())
+    if (path.is_dir() or path.suffix == ".safetensors") and path.name not in ("damaged", "__pycache__")
+]
 
 
 def tensor_of(array):
@@ -49,14 +64,53 @@ def block(mark):
     return re.search(rf"<!-- example: {mark} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
+def file_of(mark):
+    """The bytes of a safetensors file that the page writes out: the header, then lines of a name and data in hex."""
+    length, header, _, *lines = block(mark).splitlines()
+    padded = header.encode().ljust(struct.unpack("<Q", bytes.fromhex(length))[0])
+    return bytes.fromhex(length) + padded + b"".join(bytes.fromhex(line.partition(" ")[2]) for line in lines)
+
+
+def plain_states(folder):
+    """Every plain state of a universal checkpoint, as the reference library of safetensors reads it: its bytes."""
+    opened, reader, values = {}, UniversalReader(folder), {}
+    for pack in sorted((folder / "packs").glob("*")):
+        with safe_open(pack, "pt") as file:
+            opened |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    for name, entry in reader.entries.items():
+        for state, row in entry["states"].items():
+            if row["storage"] == PLAIN:
+                tensor = opened[f"{name}/{state}".encode("utf-8", "backslashreplace").decode()]
+                assert (str(tensor.dtype)[6:], list(tensor.shape)) == (row["dtype"], row["shape"])
+                flat = tensor.reshape(-1)
+                values[name, state] = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+                assert values[name, state] == reader.values(name, state)
+    with safe_open(folder / "index.safetensors", "np") as file:
+        assert len(file.keys()) == 23
+    return values
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_a_reader_of_the_page_reads_what_we_write(sample, tmp_path):
     source = open_checkpoint(sample)
-    reader = UniversalReader(universal(source, tmp_path / "u"))
+    reader = UniversalDecoder(universal(source, tmp_path / "u"))
     assert list(reader.entries) == list(source.parameters)
     for parameter, state, tensor in source.tensors():
         assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
         assert reader.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("sample", EVERY_SAMPLE, ids=lambda path: path.name)
+def test_the_reference_library_reads_every_plain_state_of_what_we_convert(sample, tmp_path):
+    source = open_checkpoint(sample)
+    folder = universal(source, tmp_path / "u")
+    values = plain_states(folder)
+    for parameter, state, tensor in source.tensors():
+        if (parameter.name, state) in values:
+            assert values[parameter.name, state] == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        else:
+            assert UniversalReader(folder).entries[parameter.name]["states"][state]["storage"] == DERIVED
 
 
 def decode(codec, data, shape, dtype, base, base_dtype):
@@ -81,8 +135,8 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
     }
     source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
     save(source, tmp_path / "u", writable("universal", codec="auto"), Resources())
-    reader = UniversalReader(tmp_path / "u", decode)
-    assert any("chunk" in state for entry in reader.entries.values() for state in entry["states"].values())
+    reader = UniversalDecoder(tmp_path / "u", decode)
+    assert any(row["storage"] == CODED for entry in reader.entries.values() for row in entry["states"].values())
     for parameter, state, tensor in source.tensors():
         assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
 
@@ -93,8 +147,8 @@ def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):
     wide = Parameter("w", "parameter", {"fp32": tensor_of(odd)})
     for dtype in ("fp16", "bf16"):
         halved = cast(Checkpoint(source.path, source.origin, {"w": wide}), dtype)
-        reader = UniversalReader(universal(halved, tmp_path / dtype))
-        assert "offset" not in reader.entries["w"]["states"]["param"]
+        reader = UniversalDecoder(universal(halved, tmp_path / dtype))
+        assert reader.entries["w"]["states"]["param"]["storage"] == DERIVED
 
 
 def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path):
@@ -102,7 +156,8 @@ def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path):
     other = np.array([0.5, -1.2578125], DTYPES["bfloat16"])
     states = {**source.parameters["w"].states, "param": tensor_of(other)}
     changed = Checkpoint(source.path, source.origin, {"w": Parameter("w", "parameter", states)})
-    reader = UniversalReader(universal(changed, tmp_path / "u"))
+    reader = UniversalDecoder(universal(changed, tmp_path / "u"))
+    assert reader.entries["w"]["states"]["param"]["storage"] == PLAIN
     assert reader.values("w", "param") == other.tobytes()
 
 
@@ -116,11 +171,56 @@ def test_the_example_of_the_page_is_what_we_write(tmp_path):
 
     assert without_writer(written) == without_writer(shown)
     (folder / "manifest.json").write_text(shown, "utf-8")
-    UniversalReader(folder)
-    length, header, _, *data = block("file").splitlines()
-    padded = header.encode().ljust(struct.unpack("<Q", bytes.fromhex(length))[0])
-    whole = bytes.fromhex(length) + padded + bytes.fromhex("".join(data))
-    assert (folder / "parameters").iterdir().__next__().read_bytes() == whole
+    UniversalDecoder(folder)
+    assert (folder / "index.safetensors").read_bytes() == file_of("index")
+    assert [path.read_bytes() for path in (folder / "packs").iterdir()] == [file_of("pack")]
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", "index.safetensors", "packs"}
+
+
+def test_the_chunks_of_the_page_are_those_of_the_rule():
+    table = PAGE.partition("| shape | a chunk | chunks |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\[.*?\])` \| (.*?) \| (\w[\w,]*)", table, re.MULTILINE)
+    assert len(rows) == 8
+    for text, form, count in rows:
+        shape, words = json.loads(text), form.replace(",", "").split()
+        chunk = (int(words[0]) * int(words[-1]), int(words[-1])) if "rows" in words else (int(words[0]), None)
+        assert chunk_form(shape) == chunk, text
+        assert chunk_count(shape) == (0 if count == "none" else int(count.rstrip(",").replace(",", ""))), text
+
+
+@given(st.lists(st.one_of(st.integers(0, 5), st.integers(16_380, 16_390), st.integers(0, 2**21)), max_size=4))
+def test_the_rule_of_the_page_is_that_of_the_code(shape):
+    chunking = Chunking.default(tuple(shape))
+    size, columns = chunk_form(shape)
+    assert (size, chunk_count(shape)) == (chunking.chunk_size, chunking.count)
+    assert columns == (None if len(chunking.chunk) == 1 else chunking.chunk[1])
+    if math.prod(n or 1 for n in shape) < 2**62:
+        elements, counts = chunk_sizes(np.array([len(shape)], np.uint8), np.array(shape, np.uint64))
+        assert (elements.tolist(), counts.tolist()) == ([size], [chunking.count])
+
+
+def test_the_page_names_every_column_and_every_table():
+    section = PAGE.partition("## The index")[2].partition("## The manifest")[0]
+    tags = {"u1": "U8", "<u2": "U16", "<u4": "U32", "<u8": "U64"}
+    assert dict(re.findall(r"^\| `([\w.]+)` \| `(U\d+)`", section, re.MULTILINE)) == {
+        name: tags[dtype] for name, dtype in TYPES.items()
+    }
+    tables = section.partition("**The tables**")[2]
+    assert re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE) == list(Tables().to_json())
+    fields = {
+        "groups",
+        "packs",
+        "index",
+        "content",
+        "checksum",
+        "written_by",
+        "origin",
+        "aliases",
+        "extras",
+        "original",
+    }
+    manifest = PAGE.partition("## The manifest")[2]
+    assert all(f"| `{field}` |" in manifest for field in fields)
 
 
 def test_names_and_texts_of_all_kinds_survive(tmp_path):
@@ -129,7 +229,7 @@ def test_names_and_texts_of_all_kinds_survive(tmp_path):
     parameters = {name: Parameter(name, "buffer", {"param": one}) for name in names}
     extras = {name: name for name in names}
     source = Checkpoint(tmp_path / "none", Origin("example"), parameters, (), extras)
-    reader = UniversalReader(universal(source, tmp_path / "u"))
+    reader = UniversalDecoder(universal(source, tmp_path / "u"))
     assert set(reader.entries) == set(names)
     assert reader.manifest["extras"] == extras
 

@@ -266,6 +266,15 @@ def test_an_extra_state_of_the_name_of_the_optimizer_hides_nothing(folder):
     assert found.extras["extra_state"] == {"optim": "adam", "rng": 1}
 
 
+def test_averages_beside_a_model_are_put_together_from_sharded_tensors(tmp_path):
+    """Of FSDP1, whose blocks are no DTensors."""
+    write(tmp_path, 3, model=lambda rank: {"model": {"w": sharded(rank)}, "ema": {"w": sharded(rank)}})
+    found = open_checkpoint(tmp_path)
+    assert is_weight(found)
+    (name,) = found.parameters.keys() - {"w"}
+    assert is_weight(found, name)
+
+
 def test_what_differs_among_the_models_and_is_no_tensor_is_kept_for_each_rank(tmp_path):
     found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "_extra_state": b"%d" % rank}))
     assert found.extras["ranks"] == {"0": {"model": {"_extra_state": b"0"}}, "1": {"model": {"_extra_state": b"1"}}}
@@ -308,6 +317,16 @@ def test_shapes_are_given_on_the_command_line(tmp_path):
         CliRunner().invoke(cli, ["inspect", str(tmp_path / "run")], catch_exceptions=False)
 
 
+def test_an_optimizer_state_that_is_no_dict_is_carried(tmp_path):
+    """A plain number among the states of an optimizer says nothing of slices."""
+
+    def optim(rank: int) -> dict[str, Any]:
+        return {"state": {"w": {"exp_avg": rows(WEIGHT, 2)}, "seen": 7}, "param_groups": [{"params": ["w"]}]}
+
+    found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, optim=optim))
+    assert is_weight(found)
+
+
 # --- refused
 
 
@@ -316,6 +335,13 @@ def test_one_rank_s_file_alone_is_refused(folder):
     assert isinstance(detect(file), FsdpRanks)
     with pytest.raises(Unsupported, match="one rank of several"):
         open_checkpoint(file)
+
+
+def test_of_one_rank_s_file_the_first_part_is_named(tmp_path):
+    write(tmp_path, 2, model=lambda rank: {"a": {"x": rows(WEIGHT, 2)}, "b": rows(WEIGHT, 2)})
+    alone = (tmp_path / "model_world_size_2_rank_0.pt").rename(tmp_path / "part.pt")
+    with pytest.raises(Unsupported, match=r"rank of 2: `a\.x` is a block of a DTensor"):
+        open_checkpoint(alone)
 
 
 def test_a_missing_rank_is_named(folder):
@@ -533,6 +559,15 @@ def test_dicts_nested_without_end_are_refused(tmp_path, endless):
         open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "nested": nested}))
 
 
+def test_dicts_repeated_without_end_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckpt_formats.engines.fsdp_ranks.rank_file._MAX_VALUES", 1000)
+    repeated: dict[str, Any] = {"x": 1}
+    for _ in range(10):
+        repeated = {"a": repeated, "b": repeated}
+    with pytest.raises(Unsafe, match="without end"):
+        open_checkpoint(write(tmp_path, 1, model=lambda rank: {"w": rows(WEIGHT, 1), "repeated": repeated}))
+
+
 def test_code_in_a_file_is_refused(folder):
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -733,6 +768,22 @@ def test_slices_of_another_length_than_the_shape_are_refused(tmp_path):
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, {"w": WEIGHT}))
     with pytest.raises(Corrupt, match=r"35 elements, but shape \[6, 5\] has 30"):
         open_checkpoint(tmp_path / "run", shapes_of(tmp_path, {"w": WEIGHT[:6]}))
+
+
+def test_states_of_an_optimizer_that_are_no_dict_state_no_shapes(tmp_path):
+    def optim(rank: int) -> dict[str, Any]:
+        return {"state": [], "param_groups": []}
+
+    write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, {"w": WEIGHT}), optim=optim)
+    with pytest.raises(Unsupported, match="without their shapes"):
+        open_checkpoint(tmp_path / "run")
+
+
+def test_a_flat_parameter_that_one_rank_has_as_a_plain_tensor_is_refused(tmp_path):
+    write(tmp_path, 2, model=lambda rank: {"_flat_param": flat(rank, 2, {"w": WEIGHT})["_flat_param"]})
+    torch.save({"_flat_param": WEIGHT.flatten()[18:]}, tmp_path / "model_world_size_2_rank_1.pt")
+    with pytest.raises(Corrupt, match="is a ShardedTensor on rank 0, but a TensorRef on rank 1"):
+        open_checkpoint(tmp_path)
 
 
 # --- hostile

@@ -436,6 +436,7 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
     check_complete(found)
     assert read(found.parameters["w"].weight).tolist() == WHOLE.tolist()
     assert read(found.parameters["s"].weight).tolist() == 7
+    assert not any("DCP" in str(value) for value in found.extras.values()), "where blocks lie is no part of the model"
     assert found.parameters["none"].weight.shape == (0, 3)
 
 
@@ -697,6 +698,17 @@ def test_a_configuration_is_taken_from_where_the_user_says(tmp_path: Path) -> No
     write(llama(), tmp_path / "alone", config=other)
     assert {path.name for path in (tmp_path / "alone").iterdir()} == {"config.json", "model.safetensors"}
     assert json.loads((tmp_path / "alone" / "config.json").read_text())["vocab_size"] == 2
+
+
+@pytest.mark.parametrize(("said", "written"), [("float32", "float16"), ("auto", "auto")])
+def test_a_configuration_states_the_type_of_the_weights_unless_it_states_none(
+    said: str, written: str, tmp_path: Path
+) -> None:
+    halves = [parameter(name, {MODEL: tensor.to(torch.float16).numpy()}) for name, tensor in state().items()]
+    source = checkpoint(halves, (), {"hf/config.json": LLAMA | {"dtype": said}})
+    _, remarks = write(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == written
+    assert ("config.json states dtype float16" in remarks) == (said != written)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "an empty folder", "no JSON", "a list"])

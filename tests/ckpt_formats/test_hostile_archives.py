@@ -247,6 +247,7 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
     path = tmp_path / "x.pt"
     for lie in (
         replace(DATA, local_name="a/data/9"),
+        replace(DATA, local_name="a/data/00"),
         replace(DATA, local_magic=b"nope"),
         replace(DATA, local_method=8),
         replace(DATA, behind=b"hidden"),

@@ -199,6 +199,7 @@ CONTRADICTIONS = {
     "scalar": (Rule(".*"), [(), ()]),
     "other lengths differ": (Rule(".*", axis=0), [(4, 2), (4, 3)]),
     "other number of axes": (Rule(".*", axis=0), [(4, 2), (4,)]),
+    "an axis less": (Rule(".*", axis=1), [(4, 2), (4,)]),
     "pieces do not divide": (Rule(".*", fused=3), [(4, 2), (4, 2)]),
     "sizes do not sum": (Rule(".*", fused=(4, 2)), [(4, 2), (4, 2)]),
     "sizes do not divide": (Rule(".*", fused=(5, 3)), [(4, 2), (4, 2)]),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def test_where_experts_are_cut_otherwise_only_some_ranks_save(tmp_path: Path) ->
     for i, values in experts.items():
         name = f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1.weight"
         assert np.array_equal(read(found[name].weight), values)
+
+
+def test_a_tensor_parallel_rank_that_megatron_did_not_save_is_named(tmp_path: Path) -> None:
+    """Of two ranks that hold the same experts, one saves: the other's half of the rest is nowhere."""
+    experts = {"num_experts": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    run = write(tmp_path / "run", whole(), 2, {**experts, "moe_ffn_hidden_size": 12})
+    shutil.rmtree(run / "iter_0000005/mp_rank_01")
+    with pytest.raises(Incomplete, match="did not save tensor-parallel rank 1"):
+        open_checkpoint(run)
 
 
 def test_iterations_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
@@ -211,6 +221,14 @@ def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
     flat = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): {"param": torch.zeros(64)}}}
     torch.save(flat, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
     with pytest.raises(Corrupt, match="has 64 elements"):
+        open_checkpoint(run)
+
+
+def test_buffers_that_are_stored_by_parameter_are_refused(tmp_path: Path) -> None:
+    run = write(tmp_path, whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
+    listed = {0: {(torch.float32, torch.float32): [{"param": torch.zeros(64)}]}}
+    torch.save(listed, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
+    with pytest.raises(Unsupported, match="stored by parameter"):
         open_checkpoint(run)
 
 
@@ -388,6 +406,12 @@ def test_stages_have_the_layers_that_megatron_gives_them() -> None:
     assert list(uneven_stages(8, 2, 2, 2, None).layers(1, 0)) == [1, 2, 3]
     assert from_layout_string("Et*3|(tt|)*2,m|L", 5).counts == (3, 2, 2, 0, 0)
     assert from_layout_string([["embedding", "decoder"], ["decoder", "decoder", "loss"]], 2).counts == (1, 2)
+
+
+@pytest.mark.parametrize("pp", [0, 2])
+def test_a_layout_of_chunks_that_stages_cannot_share_is_an_error(pp: int) -> None:
+    with pytest.raises(Unsupported, match=f"layout of 3 chunks cannot be divided over {pp} stages"):
+        from_layout_string("Et|t|tL", pp)
 
 
 @pytest.mark.parametrize("said", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])

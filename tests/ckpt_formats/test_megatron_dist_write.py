@@ -27,6 +27,9 @@ from ckpt_formats.core.values import Record
 from ckpt_formats.core.views import LayersBlob
 from ckpt_formats.engines.dcp.metadata import read_metadata
 from ckpt_formats.engines.megatron import MegatronDist
+from ckpt_formats.engines.megatron.shared.names import expert_of
+from ckpt_formats.engines.megatron.shared.write_layout import resolve_layout
+from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, ReplicaGroup, _chunk
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from effort import examples
@@ -377,3 +380,17 @@ def test_a_pile_is_its_tensors_by_place(data: st.DataObject) -> None:
     box: Box = data.draw(boxes(pile.shape).filter(lambda box: box.size > 0))
     assert bits(read(pile)) == bits(whole)
     assert bits(read(pile.crop(box))) == bits(np.ascontiguousarray(whole[box.index]))
+
+
+def test_of_buffers_the_experts_have_their_own_and_the_rest_is_in_the_others() -> None:
+    """With experts whose ranks are other than those of the rest, each has an optimizer, and buffers, of its own."""
+    source = model("moe", args_of("moe", LAYERS, 4))
+    target = resolve_layout(source, MegatronDist(ep=2, dp=2))
+    weights = {name: p.weight for name, p in source.parameters.items() if p.role == "parameter"}
+    buffered = BufferedModel(target.args, target.parallel, target.stages, target.layout, weights)
+    groups = [ReplicaGroup(0, 0, 0, 0), *(ReplicaGroup(1, ep, 0, 0, ep) for ep in (0, 1))]
+    dense, *experts = (set(_chunk(buffered, group, 0, True).tensors) for group in groups)
+    assert dense == {name for name in weights if ".experts." not in name}
+    for ep, own in enumerate(experts):
+        assert {expert_of(name) for name in own} == {2 * ep, 2 * ep + 1}
+    assert dense.union(*experts) == weights.keys()

@@ -163,6 +163,28 @@ def test_experts_in_one_tensor_lie_in_memory_as_megatron_has_them(tmp_path: Path
             assert in_memory == b"".join(np.ascontiguousarray(expert.T).tobytes() for expert in experts)
 
 
+def test_states_of_single_numbers_stay_so_where_experts_become_one_tensor(tmp_path: Path) -> None:
+    source = model("moe", args_of("moe", 1, 4) | {"moe_grouped_gemm": True})
+    step = parameter("step", {"step": np.array(9, np.float32)}).states
+    counted = {
+        name: replace(p, states={**p.states, **step}, values={}) if p.role == "parameter" else p
+        for name, p in source.parameters.items()
+    }
+    source = replace(source, parameters=counted)
+    found = reshard(source, tmp_path / "run", zero=0)
+    saved = root(tmp_path / "run", "00")["optimizer"]["optimizer"]["state"]
+    assert {(state["step"].shape, state["step"].item()) for state in saved.values()} == {((), 9)}
+    assert tensors(found) == tensors(source)
+
+
+def test_an_extra_state_follows_all_tensors_of_its_module(tmp_path: Path) -> None:
+    """Also in the last module of a stage."""
+    reshard(model("gpt", args_of("gpt", 2, 4)), tmp_path / "run", pp=2)
+    assert list(root(tmp_path / "run", "00_000")["model"])[-3:] == [
+        f"decoder.layers.0.mlp.linear_fc2.{name}" for name in ("weight", "bias", "_extra_state")
+    ]
+
+
 def test_a_flat_buffer_is_laid_out_in_reverse_at_multiples_of_64(tmp_path: Path) -> None:
     source = model("gpt", args_of("gpt", 2, 4))
     reshard(source, tmp_path / "run", pp=2)
@@ -285,6 +307,18 @@ def test_tensors_that_contradict_the_arguments_are_refused(tmp_path: Path) -> No
     wrong = replace(args, state={**args.state, "ffn_hidden_size": 24})
     refused(replace(source, extras={**source.extras, "args": wrong}), tmp_path, "linear_fc1.weight` has length 40")
     refused(replace(source, extras={}), tmp_path, "no arguments of a Megatron run")
+
+
+@pytest.mark.parametrize("stated", [3, None])
+def test_experts_that_the_arguments_do_not_have_are_never_left_out_in_silence(
+    tmp_path: Path, stated: int | None
+) -> None:
+    source = model("moe", args_of("moe", 1, 4))
+    args = source.extras["args"]
+    fewer = replace(args, state={**args.state, "num_experts": stated})
+    source = replace(source, extras={**source.extras, "args": fewer})
+    stated = stated or 0
+    refused(source, tmp_path, f"local_experts.{stated}.linear_fc1.weight` is of an expert .* {stated} experts")
 
 
 def test_masters_of_fp32_weights_must_be_the_weights_to_be_left_out(tmp_path: Path) -> None:

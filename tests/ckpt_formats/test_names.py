@@ -271,6 +271,7 @@ hf = ["h.weight"]
 
 BAD = {
     "a transform that is none": ('transform = "gate_and_up"', 'transform = "thirds"'),
+    "a transform that is none, in the last row": ('hf = ["h.weight"]', 'hf = ["h.weight"]\ntransform = "thirds"'),
     "too few pieces": ('"l.{layer}.a", "l.{layer}.b"]\ntransform', '"l.{layer}.a"]\ntransform'),
     "a row under several conditions": ('"l.{layer}.b", {', '{ name = "l.{layer}.b", when = "bias" }, {'),
     "a name without a row": ('"e.weight", "l', '"e.weight", "f.weight", "l'),

@@ -600,6 +600,13 @@ def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_what_is_no_weight_tells_nothing_of_the_family() -> None:
+    made = in_megatron()
+    state = parameter("rng_state/0", {"param": array(F32, (3,))}, "extra")
+    found = to_hf(replace(made, parameters={**made.parameters, state.name: state}))
+    assert found.extras[CONFIG]["model_type"] == "llama"
+
+
 def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
     tensors = whole()
     tensors["mtp.layers.0.enorm.weight"] = np.ones(8, np.float32)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.pipeline.staging import open_staging
+from ckpt_formats.core import files
 from ckpt_formats.core.errors import Corrupt, NotFound
 from ckpt_formats.core.files import (
     Evidence,
@@ -126,6 +127,16 @@ def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
         list(verify_seals(evidence[1:]))
 
 
+def test_reads_that_overlap_are_put_together_backwards_too(tmp_path: Path) -> None:
+    """Some read whole rows, others a part of them: what both have read is taken off again, not read a second time."""
+    seal = sealed(tmp_path / "file", "crc32", os.urandom(90))
+    evidence = [*see(seal, (0, 60)), *see(seal, (50, 60)), *see(seal, (50, 90)), *see(seal, (50, 60))]
+    seal.path.unlink()
+    assert list(verify_seals(evidence)) == []
+    wrong = replace(evidence[1], digest=evidence[1].digest ^ 1)
+    assert list(verify_seals([evidence[0], wrong, evidence[2]])) == [seal]
+
+
 def test_thousands_of_scattered_reads_still_settle(tmp_path: Path) -> None:
     """Beyond some number of pieces nothing more is remembered, and what is forgotten is read again."""
     seal = sealed(tmp_path / "file", "crc32", os.urandom(10_000))
@@ -201,3 +212,26 @@ def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:
         reader.read_into(seal.path, 0, out.data, seal)
         assert out.tobytes() == b"abc"
         assert reader.evidence() == ()
+
+
+def test_a_buffer_larger_than_the_cache_is_kept_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one large frame follow each other: it is decoded once for all of them."""
+    monkeypatch.setattr(files, "_MAX_CACHED_BYTES", 8)
+    filled: list[int] = []
+
+    def of(reader: Reader, key: int) -> int:
+        def fill(buffer: np.ndarray) -> None:
+            filled.append(key)
+            buffer[:] = key
+
+        return int(reader.cached_or_filled(key, 100, fill)[99])
+
+    with Reader() as reader:
+        assert [of(reader, key) for key in (1, 1, 2, 2, 1)] == [1, 1, 2, 2, 1]
+    assert filled == [1, 2, 1]
+
+
+def test_a_reason_that_the_system_does_not_number_is_an_error_all_the_same() -> None:
+    found = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
+    assert isinstance(found, NotFound)
+    assert "cannot be read" in str(found)

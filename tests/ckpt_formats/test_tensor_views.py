@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
-from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Tensor, read
 from ckpt_formats.core.views import LayersBlob, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
 from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
@@ -94,6 +94,12 @@ def test_a_part_of_a_vector_as_a_tensor(data: st.DataObject) -> None:
     with folder() as at:
         assert_shows(reshaped(data.draw(scattered(at, vector)), before, shape), values, data)
     assert_shows(reshaped(tensor(vector), before, shape), values, data)
+
+
+def test_columns_of_a_part_of_a_vector_are_read_to_the_last_row() -> None:
+    vector = array(DTYPES["int16"], (26,))
+    view = reshaped(tensor(vector), 1, (2, 3, 4)).crop(Box((0, 1, 1), (2, 3, 3)))
+    assert bits(read(view)) == bits(np.ascontiguousarray(vector[1:25].reshape(2, 3, 4)[:, 1:3, 1:3]))
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (2, 3, 2)], ids=str)

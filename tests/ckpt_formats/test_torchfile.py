@@ -34,6 +34,8 @@ from ckpt_formats.containers.torchfile import (
     tensor_of,
     write_file,
 )
+from ckpt_formats.containers.torchfile.expanded_size import repeated_size
+from ckpt_formats.containers.torchfile.numpy_arrays import dtype_of
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, seal_is_valid
@@ -429,6 +431,14 @@ def test_a_quantised_a_sparse_and_a_conjugated_tensor_are_carried_unread(tmp_pat
     assert again["half complex"].dtype == torch.complex32
 
 
+def test_dicts_of_their_own_class_count_where_they_are_repeated() -> None:
+    value: Value = StdDict()
+    for _ in range(25):
+        value, inner = StdDict(), value
+        value.update(a=inner, b=inner)
+    assert repeated_size(value) > 1 << 24
+
+
 def test_values_that_hold_themselves_are_read_and_written() -> None:
     loop: list[Any] = []
     inner = (loop,)
@@ -590,6 +600,28 @@ def test_old_storage_views_point_into_the_whole_storage(tmp_path: Path) -> None:
     path.write_bytes(head + tail.replace(b"K\x00K\x0a\x85", b"K\x00K\x04\x85", 1))
     with pytest.raises(Corrupt, match="reaches to element 3"):
         open_file(path)
+
+
+@pytest.mark.parametrize(("start", "numel"), [(0, 3), (4, 0)])
+def test_an_old_storage_view_may_be_at_the_start_or_empty(tmp_path: Path, start: int, numel: int) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.arange(10.0), buffer, _use_new_zipfile_serialization=False)
+    data = buffer.getvalue()
+    at = data.index(b"Nt", data.index(b"FloatStorage"))
+    data = data[:at] + b"(X\x01\x00\x00\x00vK%cK%ct" % (start, numel) + data[at + 1 :]
+    path = tmp_path / "old.pt"
+    path.write_bytes(data.replace(b"K\x00K\x0a\x85", b"K\x00K%c\x85" % numel, 1))
+    assert read(tensor_of(open_file(path).root)).tolist() == list(range(start, start + numel))
+
+
+@pytest.mark.parametrize("part", [2, 3, 4])
+def test_a_structured_element_type_of_numpy_is_refused(part: int) -> None:
+    """By each of subarray, names and fields."""
+    state: list[Value] = [3, "<", None, None, None, -1, -1, 0]
+    assert dtype_of(Record(Global("numpy", "dtype"), ("f4", False, True), state=tuple(state)), "x") == np.float32
+    state[part] = ("a",)
+    with pytest.raises(Unsupported, match="structured"):
+        dtype_of(Record(Global("numpy", "dtype"), ("f4", False, True), state=tuple(state)), "x")
 
 
 def test_a_window_of_a_file_is_opened_in_place(tmp_path: Path) -> None:

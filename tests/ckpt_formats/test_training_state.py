@@ -10,7 +10,7 @@ import pytest
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import BadRules, Corrupt
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.state_dicts.keys import STYLES, StateKeys, keys_of
@@ -96,6 +96,13 @@ def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
     }
     assert [group.names for group in found.groups] == [("a", "a.b.c"), ("a.b",)]
     assert (found.step, found.keys) == (9, StateKeys(None, "optimizer", True))
+
+
+def test_a_flat_optimizer_of_states_alone_needs_no_groups_to_be_one() -> None:
+    optimizer = {"state.a.b.exp_avg": tensor(array(F32, (2,), 3)), "state.a.b.exp_avg_sq": tensor(array(F32, (2,), 4))}
+    found = training_state({"model": {"a.b": tensor(array(F32, (2,)))}, "optimizer": optimizer}, WHERE)
+    assert set(found.parameters["a.b"].states) == {"param", "exp_avg", "exp_avg_sq"}
+    assert found.extras == {}
 
 
 def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
@@ -191,6 +198,14 @@ def test_a_record_with_other_things_in_it_is_an_error_or_harmless(field: str, va
         contents(found)
 
 
+def test_a_record_whose_group_has_other_than_names_is_an_error() -> None:
+    entry = state_tree(everything(), STYLES["nested"])[KEY]
+    said = json.loads(entry["record"])
+    said["groups"][0][1].append(3)
+    with pytest.raises(Corrupt, match="not one that ckpt writes"):
+        again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(said)}})
+
+
 @pytest.mark.parametrize("broken", ['{"version": 2}', "{}", "[", '{"version": 1, "origin": 3}'])
 def test_a_damaged_record_is_an_error(broken: str) -> None:
     with pytest.raises(Corrupt):
@@ -231,6 +246,24 @@ def test_several_optimizers_are_carried_whole() -> None:
     for key in ("opt_g", "opt_d"):
         assert found.extras[key]["param_groups"] == [{"lr": 0.1, "params": [0]}]
         assert found.extras[key]["state"] == {0: {"exp_avg": TensorName(f"{key}/state/0/exp_avg")}}
+
+
+def test_optimizers_of_a_submodule_each_are_told_by_how_many_parameters_they_have() -> None:
+    """Each alone fits several tensors, and both together fit the model in two ways; one submodule fits each."""
+    tensors = {"gen.w": (2,), "dis.w": (2,), "dis.v": (2,)}
+    model = {name: tensor(array(F32, shape, i)) for i, (name, shape) in enumerate(tensors.items())}
+
+    def optimizer(count: int) -> dict[str, Any]:
+        states = {i: {"exp_avg": tensor(array(F32, (2,), 10 * count + i))} for i in range(count)}
+        return {"state": states, "param_groups": [{"lr": 0.1, "params": [*states]}]}
+
+    found = training_state({"model": model, "opt_d": optimizer(2), "opt_g": optimizer(1)}, WHERE)
+    held = {name: read(p.states["exp_avg"]).tobytes() for name, p in found.parameters.items() if "exp_avg" in p.states}
+    assert held == {
+        "gen.w": array(F32, (2,), 10).tobytes(),
+        "dis.w": array(F32, (2,), 20).tobytes(),
+        "dis.v": array(F32, (2,), 21).tobytes(),
+    }
 
 
 @pytest.mark.parametrize("other", [None, 3, {}, {"model": 1, "optimizer": None, "flat": False}, {"model": "m"}])

@@ -1,6 +1,5 @@
 """The universal format: what is written is what is read, is safetensors and JSON, and no changed bit passes."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 import torch
 import xxhash
 from hypothesis import assume, given
@@ -31,9 +29,12 @@ from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.index import TYPES
+from forged import Change, Forged, both, codec, drop, forge, number, put
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 
 EFFORT = Resources(1, 1 << 20)
+PACK = "packs/00000.safetensors"
 
 
 def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Checkpoint:
@@ -111,27 +112,30 @@ def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpo
     """As the library of the format itself reads it. What is derived from a master is not in its file."""
     with folder() as at:
         made = write(source, at / "target")
+        stored = {
+            f"{name}/{state}": tensor
+            for name, state, tensor in ((p.name, s, t) for p in made.parameters.values() for s, t in p.states.items())
+            if isinstance(tensor.fragments[0].blob, FileBlob)
+        }
         for file in (at / "target").rglob("*"):
             if file.is_file() and file.name == manifest.NAME:
                 json.loads(file.read_text())
+            elif file.is_file() and file.name == manifest.INDEX:
+                assert load_file(file)["parameter.ends"].numel() == len(source.parameters)
             elif file.is_file():
-                with safetensors.safe_open(file, "pt") as opened:
-                    held = made.parameters[opened.metadata()["parameter"]]
-                    stored = {s for s, t in held.states.items() if isinstance(t.fragments[0].blob, FileBlob)}
-                    assert set(opened.keys()) == stored
-                for state, values in load_file(file).items():
-                    expected = held.states[state]
+                for entry, values in load_file(file).items():
+                    expected = stored.pop(entry)
                     assert str(values.dtype) == f"torch.{expected.dtype.name}"
                     assert tuple(values.shape) == expected.shape
                     assert values.reshape(-1).view(torch.uint8).numpy().tobytes() == read(expected).tobytes()
+        assert stored == {}
 
 
 def test_a_copy_with_a_nan_is_stored_since_machines_round_those_differently(tmp_path: Path) -> None:
     master = np.array([1.0, np.nan, 2.0], np.float32)
     lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES["bfloat16"]))
     made = write(checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})]), tmp_path / "made")
-    (file,) = (tmp_path / "made/parameters").iterdir()
-    assert set(load_file(file)) == {"fp32", "param"}
+    assert set(load_file(tmp_path / "made" / PACK)) == {"w/fp32", "w/param"}
     assert read(made.parameters["w"].states["param"]).tobytes() == master.astype(DTYPES["bfloat16"]).tobytes()
 
 
@@ -143,8 +147,7 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
     with folder() as at:
         made = write(checkpoint([parameter("w", {"param": rounded, "fp32": master})]), at / "derived")
         assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, DerivedBlob)
-        (file,) = (at / "derived/parameters").iterdir()
-        assert set(load_file(file)) == {"fp32"}
+        assert set(load_file(at / "derived" / PACK)) == {"w/fp32"}
         lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES[name]))
         source = checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})])
         assert contents(write(source, at / "lazy")) == contents(made)
@@ -215,7 +218,7 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
     assert find_problems(made, EFFORT)[0].kind == "copy"
 
 
-def test_names_become_files_that_stay_inside_and_apart(tmp_path: Path) -> None:
+def test_names_of_parameters_are_no_names_of_files(tmp_path: Path) -> None:
     tricky = [
         "../../escape",
         "/etc/passwd",
@@ -234,28 +237,39 @@ def test_names_become_files_that_stay_inside_and_apart(tmp_path: Path) -> None:
     ]
     source = checkpoint([parameter(name, {"param": np.float32(i).reshape(())}) for i, name in enumerate(tricky)])
     assert_same(write(source, tmp_path / "target"), source)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
-    files = [path.name for path in (tmp_path / "target/parameters").iterdir()]
-    assert len({name.lower() for name in files}) == len(tricky)
-    assert all(name.isascii() and len(name) < 130 for name in files)
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {f"target/{name}" for name in (manifest.NAME, manifest.INDEX, PACK)}
+    assert set(load_file(tmp_path / "target" / PACK)) == {f"{name}/param" for name in tricky}
+
+
+def test_names_that_are_equal_in_a_pack_belong_to_different_states(tmp_path: Path) -> None:
+    """The parameter and its state are joined in the header of a pack, which only other programs read."""
+    names = [("a", "b/c"), ("a/b", "c"), ("a/b/c_", "x"), ("\ud800", "param"), ("", "__metadata__"), ("d", "\ud800")]
+    states: dict[str, dict[str, np.ndarray]] = {}
+    for i, (name, state) in enumerate(names):
+        states[name] = {state: np.full(2, i)}
+    source = checkpoint([parameter(name, one) for name, one in states.items()])
+    made = write(source, tmp_path / "target")
+    assert_same(made, source)
+    opened = load_file(tmp_path / "target" / PACK)
+    assert sorted(values[0].item() for values in opened.values()) == list(range(len(names)))
+    assert find_problems(made, EFFORT) == []
 
 
 def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: Path) -> None:
     source = checkpoint([parameter("w\ud800", {"param": np.arange(3.0)})])
     made = write(source, tmp_path / "target")
     assert_same(made, source)
-    (file,) = (tmp_path / "target/parameters").iterdir()
-    assert load_file(file)["param"].tolist() == [0, 1, 2]
+    (values,) = load_file(tmp_path / "target" / PACK).values()
+    assert values.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         parameter("w", {"param": np.zeros(2, np.complex128)}),
-        parameter("w", {"__metadata__": np.zeros(2)}),
-        parameter("w", {"\ud800": np.zeros(2)}),
     ],
-    ids=["complex128", "a state called __metadata__", "a state with half a character"],
+    ids=["complex128"],
 )
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(bad: Parameter, tmp_path: Path) -> None:
     with pytest.raises(Unsupported):
@@ -374,7 +388,7 @@ def test_a_number_that_json_lacks_is_never_written() -> None:
         sealed_json.dump({"values": [float("nan")]})
 
 
-def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path: Path) -> None:
     master = np.arange(3, dtype=np.float32)
     source = checkpoint(
         [
@@ -386,19 +400,33 @@ def test_a_flipped_bit_of_any_byte_of_a_parameter_file_is_found_and_never_copied
     )
     made = write(source, tmp_path / "target")
     assert [f.kind for f in find_problems(made, EFFORT)] == ["copy"]
-    for shard in made.files:
-        name = next(p.name for p, _, t in made.tensors() for raw in t.sources() if raw.path == shard.path)
-        data = min(raw.offset for t in made.parameters[name].states.values() for raw in t.sources())
-        for byte in range(shard.nbytes):
-            flip(shard.path, byte, byte % 8)
-            (found,) = [finding for finding in find_problems(made, EFFORT) if finding.kind == "checksum"]
-            assert found.where == str(shard.path)
-            assert found.tensors == ((name,) if byte >= data else ())
-            if byte >= data:
-                with pytest.raises(Corrupt, match="checksum"):
-                    save(made, tmp_path / "copied", Universal(), EFFORT)
-                assert not (tmp_path / "copied").exists()
-            flip(shard.path, byte, byte % 8)
+    (pack,) = made.files
+    states = {
+        byte: (name, state)
+        for name, one in made.parameters.items()
+        for state, tensor in one.states.items()
+        for blob in [tensor.fragments[0].blob]
+        if isinstance(blob, FileBlob)
+        for byte in range(blob.offset, blob.offset + tensor.nbytes)
+    }
+    data = min(states)
+    assert sorted(states) == list(range(data, pack.nbytes))
+    for byte in [*range(120), *range(data - 8, pack.nbytes)]:  # between these the header is filled with spaces
+        flip(pack.path, byte, byte % 8)
+        (found,) = [finding for finding in find_problems(made, EFFORT) if finding.kind == "checksum"]
+        assert found.where == str(pack.path)
+        if byte < data:
+            assert "header" in found.what
+            assert found.tensors == ()
+        else:
+            name, state = states[byte]
+            assert found.tensors == (name,)
+            assert f"{name}/{state}" in found.what
+            assert "chunk 0 of 1" in found.what
+            with pytest.raises(Corrupt, match="checksum"):
+                save(made, tmp_path / "copied", Universal(), EFFORT)
+            assert not (tmp_path / "copied").exists()
+        flip(pack.path, byte, byte % 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
 
 
@@ -412,40 +440,15 @@ def test_files_that_are_missing_or_of_another_size_are_said(tmp_path: Path) -> N
     ):
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
-        damage(sorted((tmp_path / "bad/parameters").iterdir())[1])
-        with pytest.raises(kind):
-            Universal().read(tmp_path / "bad", ReadOptions())
+        for file in (PACK, manifest.INDEX):
+            shutil.copy(tmp_path / "good" / file, tmp_path / "bad" / file)
+            damage(tmp_path / "bad" / file)
+            with pytest.raises(kind):
+                Universal().read(tmp_path / "bad", ReadOptions())
+            (tmp_path / "bad" / file).unlink(missing_ok=True)
+            shutil.copy(tmp_path / "good" / file, tmp_path / "bad" / file)
     (tmp_path / "bad" / manifest.NAME).unlink()
     assert not Universal().detect(tmp_path / "bad")
-
-
-def identity(said: Any) -> str:
-    """The content id, by its definition in docs/format.md."""
-    content = {
-        "parameters": sorted(
-            [
-                p["name"],
-                p["role"],
-                sorted([k, t["dtype"], t["shape"], t["values"]] for k, t in p["states"].items()),
-                p["values"],
-            ]
-            for p in said["parameters"]
-        ),
-        "groups": said["groups"],
-        "aliases": said["aliases"],
-        "extras": said["extras"],
-    }
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return "blake2b-256:" + hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
-
-
-def sign(said: Any) -> bytes:
-    """A manifest of any JSON with the right checksum and content id: an attacker can compute them too."""
-    with suppress(KeyError, TypeError, AttributeError):
-        if said["content"] != "forged":
-            said["content"] = identity(said)
-    body = json.dumps(said, indent=1).encode().removeprefix(b"{\n") + b"\n"
-    return b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
 
 
 def deep(levels: int) -> Any:
@@ -455,120 +458,234 @@ def deep(levels: int) -> Any:
     return made
 
 
-Edit = Callable[[dict[str, Any]], object]
+def sizes(state: str, *values: int) -> Change:
+    """Give a state of `w` a shape of these sizes."""
+
+    def change(forged: Forged) -> None:
+        at, row = forged.dims("w", state), forged.row("w", state)
+        dims = forged.columns["state.dims"]
+        new = np.array(values, np.uint64)
+        forged.columns["state.dims"] = np.concatenate([dims[: at.start], new, dims[at.stop :]])
+        forged.columns["state.rank"][row] = len(values)
+
+    return change
 
 
-def entry(edit: Edit) -> Edit:
-    return lambda said: edit(said["parameters"][0])
+def longer(name: str) -> Change:
+    """One more row in a column."""
+
+    def change(forged: Forged) -> None:
+        column = forged.columns[name]
+        forged.columns[name] = np.concatenate([column, np.zeros((1, *column.shape[1:]), column.dtype)])
+
+    return change
 
 
-def state(name: str, **fields: Any) -> Edit:
-    return lambda said: said["parameters"][0]["states"][name].update(fields)
+def shorter(name: str) -> Change:
+    return lambda forged: forged.columns.update({name: forged.columns[name][:-1]})
 
 
-def without(*keys: str) -> Edit:
-    def edit(said: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            said = said[key]
-        del said[keys[-1]]
+def rename(*names: str | bytes) -> Change:
+    def change(forged: Forged) -> None:
+        encoded = [name if isinstance(name, bytes) else name.encode() for name in names]
+        forged.columns["parameter.names"] = np.frombuffer(b"".join(encoded), np.uint8)
+        forged.columns["parameter.ends"] = np.cumsum([len(name) for name in encoded]).astype(np.uint64)
 
-    return edit
+    return change
 
 
-HOSTILE: dict[str, tuple[Edit, type[CkptError] | tuple[type[CkptError], ...]]] = {
+def retype(name: str, dtype: str) -> Change:
+    return lambda forged: forged.columns.update({name: forged.columns[name].astype(dtype)})
+
+
+FP32, PARAM, MOMENT = ("w", "fp32"), ("w", "param"), ("w", "exp_avg")
+Refusal = tuple[Change, type[CkptError] | tuple[type[CkptError], ...], str]
+FIELDS: dict[str, Refusal] = {
+    "a version from the future": (put("version", value=4), Unsupported, "version 4"),
+    "a version before the first": (put("version", value=0), Unsupported, "version 0"),
+    "a version true": (put("version", value=True), Unsupported, "version True"),
+    "no version": (drop("version"), Unsupported, "version None"),
+    "another format": (put("format", value="other"), Corrupt, "not the manifest"),
+    "another content id": (put("content", value="forged"), Corrupt, "content"),
+    "deep JSON": (put("extras", value={"a": deep(400)}), Corrupt, "nested|deep"),
+    "deeper JSON": (put("extras", value={"a": deep(900)}), Corrupt, "nested|deep"),
+    "an alias that hides a parameter": (put("aliases", "w", value="other"), Corrupt, "aliases"),
     **{
-        f"a file name {name!r:.30}": (entry(lambda e, name=name: e.update(file=name)), Corrupt)
-        for name in [
-            "../x.safetensors",
-            "/etc/passwd",
-            "parameters/../../x.safetensors",
-            "parameters/a/b.safetensors",
-            "parameters/.safetensors",
-            "parameters/..safetensors",
-            "x.safetensors",
-            "parameters/A.safetensors",
-            "parameters/a.safetensors\n",
-            "parameters/a\0.safetensors",
-            "parameters/" + "a" * 200 + ".safetensors",
-            "extras/../parameters/a.safetensors",
-            "",
-            "parameters\\a.safetensors",
-            "other/a.safetensors",
+        f"no {key}": (drop(key), Corrupt, "not the manifest" if key == "format" else key)
+        for key in [
+            *("format", "content", "origin", "groups", "aliases", "extras", "written_by", "index", "packs"),
+            *("states", "dtypes", "codecs", "deltas", "values", "errors"),
         ]
     },
-    "no file": (entry(lambda e: e.update(file="parameters/a.safetensors")), Incomplete),
     **{
-        f"{key} = {value!r:.25}": (entry(lambda e, key=key, value=value: e.update({key: value})), Corrupt)
-        for key, values in {
-            "nbytes": [-1, 1.5, "9", None, True, 2**70, 10**30, [1]],
-            "name": [1, None, ["a"]],
-            "role": ["x", 1, None, []],
-            "header": ["", "xxh3-128:zz", 5, "crc32:00000000"],
-            "states": [{}, [], None, {"a": 1}, {"a": {}}],
-            "values": [[], {"$x": 1}, None],
-        }.items()
-        for value in values
-    },
-    **{
-        f"state {key} = {value!r:.25}": (state("fp32", **{key: value}), Corrupt)
-        for key, values in {
-            "dtype": ["complex128x", 1, None, [], "object"],
-            "shape": [[-1], [2**70], "3", [1.5], [True], None, [1] * 65, [2**40, 2**40]],
-            "offset": [-1, 2**70, "0", None, 1.5, 10**30],
-            "nbytes": [-1, 11, 13, 2**62, "12", None],
-            "stored": ["", None, 1],
-            "values": ["", None, 1],
-            "base": [1, [], "nothing", "fp32"],
-            "codec": [1, [], {}, {"name": 1}],
-        }.items()
-        for value in values
-    },
-    "an unknown codec": (state("fp32", codec={"name": "zstd", "level": 3}), Unsupported),
-    "an unknown codec of a copy": (state("param", codec={"name": "shiny"}), Unsupported),
-    "a codec with unknown options": (state("param", codec={"name": "rounded", "mode": "up"}), Unsupported),
-    "a base that is itself a copy": (state("param", base="param"), Corrupt),
-    "a base of another shape": (state("param", shape=[4]), Corrupt),
-    "a copy without base": (without("parameters", 0, "states", "param", "base"), Corrupt),  # type: ignore[arg-type]
-    "states that overlap": (
-        lambda s: s["parameters"][0]["states"]["exp_avg"].update(offset=s["parameters"][0]["states"]["fp32"]["offset"]),
-        Corrupt,
-    ),
-    "states with a hole": (lambda s: s["parameters"][0]["states"].pop("exp_avg"), Corrupt),
-    "a state in the header": (state("fp32", offset=0), Corrupt),
-    "a name twice": (lambda s: s["parameters"][1].update(name=s["parameters"][0]["name"]), Corrupt),
-    "a file twice": (lambda s: s["parameters"][1].update(file=s["parameters"][0]["file"]), Corrupt),
-    "a version from the future": (lambda s: s.update(version=4), Unsupported),
-    "a version before the first": (lambda s: s.update(version=0), Unsupported),
-    "a version true": (lambda s: s.update(version=True), Unsupported),
-    "no version": (without("version"), Unsupported),
-    "another format": (lambda s: s.update(format="other"), Corrupt),
-    "another content id": (lambda s: s.update(content="forged"), Corrupt),
-    "deep JSON": (lambda s: s.update(extras={"a": deep(400)}), Corrupt),
-    "deeper JSON": (lambda s: s.update(extras={"a": deep(900)}), Corrupt),
-    "an alias that hides a parameter": (lambda s: s["aliases"].update(w="other"), Corrupt),
-    **{
-        f"no {key}": (without(key), Corrupt)
-        for key in ["format", "content", "origin", "groups", "aliases", "extras", "parameters", "written_by"]
-    },
-    **{
-        f"{key} = {value!r}": (lambda s, key=key, value=value: s.update({key: value}), Corrupt)
-        for key in ["origin", "groups", "aliases", "extras", "parameters"]
+        f"{key} = {value!r}": (put(key, value=value), Corrupt, key)
+        for key in [
+            *("origin", "groups", "aliases", "extras", "index", "packs", "states", "dtypes", "codecs", "deltas"),
+            *("values", "errors"),
+        ]
         for value in [None, 1, "x", True]
     },
-    "a group of a number": (lambda s: s.update(groups=[5]), Corrupt),
-    "a group without parameters": (lambda s: s.update(groups=[{"options": {}}]), Corrupt),
-    "a group of numbers": (lambda s: s.update(groups=[{"options": {}, "parameters": [1]}]), Corrupt),
-    "an alias of a number": (lambda s: s.update(aliases={"a": 1}), Corrupt),
-    "an origin without engine": (without("origin", "engine"), Corrupt),
-    "an origin of an engine that is a list": (lambda s: s["origin"].update(engine=[]), Corrupt),
-    "an origin of a version that is a list": (lambda s: s["origin"].update(version=[]), Corrupt),
-    "an origin of a step below zero": (lambda s: s["origin"].update(step=-1), Corrupt),
-    "an origin with a hostile layout": (lambda s: s["origin"].update(layout={"$array": {}}), Corrupt),
-    "a layout that is no mapping": (lambda s: s["origin"].update(layout={"$tuple": []}), Corrupt),
-    "extras that are no mapping": (lambda s: s.update(extras={"$tuple": []}), Corrupt),
-    "options that are no mapping": (lambda s: s.update(groups=[{"options": {"$set": []}, "parameters": []}]), Corrupt),
-    "values that are no mapping": (entry(lambda e: e.update(values={"$tuple": []})), Corrupt),
+    "a group of a number": (put("groups", value=[5]), Corrupt, "options"),
+    "a group without parameters": (put("groups", value=[{"options": {}}]), Corrupt, "parameters"),
+    **{
+        f"a group of {value!r:.30}": (
+            put("groups", value=[{"options": {}, "parameters": value}]),
+            Corrupt,
+            "groups|parameters",
+        )
+        for value in [
+            *([1], ["w"], [[0]], [[0, 0]], [[0, 3]], [[2, 1]], [[-1, 1]], [[0, 1.0]], [[0, True]], [[0, 2], [0, 1]]),
+            *([[0, 1 << 40]], [[1 << 70, 1]], "w", {"0": 1}),
+        ]
+    },
+    "an alias of a number": (put("aliases", value={"a": 1}), Corrupt, "aliases"),
+    "an origin without engine": (drop("origin", "engine"), Corrupt, "engine"),
+    "an origin of an engine that is a list": (put("origin", "engine", value=[]), Corrupt, "engine"),
+    "an origin of a version that is a list": (put("origin", "version", value=[]), Corrupt, "version"),
+    "an origin of a step below zero": (put("origin", "step", value=-1), Corrupt, "step"),
+    "an origin with a hostile layout": (put("origin", "layout", value={"$array": {}}), Corrupt, "typed value"),
+    "a layout that is no mapping": (put("origin", "layout", value={"$tuple": []}), Corrupt, "layout is not a mapping"),
+    "extras that are no mapping": (put("extras", value={"$tuple": []}), Corrupt, "extras"),
+    "options that are no mapping": (
+        put("groups", value=[{"options": {"$set": []}, "parameters": []}]),
+        Corrupt,
+        "options",
+    ),
+    **{
+        f"{table}: {value!r:.30}": (put(table, value=value), Corrupt, table)
+        for table, values in {
+            "states": [[1], ["fp32", "fp32", "param"], [["fp32"]]],
+            "dtypes": [["object"], [1], ["complex128x", "float32", "bfloat16"]],
+            "codecs": [
+                *([], [{}], [{"codec": {"name": "rounded"}, "base": None}], [{"codec": None, "base": "fp32"}]),
+                [{"codec": None, "base": None}, {"codec": {"name": 1}, "base": "fp32"}],
+                [{"codec": None, "base": None}, {"codec": {}, "base": "fp32"}],
+                [{"codec": None, "base": None}, {"codec": {"name": "rounded"}, "base": 1}],
+                [{"codec": None, "base": None}, {"codec": None, "base": None}],
+                [5],
+            ],
+            "deltas": [
+                *([5], [{}], [{"codec": {"name": 1}, "states": ["fp32"], "parent_states": []}]),
+                [{"codec": {"name": "replay"}, "states": [], "parent_states": []}],
+                [{"codec": {"name": "replay"}, "states": ["fp32", "fp32"], "parent_states": []}],
+                [{"codec": {"name": "replay"}, "states": ["fp32"], "parent_states": ["param"]}],
+                [{"codec": {"name": "replay"}, "states": "fp32", "parent_states": []}],
+            ],
+            "values": [[], [{"step": 1}], [5], [{}, {"$tuple": []}]],
+            "errors": [[], [{"promised": 1.0}], [None, 5], [None, None], [None, {"$tuple": []}]],
+            "packs": [
+                *([5], [[]], [[1, 2]], [["a", 8, "x"]], [[-1, 16, "xxh3-128:" + "0" * 32]]),
+                *([[4096, 5000, "xxh3-128:" + "0" * 32]], [[9000, 8, 5]]),
+                [[True, True, "xxh3-128:" + "0" * 32]],
+            ],
+        }.items()
+        for value in values
+    },
+    "a pack with a checksum of text": (put("packs", 0, 2, value="trust me"), Corrupt, "header is not a checksum"),
+    "values that are no typed values": (put("values", 0, value={"$x": 1}), Corrupt, "not a typed value"),
+    "a pack more": (lambda f: f.fields["packs"].append(f.fields["packs"][0]), Corrupt, "pack 1"),
+    "a pack that is longer": (lambda f: _add(f.fields["packs"][0], 8), Corrupt, "pack 0"),
+    "a pack whose header is shorter": (lambda f: _add(f.fields["packs"][0], -8, 1), Corrupt, "pack 0"),
+    "an index that is longer": (lambda f: _add(f.fields["index"], 1, "nbytes"), Corrupt, "index"),
+    "an index of no length": (put("index", "nbytes", value=-1), Corrupt, "nbytes"),
+    "an index of another checksum": (put("index", "checksum", value="xxh3-128:" + "0" * 32), Corrupt, "checksum"),
+    "an index with a checksum of text": (put("index", "checksum", value="trust me"), Corrupt, "checksum"),
 }
+COLUMNS: dict[str, Refusal] = {
+    **{f"{name} is missing": (lambda f, name=name: f.columns.pop(name), Corrupt, name) for name in TYPES},
+    "a column more": (lambda f: f.columns.update(colour=f.columns["state.rank"]), Corrupt, "colour"),
+    **{f"{name} is longer": (longer(name), Corrupt, "index is not valid") for name in TYPES},
+    **{
+        f"{name} is shorter": (shorter(name), Corrupt, "index is not valid")
+        for name in TYPES
+        if not name.startswith(("delta.", "coded."))
+    },
+    **{
+        f"{name} of another type": (retype(name, "<u8" if t != "<u8" else "u1"), Corrupt, name)
+        for name, t in TYPES.items()
+    },
+    **{f"{name} of signed numbers": (retype(name, "<i8"), Corrupt, name) for name in ("state.offset", "state.rank")},
+    **{
+        f"{name} is not within its table": (number(name, 0, 200), Corrupt, "index is not valid")
+        for name in (
+            "parameter.role",
+            "parameter.values",
+            "state.parameter",
+            "state.name",
+            "state.dtype",
+            "state.storage",
+            "state.codec",
+            "state.error",
+            "state.pack",
+        )
+    },
+    "a name twice": (rename("w", "w"), Corrupt, "twice"),
+    "a name that is not UTF-8": (rename(b"w\xff", "other"), Corrupt, "UTF-8"),
+    "ends that fall": (number("parameter.ends", 0, 200), Corrupt, "ends of names"),
+    "a state twice": (
+        lambda f: f.columns["state.name"].__setitem__(f.row(*MOMENT), f.columns["state.name"][f.row(*FP32)]),
+        Corrupt,
+        "twice",
+    ),
+    "a parameter without states": (
+        lambda f: f.columns["state.parameter"].__setitem__(slice(None), 0),
+        Corrupt,
+        "`other`: it has no state",
+    ),
+    "states out of order": (
+        lambda f: f.columns["state.parameter"].__setitem__(slice(None), f.columns["state.parameter"][::-1].copy()),
+        Corrupt,
+        "order",
+    ),
+    **{
+        f"a shape of {values!r}": (sizes("fp32", *values), Corrupt, "`w` fp32|length of column|`w` param|64 dimensions")
+        for values in [
+            *(
+                (4,),
+                (1, 3),
+                (2**63,),
+                (2**40, 2**40),
+                (0, 2**63),
+                (2**32, 2**32, 2**32),
+            ),
+            (1,) * 65,
+        ]
+    },
+    **{
+        f"{column} = {value}": (number(f"state.{column}", FP32, value), Corrupt, "index is not valid")
+        for column, values in {
+            "offset": [0, 4095, 1 << 40, 2**64 - 1],
+            "nbytes": [0, 11, 13, 2**62, 2**64 - 12],
+        }.items()
+        for value in values
+    },
+    "states that overlap": (
+        lambda f: f.columns["state.offset"].__setitem__(f.row(*MOMENT), f.columns["state.offset"][f.row(*FP32)]),
+        Corrupt,
+        "pack 0",
+    ),
+    "a codec of a plain state": (number("state.codec", FP32, 1), Corrupt, "codec"),
+    "a derived state without a codec": (number("state.codec", PARAM, 0), Corrupt, "codec"),
+    "a derived state with bytes": (number("state.nbytes", PARAM, 6), Corrupt, "`w` param"),
+    "a derived state without a base": (codec(*PARAM, {"name": "rounded"}), Corrupt, "base"),
+    "a plain state in a delta": (number("state.storage", FP32, 3), Corrupt, "bytes without use"),
+    "a plain state that is coded": (
+        both(number("state.storage", FP32, 1), codec(*FP32, {"name": "zstd"})),
+        Corrupt,
+        "coded.nbytes",
+    ),
+    "a base that is not there": (codec(*PARAM, {"name": "rounded"}, "ghost"), Corrupt, "base"),
+    "a base that is the state itself": (codec(*PARAM, {"name": "rounded"}, "param"), Corrupt, "base"),
+    "a base of another shape": (sizes("param", 4), Corrupt, "shape|length"),
+    "an unknown codec": (codec(*PARAM, {"name": "shiny"}, "fp32"), Unsupported, "shiny"),
+    "a codec of this name for coded states": (codec(*PARAM, {"name": "../x"}, "fp32"), Unsupported, "../x"),
+    "a codec with unknown options": (codec(*PARAM, {"name": "rounded", "mode": "up"}, "fp32"), Unsupported, "mode"),
+}
+HOSTILE = {**FIELDS, **COLUMNS}
+
+
+def _add(item: Any, value: int, key: Any = 0) -> None:
+    item[key] += value
 
 
 def small() -> Checkpoint:
@@ -585,20 +702,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_manifest_is_refused_in_the_right_words(kind: str, written: Path, tmp_path: Path) -> None:
-    edit, expected = HOSTILE[kind]
-    target = tmp_path / "target"
-    shutil.copytree(written, target)
-    path = target / manifest.NAME
-    said = json.loads(path.read_text())
-    del said["checksum"]
-    assert said["content"] == identity(said)
-    path.write_bytes(sign(said))
-    Universal().read(target, ReadOptions())  # the edit alone makes the difference
-    edit(said)
-    path.write_bytes(sign(said))
-    with pytest.raises(expected):
-        Universal().read(target, ReadOptions())
+def test_a_hostile_manifest_or_index_is_refused_in_the_right_words(kind: str, written: Path, tmp_path: Path) -> None:
+    change, expected, words = HOSTILE[kind]
+    target = shutil.copytree(written, tmp_path / "target")
+    forge(target)
+    read_all(target)  # the change alone makes the difference
+    forge(target, change)
+    with pytest.raises(expected, match=words):
+        read_all(target)
+
+
+def read_all(target: Path) -> None:
+    """What any command does that looks at all parameters."""
+    assert [one.name for one in Universal().read(target, ReadOptions()).parameters.values()]
 
 
 @pytest.mark.parametrize(
@@ -628,7 +744,7 @@ def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_p
         Universal().read(tmp_path, ReadOptions())
 
 
-@pytest.mark.parametrize("twice", [b'"version": 1,', b'"format": "ckpt-universal",', b'"name":"w",'])
+@pytest.mark.parametrize("twice", [b'"version": 1,', b'"format": "ckpt-universal",', b'"codec":null,'])
 def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_path: Path) -> None:
     good = (written / manifest.NAME).read_bytes()
     body = good[good.index(b"\n") + 1 :].replace(twice, twice * 2, 1)

@@ -335,6 +335,19 @@ def test_what_is_set_on_a_tensor_is_carried(tmp_path: Path) -> None:
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
 
 
+def test_what_is_nested_too_deeply_on_a_tensor_is_said_not_to_be_carried(tmp_path: Path) -> None:
+    """So the file cannot be written again as it was; which is no error."""
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    found = open_checkpoint(saved(tmp_path, {"w": _with_attribute(deep)}))
+    assert bits(read(found.parameters["w"].weight)) == bits(np.ones(2, np.float32))
+    assert "nested too deeply: not carried" in " ".join(map(str, found.notices))
+    assert found.original is not None
+    assert found.original.form is not None
+    assert found.original.form() is None
+
+
 META: dict[str, Callable[[], Any]] = {
     "all": lambda: {"w": torch.empty(3, device="meta")},
     "some": lambda: {"w": torch.ones(2), "v": torch.empty(3, device="meta")},

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.chains.state_before import appended_from, states_before
+from ckpt.chains.tip import write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import folder
@@ -22,33 +24,70 @@ def append(
     policy: DeltaPolicy,
     resources: Resources,
     progress: Progress | None = None,
+    parent: Checkpoint | None = None,
 ) -> AppendResult:
-    """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged."""
+    """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged.
+
+    A delta is stored against the last state, which is read from `parent`: a checkpoint that has the same values, such
+    as the one that was appended last. Raises `StateDiffers` at the first chunk with other values. Without `parent`,
+    it is read from where the last state was appended from, as long as that is there, and else replayed.
+    """
     check_complete(source)
     check_not_suspicious(source)
     with folder.locked(run, create=True, locks=resources.locks) as chain:
         step, notes = _step(source, step, chain, run)
         name = folder_name(step)
         notes += remove_leftovers(run, chain, name)
-        if chain is None or policy.needs_base(chain):
-            written = write_base(source, run / name, step, policy, resources, progress)
+        if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
+            written, earlier = write_base(source, run / name, step, policy, resources, progress), None
         else:
             last = chain.members[-1]
-            earlier = open_member(run, chain, last)
-            written = write_delta(source, run / name, step, earlier, run / last.folder, policy, resources, progress)
+            written, earlier = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
             if written.member.kind == "base":
                 notes += (
                     Notice(f"a delta against step {last.step} would not be smaller: the state is stored as a base"),
                 )
         before = chain or ChainIndex(())
-        longer = ChainIndex((*before.members, written.member), before.segments)
-        open_member(run, longer, written.member)  # a member that cannot be opened is not listed
-        folder.replace(run, longer)
+        member, tip = written.member, None
+        if member.kind == "delta" and earlier is not None and (policy.tip or not member.exact):
+            tip = write_tip(run, member, source, earlier, resources)
+        source_path = appended_from(run, source, member)
+        folder.replace(run, ChainIndex((*before.members, member), before.segments, source_path, tip))
+        if before.tip is not None:
+            folder.remove([path for path in [run / before.tip.folder] if path.exists()])
     return replace(written, notes=(*notes, *written.notes))
 
 
+def _write_delta(
+    source: Checkpoint,
+    target: Path,
+    step: int,
+    run: Path,
+    chain: ChainIndex,
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None,
+    parent: Checkpoint | None,
+) -> tuple[AppendResult, Checkpoint]:
+    """Write a delta against the last state, read in the cheapest way that works. Returns also that state."""
+    last, notes = chain.members[-1], tuple[Notice, ...]()
+    for before in states_before(run, chain, source, parent):
+        earlier, against = before.checkpoint, run / last.folder
+        try:
+            written = write_delta(
+                source, target, step, earlier, against, policy, resources, progress, parent_content=last.content
+            )
+        except CkptError as error:
+            if not before.allows_other(error):
+                raise
+            notes += (Notice(f"the last state is read in another way: {error}"),)
+            continue
+        return replace(written, notes=(*notes, *before.notes, *written.notes)), earlier
+    raise AssertionError("the last way is a replay, after which there is no other")
+
+
 def plan_append(
-    run: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy
+    run: Path, source: Checkpoint, step: int | None, policy: DeltaPolicy, parent: Checkpoint | None = None
 ) -> tuple[int, Kind, Checkpoint | None, tuple[Notice, ...]]:
     """The step that would be appended, its kind, the state that it is stored against, and notes.
 
@@ -58,8 +97,11 @@ def plan_append(
     check_not_suspicious(source)
     chain = folder.peek(run)
     step, notes = _step(source, step, chain, run)
-    if chain is None or policy.needs_base(chain):
+    if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
         return step, "base", None, notes
+    if parent is not None:
+        before = next(states_before(run, chain, source, parent))
+        return step, "delta", before.checkpoint, (*notes, *before.notes)
     return step, "delta", open_member(run, chain, chain.members[-1]), notes
 
 
@@ -73,6 +115,10 @@ def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None 
 def folder_name(step: int) -> str:
     """The name of a member's folder."""
     return f"step-{step:010d}"
+
+
+def _raw_nbytes(source: Checkpoint) -> int:
+    return sum(parameter.nbytes for parameter in source.parameters.values())
 
 
 def _step(

@@ -60,14 +60,17 @@ class Chain(Mapping[int, Checkpoint]):
         policy: DeltaPolicy | None = None,
         step: int | None = None,
         *,
+        parent: Checkpoint | None = None,
         resources: Resources | None = None,
         progress: Progress | None = None,
     ) -> AppendResult:
         """Write a state at the end, as a base or as a delta against the last one. `step` None: that of the state.
 
+        `parent`: a checkpoint with the values of the last state, such as the one that was appended last: they are read
+        there, and compared. None: they are read from where the last state was appended from, or replayed.
         If this fails, the chain is unchanged. Raises `CkptError` of the kind that fits.
         """
-        return append(self.path, state, step, policy or DeltaPolicy(), resources or Resources(), progress)
+        return append(self.path, state, step, policy or DeltaPolicy(), resources or Resources(), progress, parent)
 
     def restore(
         self,

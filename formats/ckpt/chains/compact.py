@@ -2,19 +2,22 @@
 
 import os
 import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.chains.append import folder_name, remove_leftovers
+from ckpt.chains.carried import CarriedState, carry
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
-from ckpt.job import Progress
+from ckpt.job import Progress, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
-from ckpt_formats.universal.chain.members import member_at, open_member
+from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
 
 
@@ -105,11 +108,8 @@ def compact(
         assert chain is not None  # `locked` raises if there is none
         notes = remove_leftovers(run, chain)
         planned = plan(run, chain, retention, policy)
-        members: list[Member] = []
-        for state in planned.states:
-            stays = state.member if state.how == "as it is" else None
-            members.append(stays or _rewritten(run, chain, state, members, policy, resources, progress))
-        after = ChainIndex(tuple(members), planned.segments)
+        members = _written(run, chain, planned, policy, resources, progress)
+        after = chain.with_members(tuple(members), planned.segments)
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))
@@ -152,35 +152,99 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
     return segments[len(segments) - count :] if count < len(segments) else segments
 
 
+def _written(
+    run: Path,
+    chain: ChainIndex,
+    planned: CompactPlan,
+    policy: DeltaPolicy,
+    resources: Resources,
+    progress: Progress | None,
+) -> list[Member]:
+    """The members that the chain has afterwards, of which those are written that are not there.
+
+    They are written in the order of their steps. If several are, each is replayed from the one before.
+    """
+    states, members = planned.states, list[Member]()
+    # Those that are written again, and those that they are stored against.
+    needed = {
+        one.step
+        for state, before in zip(states, (None, *states), strict=False)
+        if state.member is not None and state.how in ("base", "delta")
+        for one in (state, before if state.how == "delta" else None)
+        if one is not None and one.member is not None
+    }
+    opened = open_members(run, chain) if needed else None
+    is_carried = len(needed) > 1 and _has_room(run, states)
+    last: CarriedState | None = None
+    if is_carried:
+        load_kernels()
+    earlier: Checkpoint | None = None
+    try:
+        for number, state in enumerate(states):
+            source, before = None, last
+            if opened is not None and state.member is not None and state.step in needed:
+                source = _open(run, chain, opened, state.member)
+                if is_carried:
+                    path = run / folder.REPLAYED.format(number)
+                    last = carry(source, before, path, resources)
+                    source = last.checkpoint
+            if state.how == "as it is" and state.member is not None:
+                members.append(state.member)
+            else:
+                members.append(_rewritten(run, chain, state, source, earlier, members, policy, resources, progress))
+            if before is not None and before is not last:
+                before.path.unlink()
+            earlier = source
+    finally:
+        for number in range(len(states)):
+            (run / folder.REPLAYED.format(number)).unlink(missing_ok=True)
+    return members
+
+
+def _has_room(run: Path, states: Sequence[KeptMember]) -> bool:
+    """Is there space for the values of two states besides what is written? Else each state is replayed from its base.
+
+    Then no file of theirs is needed, and deltas are decoded once for each state that stands on them.
+    """
+    most = max(state.member.raw_nbytes for state in states if state.member is not None)
+    return shutil.disk_usage(run).free > (2 + len(states)) * most
+
+
+def _open(run: Path, chain: ChainIndex, opened: OpenedMembers, member: Member) -> Checkpoint:
+    try:
+        return opened.open(member)
+    except CkptError as error:
+        add_hint(run, chain, member, error)
+        raise
+
+
 def _rewritten(
     run: Path,
     chain: ChainIndex,
     state: KeptMember,
+    source: Checkpoint | None,
+    earlier: Checkpoint | None,
     before: list[Member],
     policy: DeltaPolicy,
     resources: Resources,
     progress: Progress | None,
 ) -> Member:
-    """Write the same state, bit for bit, to a new folder: as a base, or as a delta against the last one that stays."""
+    """Write the same state, bit for bit, to a new folder: as a base, or as a delta against the last one that stays.
+
+    `source`: the state, None for one of the log. `earlier`: the last one that stays, None for one of the log.
+    """
     member, target = state.member, _unused_folder(run, state.step)
-    if member is None:
+    if member is None or source is None:
         source = open_state(run, chain, state.step)
         return write_base(source, target, state.step, policy, resources, progress).member
-    source = open_member(run, chain, member)
     if state.how == "base":
         written = write_base(source, target, member.step, policy, resources, progress, member.content)
     else:
         last = before[-1]
-        earlier, parent = _opened(run, chain, last), run / last.folder
+        earlier = open_member(run, chain, last) if earlier is None else earlier
+        parent = run / last.folder
         written = write_delta(source, target, member.step, earlier, parent, policy, resources, progress, member.content)
     return replace(written.member, time=member.time, errors=member.errors)
-
-
-def _opened(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
-    """A state that stays: stored in the chain, or just written from the log."""
-    stored = any(one.step == member.step for one in chain.members)
-    known = member_at(run, chain, member.step) if stored else member
-    return open_member(run, chain, known)
 
 
 def _unused_folder(run: Path, step: int) -> Path:

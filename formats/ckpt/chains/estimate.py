@@ -1,7 +1,7 @@
 """Estimate from a few chunks how many bytes one more state of a chain takes."""
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
@@ -15,9 +15,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import StatesContent
 from ckpt_formats.universal.delta_format import Delta, delta_base, fitted_to_checkpoint
 from ckpt_formats.universal.delta_plan import predicted_ratio
 
@@ -27,7 +25,7 @@ CHUNKS = 8
 _OVERHEAD = 500
 """About how many bytes a state takes in headers and in the manifest."""
 
-Sample = tuple[FilePlan, int]
+Sample = tuple[Parameter, int]
 """A parameter, and the number of an element: the chunk of this element is sampled."""
 
 
@@ -39,26 +37,33 @@ def stored_nbytes(
     if earlier is None and not coded:
         load_kernels()
         return savings.total(alone.estimate(source, policy.encoding)).stored + overhead
-    draft = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check).plan(source)
-    kinds = _spread(draft.files)
+    draft = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check)
+    draft.plan(source)  # raises for jobs that cannot succeed
+
+    def kind_of(parameter: Parameter) -> Hashable:
+        delta = draft.delta(parameter, source)
+        return _kind(parameter), delta is None, delta is not None and delta.earlier is not None
+
+    kinds = _spread(source.parameters.values(), kind_of)
     load_kernels()
-    policy = _fitted(policy, source, earlier, [part.parameters[0] for members in kinds.values() for part, _ in members])
-    fitted = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check).plan(source)
-    parts = {part.file: part for part in fitted.files}
-    samples = [(kind, (parts[part.file], at)) for kind, members in kinds.items() for part, at in members]
+    policy = _fitted(policy, source, earlier, [parameter for members in kinds.values() for parameter, _ in members])
+    fitted = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check)
+    samples = [(kind, sample) for kind, members in kinds.items() for sample in members]
     shares: dict[Hashable, list[float]] = {}
 
     def predict(sample: tuple[Hashable, Sample]) -> tuple[Hashable, float]:
-        kind, (part, at) = sample
+        kind, (parameter, at) = sample
         with Reader(check=False, max_files=resources.files) as reader:
             transfer = Transfer(reader, resources.slab)
-            base = delta_base(part, transfer)
-            return kind, predicted_ratio(part.parameters[0], base, policy.encoding, transfer, at)
+            delta = fitted.delta(parameter, source)
+            base = None if delta is None else delta_base(parameter, delta, transfer)
+            return kind, predicted_ratio(parameter, base, policy.encoding, transfer, at)
 
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         for kind, share in run_tasks(pool, predict, samples, 2 * resources.workers):
             shares.setdefault(kind, []).append(share)
-    values = sum(part.parameters[0].nbytes * _mean(shares[_kind(part)]) for part in parts.values() if _size(part))
+    sized = (parameter for parameter in source.parameters.values() if parameter.weight.size)
+    values = sum(parameter.nbytes * _mean(shares[kind_of(parameter)]) for parameter in sized)
     return round(values) + overhead
 
 
@@ -75,35 +80,29 @@ def _fitted(
     return replace(policy, codec=codec)
 
 
-def _spread(parts: tuple[FilePlan, ...]) -> Mapping[Hashable, list[Sample]]:
+def _spread(
+    parameters: Iterable[Parameter], kind_of: Callable[[Parameter], Hashable]
+) -> Mapping[Hashable, list[Sample]]:
     """The samples of each kind."""
-    kinds: dict[Hashable, list[FilePlan]] = {}
-    for part in parts:
-        if _size(part):
-            kinds.setdefault(_kind(part), []).append(part)
+    kinds: dict[Hashable, list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.weight.size:
+            kinds.setdefault(kind_of(parameter), []).append(parameter)
     return {kind: _evenly(members) for kind, members in kinds.items()}
 
 
-def _evenly(parts: list[FilePlan]) -> list[Sample]:
-    ends = list(accumulate(map(_size, parts)))
+def _evenly(members: list[Parameter]) -> list[Sample]:
+    sizes = [parameter.weight.size for parameter in members]
+    ends = list(accumulate(sizes))
     places = ((2 * i + 1) * ends[-1] // (2 * CHUNKS) for i in range(CHUNKS))
-    samples = ((which := bisect_right(ends, at), at - (ends[which] - _size(parts[which]))) for at in places)
-    return [(parts[which], at) for which, at in dict.fromkeys(samples)]
+    samples = ((which := bisect_right(ends, at), at - (ends[which] - sizes[which])) for at in places)
+    return [(members[which], at) for which, at in dict.fromkeys(samples)]
 
 
-def _kind(part: FilePlan) -> Hashable:
-    """A key of parameters that compress alike: the same states, matrices or vectors, with a parent or without."""
-    parameter = part.parameters[0]
+def _kind(parameter: Parameter) -> Hashable:
+    """A key of parameters that compress alike: the same states, matrices or vectors."""
     states = tuple((state, tensor.dtype.name) for state, tensor in parameter.states.items())
-    return parameter.role, states, len(parameter.weight.shape) > 1, len(part.parameters), _has_delta(part)
-
-
-def _has_delta(part: FilePlan) -> bool:
-    return isinstance(part.content, StatesContent) and part.content.codec is not None
-
-
-def _size(part: FilePlan) -> int:
-    return part.parameters[0].weight.size
+    return parameter.role, states, len(parameter.weight.shape) > 1
 
 
 def _mean(shares: list[float]) -> float:

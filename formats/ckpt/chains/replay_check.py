@@ -14,7 +14,7 @@ from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.chain.file import ChainIndex
-from ckpt_formats.universal.chain.members import member_at, open_member
+from ckpt_formats.universal.chain.members import OpenedMembers, member_at
 from ckpt_formats.universal.chain.states import open_steps
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import Segment
@@ -38,20 +38,20 @@ class SegmentCourse:
         return (self.segment.last - self.start.step) * self.segment.layout.numel * _SIZE
 
 
-def courses(run: Path, chain: ChainIndex) -> Iterator[SegmentCourse]:
+def courses(run: Path, chain: ChainIndex, members: OpenedMembers) -> Iterator[SegmentCourse]:
     """All segments with their states. Raises as `open_steps`."""
     for number, logged in enumerate(chain.segments):
         segment = open_steps(run, logged)
         stops: dict[int, StartState] = {}
         for member in chain.members:
             if segment.first < member.step <= segment.last and member.exact:
-                stops[member.step] = StartState(member.step, open_member(run, chain, member).parameters)
+                stops[member.step] = StartState(member.step, members.open(member).parameters)
         following = chain.segments[number + 1] if number + 1 < len(chain.segments) else None
         if following is not None and following.parent is None and segment.first < following.first <= segment.last:
             stops.setdefault(following.first, StartState(following.first, _own_start(open_steps(run, following))))
         base: Base | None = None
         if logged.parent is not None:
-            base = Base(logged.first, open_member(run, chain, member_at(run, chain, logged.first)))
+            base = Base(logged.first, members.open(member_at(run, chain, logged.first)))
         start = replay_to(segment, segment.first, base).start
         yield SegmentCourse(segment, start, tuple(stop for _, stop in sorted(stops.items())))
 

@@ -3,9 +3,11 @@
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from ckpt import pipeline
+from ckpt.chains import tip
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.staging import check_target, staging_folder
@@ -19,7 +21,11 @@ from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import address, members, states
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.replay import StoredDelta
 from ckpt_formats.universal.write_replayed import stored_delta_of
+
+REPLAY_RATE = 1_000_000_000
+"""About how many bytes of values one thread replays in a second: what a server core does with lossless deltas."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,53 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
         if all(member.step != step for member in chain.members):
             return ChainState(states.open_state(path, chain, step), path)
     member = members.member_at(path, chain, step)
-    return ChainState(members.open_member(path, chain, member), path, chain, member)
+    return ChainState(tip.open_state(path, chain, member), path, chain, member)
 
 
-def plan(state: ChainState, target: Path, format: WritableFormat) -> Plan:
-    """The files that `restore` writes, with a note about the temporary space that it needs."""
+@dataclass(frozen=True)
+class ReplayWork:
+    """How much is to be replayed before a state can be written."""
+
+    deltas: int
+    """Members of which deltas are decoded."""
+    stored_nbytes: int
+    """Bytes of these deltas, as they are stored."""
+    nbytes: int
+    """Bytes of values that they give."""
+
+    def seconds(self, workers: int) -> float:
+        """About how long it takes, if so many threads decode at `REPLAY_RATE`."""
+        return self.nbytes / (REPLAY_RATE * workers)
+
+
+def replay_work(checkpoint: Checkpoint) -> ReplayWork:
+    """What must be decoded for a checkpoint. Deltas that a log of gradients begins with are not counted."""
+    folders, stored, decoded = set[Path](), 0, 0
+    for parameter in checkpoint.parameters.values():
+        delta = stored_delta_of(parameter)
+        if isinstance(delta, StoredDelta):
+            for one in delta.lineage():
+                folders.add(one.stored.path.parent.parent)
+                stored += one.stored.nbytes
+                decoded += prod(one.shape) * sum(dtype.itemsize for dtype in one.form.values())
+    return ReplayWork(len(folders), stored, decoded)
+
+
+def plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources = Resources()) -> Plan:
+    """The files that `restore` writes, with notes about the deltas to replay and the temporary space that it needs."""
     job = Job(state.checkpoint, target, format)
-    return job.plan() if isinstance(format, Universal) else _with_note(job.plan(), state.checkpoint)
+    planned = job.plan() if isinstance(format, Universal) else _with_note(job.plan(), state.checkpoint)
+    work = replay_work(state.checkpoint)
+    return replace(planned, notes=(*planned.notes, _replay_note(work, resources))) if work.deltas else planned
+
+
+def _replay_note(work: ReplayWork, resources: Resources) -> Notice:
+    seconds, workers = work.seconds(resources.workers), resources.workers
+    return Notice(
+        f"{work.deltas} delta{'s' * (work.deltas != 1)} to replay: {format_nbytes(work.nbytes)} of values from "
+        f"{format_nbytes(work.stored_nbytes)}, about {max(0.1, seconds):.1f} s with {workers} "
+        f"worker{'s' * (workers != 1)} at {format_nbytes(REPLAY_RATE)}/s each"
+    )
 
 
 def restore(
@@ -73,6 +119,7 @@ def restore(
     except CkptError as error:
         if state.chain is not None and state.member is not None:
             members.add_hint(state.run, state.chain, state.member, error)
+            tip.add_hint(state.run, state.chain, error)
         raise
 
 

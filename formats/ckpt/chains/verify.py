@@ -1,28 +1,29 @@
-"""Verify every member of a chain; each stored byte is read once, and each chunk is decoded once."""
+"""Verify every member of a chain in one pass: each manifest is loaded once, and each chunk is decoded once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt import findings as checks
-from ckpt.chains import replay_check
+from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
+from ckpt.chains.verify_deltas import delta_key, replay_once
 from ckpt.findings import Finding
 from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex
-from ckpt_formats.universal.chain.members import open_member
+from ckpt_formats.universal.chain.members import OpenedMembers, open_members
 from ckpt_formats.universal.chunked import EncodedBlob
 from ckpt_formats.universal.replay import stored_delta
+from ckpt_formats.universal.stored import StoredSeals
 
-_Place = tuple[Path, int]
-"""A file, and where in it chunks begin."""
+_Key = tuple[object, ...]
+"""Chunks that are stored together: the file, where in it they begin, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,19 @@ def verify_chain(
 ) -> ChainReport:
     """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
     chain = index.read(run)
-    opened, findings = open_all(run, chain)
+    members = open_members(run, chain)
+    opened, findings = remainders(chain, members)
+    states, of_tip = tip.opened(run, chain)
+    # All members have the same identities.
+    identified, opened, findings = [*opened[:1], *states], [*opened, *states], [*findings, *of_tip]
     load_kernels()
     count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
     findings += examine(opened, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
     if replay:
-        findings += _replay_findings(run, chain, resources, progress)
-    findings += dict.fromkeys(finding for one in opened for finding in checks.changed(one))
+        findings += _replay_findings(run, chain, members, resources, progress)
+    findings += [finding for one in identified for finding in checks.changed(one)]
     checksums = sum(len(one.seals) for one in opened)
     notes = (*_approximate(chain), *_torn(views))
     bad = tuple(_bad_steps(run, chain, findings))
@@ -80,9 +85,11 @@ def _torn(views: list[SegmentView]) -> Iterator[Notice]:
                 yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
 
 
-def _replay_findings(run: Path, chain: ChainIndex, resources: Resources, progress: Progress | None) -> list[Finding]:
+def _replay_findings(
+    run: Path, chain: ChainIndex, members: OpenedMembers, resources: Resources, progress: Progress | None
+) -> list[Finding]:
     try:
-        courses = list(replay_check.courses(run, chain))
+        courses = list(replay_check.courses(run, chain, members))
     except CkptError as error:
         return [Finding("replay", error.what, error.where or str(run))]
     count_bytes = count_to(sum(course.nbytes for course in courses), progress)
@@ -95,63 +102,87 @@ def _approximate(chain: ChainIndex) -> Iterator[Notice]:
         yield Notice(f"{len(lossy)} of {len(chain.members)} states are approximate, of steps", lossy)
 
 
-def open_all(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding]]:
+def remainders(chain: ChainIndex, members: OpenedMembers) -> tuple[list[Checkpoint], list[Finding]]:
     """Every state that can be opened, the last first, and a finding for each other one.
 
     Each state has only the seals and digests that no later state has: replaying a later state checks the others.
     """
     opened, findings = [], []
-    sealed, replayed = set[Seal](), set[_Place]()
+    sealed, replayed = set[Path](), set[_Key]()
     for member in reversed(chain.members):
         try:
-            checkpoint = open_member(run, chain, member)
+            checkpoint = members.open(member)
         except CkptError as error:
             findings.append(Finding("unreadable", f"step {member.step}: {error.what}", error.where or member.folder))
             continue
         opened.append(_remainder(checkpoint, sealed, replayed))
-        sealed |= set(checkpoint.seals)
-        replayed |= {
-            place for *_, tensor in checkpoint.tensors() for f in tensor.fragments for place in _places(f.blob)
-        }
+        assert isinstance(checkpoint.seals, StoredSeals)
+        sealed |= {folder for folder, _ in checkpoint.seals.checkpoints}
+        for *_, tensor in checkpoint.tensors():
+            for fragment in tensor.fragments:
+                _add_replayed(fragment.blob, replayed)
     return opened, findings
 
 
 def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBytes) -> list[Finding]:
-    """All findings of several states, each once."""
-    findings = dict.fromkeys(finding for one in opened for finding in checks.find_problems(one, resources, count_bytes))
+    """All findings of several states, each once. Each delta is decoded once."""
+    several = replay_once(opened, resources, count_bytes)
+    findings = dict.fromkeys(
+        finding
+        for one, replayed in zip(opened, several, strict=True)
+        for finding in checks.find_problems(_without_deltas(one), resources, count_bytes, replayed)
+    )
     broken = {finding.where for finding in findings if finding.kind == "checksum"}
     # If bytes of a state or of an ancestor are damaged, values that cannot be decoded are not reported again.
     return [f for f in findings if f.kind != "values" or not broken & set(f.where.split(", "))]
 
 
-def _remainder(checkpoint: Checkpoint, sealed: set[Seal], replayed: set[_Place]) -> Checkpoint:
+def _remainder(checkpoint: Checkpoint, sealed: set[Path], replayed: set[_Key]) -> Checkpoint:
+    assert isinstance(checkpoint.seals, StoredSeals)
     digests = {
         (name, state): digest
         for (name, state), digest in checkpoint.digests.items()
         if not replayed.intersection(_own(checkpoint.parameters[name].states[state].fragments[0].blob))
     }
-    return replace(checkpoint, digests=digests, seals=tuple(seal for seal in checkpoint.seals if seal not in sealed))
+    return replace(checkpoint, digests=digests, seals=checkpoint.seals.without(sealed))
 
 
-def _own(blob: Blob) -> Iterator[_Place]:
-    """The file and the offset of a blob's chunks."""
+def _without_deltas(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, with the digests of the states that are not in a delta."""
+    digests = {
+        (name, state): digest
+        for (name, state), digest in checkpoint.digests.items()
+        if stored_delta(checkpoint.parameters[name].states[state].fragments[0].blob) is None
+    }
+    return replace(checkpoint, digests=digests)
+
+
+def _own(blob: Blob) -> Iterator[_Key]:
+    """A key of a blob's chunks."""
     if (delta := stored_delta(blob)) is not None:
-        yield delta.path, delta.offset
+        yield delta_key(delta)
     if isinstance(blob, EncodedBlob):
-        yield blob.store.path, blob.store.offset
+        stored = blob.store.stored
+        yield stored.path, stored.offset, stored.label
 
 
-def _places(blob: Blob) -> Iterator[_Place]:
-    """The places of all chunks that are decoded and checked to replay a blob."""
-    if (delta := stored_delta(blob)) is not None:
-        for replay in delta.lineage():
-            yield replay.path, replay.offset
-            for before in replay.before.values():
-                yield from _own(before)
+def _add_replayed(blob: Blob, replayed: set[_Key]) -> None:
+    """Add the keys of all chunks that are decoded and checked to replay a blob."""
+    delta = stored_delta(blob)
+    while delta is not None and delta_key(delta) not in replayed:  # else all before it are there, too
+        replayed.add(delta_key(delta))
+        for before in delta.before.values():
+            if stored_delta(before) is None:
+                replayed.update(_own(before))
+        delta = delta.parent
 
 
 def _bad_steps(run: Path, chain: ChainIndex, findings: list[Finding]) -> list[int]:
     """The steps that depend on damaged files."""
     where = [Path(one) for finding in findings for one in finding.where.split(", ")]
-    bad = {m.folder for m in chain.members if any(p == run / m.folder or run / m.folder in p.parents for p in where)}
-    return [m.step for m in chain.members if any(one.folder in bad for one in chain.upto(m.step))]
+    steps, bad = list[int](), False
+    for m in chain.members:
+        own = any(path == run / m.folder or run / m.folder in path.parents for path in where)
+        bad = own or (bad and m.kind == "delta")
+        steps += [m.step] if bad else []
+    return steps

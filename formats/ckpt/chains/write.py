@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt import pipeline
+from ckpt.chains import costs
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
@@ -20,8 +21,8 @@ from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
-from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
@@ -44,12 +45,17 @@ class DeltaPolicy:
     """Patterns of the names of parameters in which nothing may be lost."""
     base_every: int | None = None
     """A base after so many members; None: only the first state is one."""
+    base_by_cost: bool = False
+    """A base also where replaying the deltas since the last one would take longer than 4 times writing a state."""
     base: Literal["exact", "coded"] = "exact"
     """Whether bases are stored without loss (`exact`), or with the codec (`coded`)."""
     check: bool = True
     """Decode what was encoded and compare, before the state is listed."""
     evaluation: Evaluation | None = None
     """A command that decides how much may be lost."""
+    tip: bool = False
+    """Store the last state also without a parent, so that the next append and `restore` replay nothing. Of a chain
+    whose last state is approximate this is always so."""
 
     def __post_init__(self) -> None:
         for pattern in self.exact:
@@ -73,12 +79,13 @@ class DeltaPolicy:
         """The encoding of states that are stored without a parent."""
         return EncodingOptions(check=self.check)
 
-    def needs_base(self, chain: ChainIndex | None) -> bool:
-        """Is the next member a base?"""
+    def needs_base(self, chain: ChainIndex | None, raw_nbytes: int) -> bool:
+        """Is the next member, with values of so many bytes, a base?"""
         if chain is None or not chain.members:
             return True
-        since = next(i for i, member in enumerate(reversed(chain.members), 1) if member.kind == "base")
-        return self.base_every is not None and since >= self.base_every
+        since = chain.upto(chain.members[-1].step)  # the last base, and the deltas after it
+        by_number = self.base_every is not None and len(since) >= self.base_every
+        return by_number or (self.base_by_cost and costs.needs_base(since[1:], raw_nbytes))
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
         """The codec of each parameter. Parameters that are not trained, or that `exact` names, stay exact."""
@@ -155,9 +162,14 @@ def write_delta(
     resources: Resources,
     progress: Progress | None = None,
     content: str | None = None,
+    parent_content: str | None = None,
 ) -> AppendResult:
-    """Write a state as a delta against an earlier one, in the folder `parent`. `content` is the id that it must get."""
-    return _write_coded(source, target, step, earlier, parent, policy, resources, progress, content)
+    """Write a state as a delta against an earlier one, in the folder `parent`.
+
+    `content` is the id that it must get, `parent_content` that of the parent, if it is known already.
+    """
+    known = parent_content or manifest.load(parent / manifest.NAME).content
+    return _write_coded(source, target, step, earlier, (parent, known), policy, resources, progress, content)
 
 
 def _write_coded(
@@ -165,16 +177,19 @@ def _write_coded(
     target: Path,
     step: int,
     earlier: Checkpoint | None,
-    parent: Path | None,
+    parent: tuple[Path, str] | None,
     policy: DeltaPolicy,
     resources: Resources,
     progress: Progress | None,
     content: str | None = None,
 ) -> AppendResult:
-    """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size."""
+    """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size.
+
+    `parent`: its folder and content id.
+    """
 
     def write(codec: DeltaCodec, folder: Path) -> AppendResult:
-        stored_against = None if parent is None else _parent(parent, folder)
+        stored_against = None if parent is None else _parent(*parent, folder)
         codecs = replace(policy, codec=codec).codecs(source)
         format = Delta(
             earlier=earlier, stored_against=stored_against, delta_codecs=codecs, check=policy.check, content=content
@@ -194,9 +209,8 @@ def _write_coded(
     return replace(write(chosen, target), accepted=accepted)
 
 
-def _parent(folder: Path, target: Path) -> Parent:
-    where = os.path.relpath(folder.resolve(), target.parent.resolve() / target.name)
-    return Parent(manifest.load(folder / manifest.NAME).content, where)
+def _parent(folder: Path, content: str, target: Path) -> Parent:
+    return Parent(content, os.path.relpath(folder.resolve(), target.parent.resolve() / target.name))
 
 
 def _write(
@@ -207,14 +221,18 @@ def _write(
 
 
 def _member(folder: Path, written: Manifest, step: int) -> Member:
+    for number, pack in enumerate(written.packs):  # a member that cannot be read is not listed
+        path = folder / manifest.pack_file(number)
+        if not path.is_file() or path.stat().st_size != pack.nbytes:
+            raise Corrupt("the pack is not as it was written", where=path)
     codecs: dict[str, None] = {}
     for entry in written.entries:
         if entry.delta is not None:
             codecs[str(entry.delta.codec["name"])] = None
         for state in entry.states.values():
-            if state.codec is not None and state.offset is not None:
+            if state.chunks is not None and state.codec is not None:
                 codecs[str(state.codec["name"])] = None
-    stored = sum(entry.nbytes for entry in written.entries) + len(read_whole(folder / manifest.NAME, 4 << 30))
+    stored = written.nbytes + sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Member(
         folder.name,
         "base" if written.parent is None else "delta",

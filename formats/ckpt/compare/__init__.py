@@ -59,14 +59,18 @@ def diff_selected(
     tensors_only: bool,
     resources: Resources,
     progress: Progress | None,
+    figures: bool = True,
 ) -> Diff:
-    """Everything that differs between two checkpoints that `select_both` returned."""
+    """Everything that differs between two checkpoints that `select_both` returned.
+
+    Without `figures`, of tensors whose bits are all equal only the elements are counted.
+    """
     for checkpoint in (first, second):
         check_complete(checkpoint)
     pairs = pair_tensors(first, second, states)
     if uses_codecs(first) or uses_codecs(second):
         load_kernels()
-    result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only)
+    result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only, figures)
     for checkpoint in (first, second):
         check_unchanged(checkpoint.identities)
     return result

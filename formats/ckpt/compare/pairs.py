@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal
 
 from ckpt.compare.sums import DiffSums, diff_sums
+from ckpt.compare.tables import WEIGHT, Key, TablePairs, TableTensors
 from ckpt.compare.values import values
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import run_tasks
@@ -19,6 +20,7 @@ from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -27,11 +29,6 @@ Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
 """`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
 COMPARED: tuple[Kind, ...] = ("equal", "changed", "retyped")
 """The kinds that have figures."""
-
-Key = tuple[str, str]
-"""A parameter and a state."""
-
-WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,10 @@ class TensorPairs:
     @property
     def nbytes(self) -> int:
         """Bytes that the comparison reads."""
-        both = (
-            (self.first_tensors[key], self.second_tensors[key])
-            for key in self.first_tensors.keys() & self.second_tensors.keys()
-        )
+        first, second = self.first_tensors, self.second_tensors
+        if isinstance(first, TableTensors) and isinstance(second, TableTensors):
+            return TablePairs.of(first, second).nbytes
+        both = ((first[key], second[key]) for key in first.keys() & second.keys())
         return sum(a.nbytes + b.nbytes for a, b in both if a.shape == b.shape)
 
 
@@ -95,32 +92,39 @@ def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = 
             hint = f"There are: {', '.join(map(printable, sorted(known)))}."
             raise NotFound(f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
-        first_tensors, second_tensors = (
-            {key: t for key, t in tensors.items() if key[1] in states} for tensors in (first_tensors, second_tensors)
-        )
+        first_tensors, second_tensors = (_of_states(tensors, states) for tensors in (first_tensors, second_tensors))
     return TensorPairs(first, second, first_tensors, second_tensors)
 
 
 def compare(
-    both: TensorPairs, resources: Resources, count_bytes: CountBytes = lambda nbytes: None, tensors_only: bool = False
+    both: TensorPairs,
+    resources: Resources,
+    count_bytes: CountBytes = lambda nbytes: None,
+    tensors_only: bool = False,
+    figures: bool = True,
 ) -> Diff:
-    """Everything that differs. Reads each byte of both checkpoints once."""
+    """Everything that differs. Reads each byte of both checkpoints once.
+
+    Without `figures`, of tensors whose bits are all equal only the elements are counted.
+    """
     first_tensors, second_tensors = both.first_tensors, both.second_tensors
     pairs = [
-        TensorDiff(*key, "missing", _described(tensor))
-        for key, tensor in first_tensors.items()
+        TensorDiff(*key, "missing", _described(first_tensors[key]))
+        for key in first_tensors
         if key not in second_tensors
     ]
     pairs += [
-        TensorDiff(*key, "added", _described(tensor))
-        for key, tensor in second_tensors.items()
-        if key not in first_tensors
+        TensorDiff(*key, "added", _described(second_tensors[key])) for key in second_tensors if key not in first_tensors
     ]
     with interruptible(count_bytes) as count:
+        equal: dict[Key, int] = {}
+        if not figures and isinstance(first_tensors, TableTensors) and isinstance(second_tensors, TableTensors):
+            equal = TablePairs.of(first_tensors, second_tensors).equal(resources, count)
+            pairs += [TensorDiff(*key, "equal", "", DiffSums(size)) for key, size in equal.items()]
         work = [
-            partial(_pair, *key, a, second_tensors[key], resources, count)
-            for key, a in first_tensors.items()
-            if key in second_tensors
+            partial(_pair, *key, first_tensors[key], second_tensors[key], resources, count)
+            for key in first_tensors
+            if key in second_tensors and key not in equal
         ]
         with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
             pairs += run_tasks(pool, lambda job: job(), work, 2 * resources.workers)
@@ -132,8 +136,10 @@ def compare(
     return Diff(tuple(pairs), tuple(values(both.first, both.second)), same_step)
 
 
-def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
+def _tensors(source: Checkpoint) -> Mapping[Key, Tensor]:
     """Every tensor by parameter and state, under names that do not depend on the engine; tied ones by each name."""
+    if isinstance(source.parameters, TabulatedParameters):
+        return TableTensors.of(source.parameters, source.aliases)
     tensors: dict[Key, Tensor] = {}
     for name, parameter in source.parameters.items():
         tensors |= {(name, state): tensor for state, tensor in _states(parameter)}
@@ -141,6 +147,12 @@ def _tensors(source: Checkpoint) -> dict[Key, Tensor]:
         if name in source.parameters:
             tensors[alias, WEIGHT] = _weight(source.parameters[name])
     return tensors
+
+
+def _of_states(tensors: Mapping[Key, Tensor], states: Sequence[str]) -> Mapping[Key, Tensor]:
+    if isinstance(tensors, TableTensors):
+        return tensors.of_states(states)
+    return {key: tensor for key, tensor in tensors.items() if key[1] in states}
 
 
 def _states(parameter: Parameter) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 
 
@@ -40,6 +41,8 @@ def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tup
 
 def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:
     """The chosen parameters. Of tied names, the first chosen one has the values, whichever has them in the source."""
+    if isinstance(source.parameters, TabulatedParameters) and choice == Selection():
+        return source  # all of it; its names are those that there are
     parameters: dict[str, Parameter] = {}
     aliases: dict[str, str] = {}
     holders: dict[str, str] = {}

@@ -1,11 +1,13 @@
 """Differences besides tensors: counters, options of the optimizer, extras. As text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt.compare.step_counts import step_counts
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value, brief
 
@@ -34,6 +36,14 @@ def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
     """The numbers of each parameter. A `step` is a number, whether it is stored as a tensor or as a number."""
     numbers: dict[str, dict[str, Value]] = {}
+    if isinstance(source.parameters, TabulatedParameters):
+        table, steps = source.parameters.table, step_counts(source.parameters)
+        for at, (name, number) in enumerate(zip(table.names, table.value.tolist(), strict=True)):
+            own = numbers[name] = dict(table.values[number])
+            step = steps.get(at, own.get("step"))
+            if isinstance(step, (int, float)):
+                own["step"] = _plain(step)
+        return numbers
     with Reader(check=False) as reader:
         for name, parameter in source.parameters.items():
             own = numbers[name] = dict(parameter.values)
@@ -56,13 +66,22 @@ def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         {name: group.options for group in c.groups for name in group.names} for c in (first, second)
     )
     changes: dict[str, list[str]] = {}
+    known: dict[tuple[int, int], list[str]] = {}
     for name in first_options.keys() & second_options.keys():
-        for key in sorted(first_options[name].keys() & second_options[name].keys()):
-            a, b = encode(first_options[name][key]), encode(second_options[name][key])
-            if a != b and _listed(a) != _listed(b):
-                changes.setdefault(f"{key}: {brief(a)} -> {brief(b)}", []).append(name)
+        one, other = first_options[name], second_options[name]
+        if (id(one), id(other)) not in known:  # parameters of a group share its options
+            known[id(one), id(other)] = list(_changes(one, other))
+        for change in known[id(one), id(other)]:
+            changes.setdefault(change, []).append(name)
     for change, names in sorted(changes.items()):
         yield f"option of the optimizer for {len(names)} parameters, {change}"
+
+
+def _changes(one: Mapping[str, Value], other: Mapping[str, Value]) -> Iterator[str]:
+    for key in sorted(one.keys() & other.keys()):
+        a, b = encode(one[key]), encode(other[key])
+        if a != b and _listed(a) != _listed(b):
+            yield f"{key}: {brief(a)} -> {brief(b)}"
 
 
 def _listed(value: Any) -> Any:

@@ -1,13 +1,12 @@
 """What `verify` checks: coverage, checksums, replicas, and masters against the model's copies."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
-import xxhash
 
 from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
@@ -16,9 +15,10 @@ from ckpt.pipeline.interrupts import interruptible
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, seal_is_valid
+from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable, damaged_chunks, seal_is_valid
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.encode_state import flat
@@ -28,6 +28,10 @@ from ckpt_formats.universal.replay import DeltaBlob
 Kind = Literal[
     "coverage", "checksum", "values", "replicas", "copy", "suspicious", "unreadable", "changed", "log", "replay"
 ]
+
+
+_MAX_CHUNKS = 8
+"""How many damaged chunks of one state are named."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,39 @@ class Finding:
     tensors: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What was found of a checkpoint while deltas were replayed for several checkpoints at once."""
+
+    findings: tuple[Finding, ...] = ()
+    compared: frozenset[str] = frozenset()
+    """The parameters whose copies were compared with their masters."""
+
+
 def nbytes_to_read(checkpoint: Checkpoint) -> int:
     """Bytes that `find_problems` will read."""
     decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
-    sealed = sum(seal.nbytes for seal in checkpoint.seals)
-    return sealed + decoded + sum(_compared(p) for p in checkpoint.parameters.values())
+    return nbytes_sealed(checkpoint) + decoded + sum(_compared(p) for p in _with_copies(checkpoint))
+
+
+def nbytes_sealed(checkpoint: Checkpoint) -> int:
+    """The bytes that the files have checksums of."""
+    seals = checkpoint.seals
+    return seals.nbytes if isinstance(seals, SealTable) else sum(seal.nbytes for seal in seals)
 
 
 def find_problems(
-    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes = lambda nbytes: None
+    checkpoint: Checkpoint,
+    resources: Resources,
+    count_bytes: CountBytes = lambda nbytes: None,
+    replayed: Replayed = Replayed(),
 ) -> list[Finding]:
-    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged."""
+    """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged.
+
+    What was `replayed` is part of them, and is not checked again.
+    """
     with interruptible(count_bytes) as count:
-        return _examine(checkpoint, resources, count)
+        return _examine(checkpoint, resources, count, replayed)
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:
@@ -60,25 +84,27 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
 
 
-def _examine(checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes) -> list[Finding]:
+def _examine(
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes, replayed: Replayed
+) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
-    touched = _touched(checkpoint)
     work: list[Callable[[], list[Finding]]] = [
-        partial(_seal, seal, touched.get(seal, ()), count_bytes) for seal in checkpoint.seals
+        partial(_seal, seal, tensors, count) for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
     ]
     work += [
         partial(_agreement, parameter, resources.slab, count_bytes)
-        for parameter in checkpoint.parameters.values()
-        if _compared(parameter) and (parameter.name,) not in damaged
+        for parameter in _with_copies(checkpoint)
+        if _compared(parameter) and (parameter.name,) not in damaged and parameter.name not in replayed.compared
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], digests, resources.slab, count_bytes)
-        for name, digests in _together(checkpoint)
+        partial(_values, checkpoint.parameters[name], states, resources.slab, count_bytes)
+        for name, states in _together(checkpoint)
     ]
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
+    results += replayed.findings
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
@@ -90,15 +116,64 @@ def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
-    for parameter, state, tensor in checkpoint.tensors():
+    tensors = () if isinstance(checkpoint.parameters, TabulatedParameters) else checkpoint.tensors()
+    for parameter, state, tensor in tensors:
         for problem in tensor.problems():
             yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
     for name, message in checkpoint.dangling_names():
         yield Finding("coverage", message, str(checkpoint.path), (name,))
 
 
+def _seals(
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes
+) -> list[tuple[Seal, tuple[str, ...], CountBytes]]:
+    """The seals that are to be compared one by one, the parameters with bytes in each, and what counts them.
+
+    Of seals that are columns, these are the few that did not fit when all were compared.
+    """
+    seals = checkpoint.seals
+    if not isinstance(seals, SealTable):
+        touched = _touched(checkpoint)
+        return [(seal, touched.get(seal, ()), count_bytes) for seal in seals]
+
+    def unequal(part: SealPart) -> list[int]:
+        with Reader(check=False) as reader:
+            numbers = part.unequal(reader)
+        count_bytes(part.nbytes)
+        return numbers
+
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        wrong = sorted({n for ns in run_tasks(pool, unequal, seals.parts(), 2 * resources.workers) for n in ns})
+    few: list[tuple[Seal, tuple[str, ...], CountBytes]] = [(seal, (), count_bytes) for seal in seals.alone()]
+    for seal, name in map(seals.of, wrong):
+        parameter = checkpoint.parameters.get(name)
+        tensors = () if parameter is None else parameter.states.values()
+        is_of = any(raw.seal == seal for tensor in tensors for raw in tensor.sources())
+        few.append((seal, (name,) if is_of else (), _count_nothing))
+    return few
+
+
+def _count_nothing(nbytes: int) -> None:
+    """For bytes that were counted before."""
+
+
+def _with_copies(checkpoint: Checkpoint) -> Iterable[Parameter]:
+    """The parameters that may have replicas, or a copy of the master that is stored."""
+    parameters = checkpoint.parameters
+    if not isinstance(parameters, TabulatedParameters):
+        return parameters.values()
+    table = parameters.table
+    master, copy = table.rows_named(MASTER), table.rows_named(MODEL)
+    both = np.flatnonzero((master >= 0) & (copy >= 0))
+    stored = both[~table.derived[copy[both]]]
+    return [parameters[table.names[number]] for number in stored.tolist()]
+
+
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
     """The parameters with bytes in each sealed range."""
+    forms = {file.path for file in checkpoint.files if file.role == "form"}
+    if all(seal.path in forms for seal in checkpoint.seals):
+        return {}  # nothing of tensors is in them
     names: dict[Seal, dict[str, None]] = {}
     for parameter, _, tensor in checkpoint.tensors():
         for raw in tensor.sources():
@@ -111,43 +186,43 @@ def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list
     with Reader(check=False) as reader:
         try:
             is_valid = seal_is_valid(seal, reader)
+            damaged = [] if is_valid else damaged_chunks(seal, reader)
         except CkptError as error:
             return [Finding("unreadable", error.what, str(seal.path), tensors)]
     count_bytes(seal.nbytes)
-    message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum"
+    message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{_chunks(seal, damaged)}"
     return [] if is_valid else [Finding("checksum", message, str(seal.path), tensors)]
 
 
-def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, int]]]:
-    """The checksums of values, by parameter; states that are decoded together are one item."""
-    groups: dict[tuple[str, object], dict[str, int]] = {}
-    for (name, state), digest in checkpoint.digests.items():
+def _chunks(seal: Seal, damaged: list[int]) -> str:
+    """Which chunks of a sealed range are damaged, for messages."""
+    if not damaged or seal.leaves is None:
+        return ""
+    shown = ", ".join(map(str, damaged[:_MAX_CHUNKS])) + ("…" if len(damaged) > _MAX_CHUNKS else "")
+    return f" (chunk {shown} of {len(seal.leaves.nbytes)})"
+
+
+def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
+    """The states whose values are decoded, by parameter; those that are decoded together are one item."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for name, state in checkpoint.digests:
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
         key = id(blob.replay) if isinstance(blob, DeltaBlob) else state
-        groups.setdefault((name, key), {})[state] = digest
-    return ((name, digests) for (name, _), digests in groups.items())
+        groups.setdefault((name, key), []).append(state)
+    return ((name, states) for (name, _), states in groups.items())
 
 
-def _values(parameter: Parameter, digests: Mapping[str, int], slab: int, count_bytes: CountBytes) -> list[Finding]:
-    """A finding for each state whose decoded values do not match their checksum."""
-    name, hashes = parameter.name, {state: xxhash.xxh3_128() for state in digests}
+def _values(parameter: Parameter, states: list[str], slab: int, count_bytes: CountBytes) -> list[Finding]:
+    """A finding if values cannot be decoded. Decoding compares each chunk with its checksum."""
+    name = parameter.name
     with Reader(check=False) as reader:
         transfer = Transfer(reader, slab, count_bytes)
         try:
-            for state, values in _blocks(parameter, digests, transfer):
-                hashes[state].update(as_bytes(values).data)
+            for _ in _blocks(parameter, states, transfer):
+                pass
         except CkptError as error:
             return [Finding("values", error.what, error.where or name, (name,))]
-    wrong = [state for state, digest in digests.items() if hashes[state].intdigest() != digest]
-    return [
-        Finding(
-            "values",
-            f"{state}: the values that are decoded do not fit their checksum",
-            ", ".join(sorted({str(raw.path) for raw in parameter.states[state].sources()})),
-            (name,),
-        )
-        for state in wrong
-    ]
+    return []
 
 
 def _blocks(parameter: Parameter, states: Iterable[str], transfer: Transfer) -> Iterator[tuple[str, Array]]:
@@ -170,12 +245,12 @@ def _compared(parameter: Parameter) -> int:
     """The bytes that are read to compare replicas and copies; 0 if there are none."""
     total = sum(t.nbytes * (1 + len(t.replicas)) for t in parameter.states.values() if t.replicas)
     master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-    if master is not None and copy is not None and _is_copy(copy, master):
+    if master is not None and copy is not None and is_copy(copy, master):
         total += master.nbytes + copy.nbytes
     return total
 
 
-def _is_copy(copy: Tensor, master: Tensor) -> bool:
+def is_copy(copy: Tensor, master: Tensor) -> bool:
     """Is the copy stored separately, and can it be the master, rounded?"""
     return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
@@ -196,7 +271,7 @@ def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list
                 except CkptError as error:
                     findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-        if master is not None and copy is not None and _is_copy(copy, master):
+        if master is not None and copy is not None and is_copy(copy, master):
             try:
                 findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
             except CkptError as error:
@@ -205,17 +280,27 @@ def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list
 
 
 def _rounding(transfer: Transfer, name: str, master: Tensor, copy: Tensor) -> Iterator[Finding]:
-    codec, differing = Rounded(), 0
+    differing = 0
     for box in transfer.boxes(master):
         values = transfer.fetch(copy, box, "copy")
-        rounded = codec.decode(b"", box.shape, copy.dtype, transfer.fetch(master, box))
-        width = copy.dtype.itemsize
-        unequal = as_bytes(values).reshape(-1, width) != as_bytes(np.ascontiguousarray(rounded)).reshape(-1, width)
-        differing += int(unequal.any(axis=1).sum())
+        differing += count_unrounded(transfer.fetch(master, box), values)
     if differing:
-        files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
-        message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
-        yield Finding("copy", message, ", ".join(files), (name,))
+        yield unrounded(name, master, copy, differing)
+
+
+def count_unrounded(master: Array, copy: Array) -> int:
+    """How many values of a copy are not those of the master, rounded. Both have the same shape, any dtype."""
+    width = copy.dtype.itemsize
+    rounded = np.ascontiguousarray(Rounded().decode(b"", copy.shape, copy.dtype, master))
+    unequal = as_bytes(copy).reshape(-1, width) != as_bytes(rounded).reshape(-1, width)
+    return int(unequal.any(axis=1).sum())
+
+
+def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Finding:
+    """The finding for a copy of which `differing` values are not those of the master, rounded."""
+    files = sorted({raw.path.name for tensor in (master, copy) for raw in tensor.sources()})
+    message = f"{differing:,} of {copy.size:,} weights differ from their rounded masters"
+    return Finding("copy", message, ", ".join(files), (name,))
 
 
 def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:

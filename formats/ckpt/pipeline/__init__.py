@@ -3,15 +3,19 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.groups import Group, in_step, ranks
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
+from ckpt_formats.core.bands import BAND, Band
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
@@ -19,9 +23,16 @@ from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
 from ckpt_formats.core.version import WRITTEN_BY
+
+_MAX_GROUP = 64
+"""Files written in step: each has a thread and a slab of its own, which must not become too short."""
+
+_FLUSHERS = 4
+"""Threads that flush files to the disk."""
 
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
@@ -50,8 +61,26 @@ class Resources:
 
     @property
     def slab(self) -> int:
-        # A worker holds up to four slabs: values, a copy, a replica, and the one that is computed.
+        # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
+
+    def shared(self, files: int, ranks: int) -> "Resources":
+        """The resources of one worker, shared by so many files of so many ranks that are written in step.
+
+        If the memory suffices, one file of each rank together hold as much as four files that are written alone.
+        """
+        most = 16 * self.workers * self.slab * files // ranks
+        return replace(self, workers=self.workers * files, memory=min(self.memory, most))
+
+    @property
+    def band(self) -> int:
+        """Bytes of rows that files in step share."""
+        return min(BAND, 4 * self.slab)
+
+    @property
+    def group(self) -> int:
+        """Files that may be written in step."""
+        return max(1, min(_MAX_GROUP, max_workers() // self.workers))
 
 
 @dataclass(frozen=True)
@@ -104,10 +133,11 @@ def write(
         try:
             stage.begin(job_id(source, identities, format))
             done = {receipt.file: receipt for receipt in stage.receipts()}
-            todo = sorted((part for part in parts if part.file not in done), key=lambda part: -part.nbytes)
+            groups = in_step(parts, resources.group)
+            todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, todo, resources, identities, stop, count_bytes):
+            for receipt in _write_all(stage, format, filter(None, todo), resources, identities, stop, count_bytes):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 staging.reached("journalled")
@@ -129,7 +159,8 @@ def write(
             check_unchanged(identities)  # the error then states the cause
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
-    return Result(target, len(receipts), nbytes, resumed, checksums, time.monotonic() - started)
+    count = 1 if plan.single_file else len(receipts)
+    return Result(target, count, nbytes, resumed, checksums, time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
@@ -152,10 +183,9 @@ def _files_of(path: Path) -> list[Path]:
 
 def check_complete(source: Checkpoint) -> None:
     """Raise `Incomplete` if tensors have missing or overlapping parts. The error names the first of them."""
+    tensors = () if isinstance(source.parameters, TabulatedParameters) else source.tensors()
     problems = [
-        f"`{printable(p.name)}` {state}: {problem}"
-        for p, state, tensor in source.tensors()
-        for problem in tensor.problems()
+        f"`{printable(p.name)}` {state}: {problem}" for p, state, tensor in tensors for problem in tensor.problems()
     ]
     problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:
@@ -187,37 +217,108 @@ def _min_nbytes(part: FilePlan) -> int:
 def _write_all(
     stage: Staging,
     format: WritableFormat,
-    parts: Iterable[FilePlan],
+    groups: Iterable[Group],
     resources: Resources,
     identities: Identities,
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
+    """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band.
+
+    The receipts of a group come together, when all its files are on the disk.
+    """
+    working = threading.Semaphore(resources.workers)
+
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
         count_bytes(nbytes)
 
-    def write(part: FilePlan) -> Receipt:
+    def write(part: FilePlan, share: Resources, band: Band | None = None) -> Receipt:
+        with working:
+            try:
+                receipt = write_values(part, share, band)
+            finally:
+                if band is not None:
+                    band.leave()
+            staging.reached("written")
+        return receipt
+
+    def write_values(part: FilePlan, share: Resources, band: Band | None) -> Receipt:
         with (
-            Reader(max_files=resources.files, identities=identities) as reader,
-            Transfer(reader, resources.slab, count) as transfer,
+            Reader(max_files=share.files, identities=identities, band=band) as reader,
+            Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                receipt = format.write(stage.data, part, transfer)
+                return format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
-                    error.where = f"tensor {', '.join(printable(p.name) for p in part.parameters[:1])}"
+                    error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
-        staging.reached("written")
-        stage.flush(receipt)  # now, while the other workers continue, not all at the end
-        return receipt
+
+    def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:
+        """The receipts of the files that were written, and the first error of the others."""
+        if len(group) == 1:
+            return [write(group[0], resources)], None
+        share = resources.shared(len(group), ranks(group))
+        with (
+            Reader(max_files=share.files, identities=identities) as reader,
+            ThreadPoolExecutor(len(group), "ckpt") as members,
+        ):
+            band = Band(reader, len(group), resources.band, lambda: _released(working))
+            written = [members.submit(write, part, share, band) for part in group]
+        errors = [one.exception() for one in written]
+        receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
+        return receipts, next(filter(None, errors), None)
+
+    def written(pool: ThreadPoolExecutor) -> Iterator[Receipt]:
+        for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
+            yield from receipts
+            if error is not None:
+                raise error
 
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         try:
-            yield from run_tasks(pool, write, parts, 2 * resources.workers)
+            yield from _flushed(stage, written(pool))
         except BaseException:
             stop.set()
             raise
+
+
+@contextmanager
+def _released(working: threading.Semaphore) -> Iterator[None]:
+    """Within the context, another thread may work."""
+    working.release()
+    try:
+        yield
+    finally:
+        working.acquire()
+
+
+def _flushed(stage: Staging, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
+    """The receipts of files that are on the disk. Files are flushed while the workers write the next ones.
+
+    After an error, first the receipts of all files that are complete.
+    """
+
+    def flush(receipt: Receipt) -> Receipt:
+        stage.flush(receipt)
+        return receipt
+
+    with ThreadPoolExecutor(_FLUSHERS, "ckpt-flush") as pool:
+        waiting, failure = deque[Future[Receipt]](), None
+        try:
+            for receipt in receipts:
+                waiting.append(pool.submit(flush, receipt))
+                while waiting and (waiting[0].done() or len(waiting) > 2 * _FLUSHERS):
+                    yield waiting.popleft().result()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failure = error
+        while waiting:
+            yield waiting.popleft().result()
+        if failure is not None:
+            raise failure
 
 
 def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:

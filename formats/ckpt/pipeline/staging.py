@@ -239,14 +239,14 @@ def _json(receipt: Receipt) -> dict[str, Any]:
 
 
 def _seal_json(seal: Seal) -> list[Any]:
-    return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label]
+    return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label, seal.chunk_nbytes]
 
 
 def _receipt(fields: Mapping[str, Any]) -> Receipt:
-    evidence = tuple(Evidence(_seal(e[:6]), e[6], e[7], int(e[8])) for e in fields["evidence"])
+    evidence = tuple(Evidence(_seal(e[:7]), e[7], e[8], int(e[9])) for e in fields["evidence"])
     return Receipt(fields["file"], fields["nbytes"], tuple(map(_seal, fields["seals"])), fields["entry"], evidence)
 
 
 def _seal(fields: list[Any]) -> Seal:
-    path, offset, nbytes, kind, digest, label = fields
-    return Seal(Path(path), offset, nbytes, kind, int(digest), label)
+    path, offset, nbytes, kind, digest, label, chunk_nbytes = fields
+    return Seal(Path(path), offset, nbytes, kind, int(digest), label, chunk_nbytes)

@@ -17,11 +17,18 @@ class FieldReader:
     """Reads fields of the JSON in one file. Every method raises `Corrupt` if the field has another type."""
 
     path: Path
+    table: str = ""
+    """What the fields are part of: messages name it."""
+
+    def of(self, table: str) -> "FieldReader":
+        """A reader of fields that are part of a table."""
+        return FieldReader(self.path, table)
 
     def true(self, condition: bool, message: str) -> None:
         """Raise `Corrupt` with this message unless the condition is true."""
         if not condition:
-            raise Corrupt(f"the manifest is not valid: {message}", where=self.path)
+            part = f"{self.table}: " if self.table else ""
+            raise Corrupt(f"the manifest is not valid: {part}{message}", where=self.path)
 
     def mapping(self, fields: Any, key: str) -> dict[str, Any]:
         """The object under a key."""

@@ -9,11 +9,11 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType
+from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
@@ -105,7 +105,7 @@ def header_bytes(
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for slot in slots:
-        tag = SAFETENSORS_TAGS.get(slot.dtype.name)
+        tag = SAFETENSORS_TAGS.get(NAMES.get(slot.dtype, ""))
         if tag is None:
             raise Unsupported(
                 f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}",
@@ -129,16 +129,16 @@ def header_bytes(
     return struct.pack("<Q", len(text)) + text
 
 
-def parse_json_object(raw: bytes, where: Path) -> dict[str, Any]:
-    """A JSON object without duplicate keys. Raises `Corrupt`."""
-    parsed = parse_json(raw, where)
+def parse_json_object(raw: bytes, where: Path, finite: bool = False) -> dict[str, Any]:
+    """A JSON object without duplicate keys. `finite`: also without floats that are not finite. Raises `Corrupt`."""
+    parsed = parse_json(raw, where, finite)
     if not isinstance(parsed, dict):
         raise Corrupt("not a JSON object", where=where)
     return parsed
 
 
-def parse_json(raw: bytes, where: Path) -> Any:
-    """A JSON value without duplicate keys. Raises `Corrupt`."""
+def parse_json(raw: bytes, where: Path, finite: bool = False) -> Any:
+    """A JSON value without duplicate keys. `finite`: also without floats that are not finite. Raises `Corrupt`."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
@@ -147,9 +147,17 @@ def parse_json(raw: bytes, where: Path) -> Any:
         return unique
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates)
+        numbers: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates, **numbers)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON: {error}", where=where) from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text:.40} is no finite number")
+    return value
 
 
 def _packed(shape: list[int], bits: int, where: str) -> list[int]:

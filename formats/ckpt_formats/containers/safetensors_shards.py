@@ -21,7 +21,7 @@ from ckpt_formats.containers.safetensors import (
 )
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
@@ -68,13 +68,21 @@ def shard_paths(path: Path) -> tuple[list[Path], ShardIndex | None]:
 def read_weights(paths: Iterable[Path], index: ShardIndex | None = None) -> ShardedWeights:
     """The tensors of several files.
 
-    Raises `Corrupt` if two files have a tensor of the same name, `Incomplete` if the files do not match the index.
+    Raises `Corrupt` if two files have a tensor of the same name, `Incomplete` if the files do not match the index,
+    `Unsupported` for files of the universal format, whose names of tensors are those of states.
     """
     files = [read_header(path) for path in paths]
     placed = [_SHARDING in file.metadata for file in files]
     tensors = _tensors_of_blocks(files) if any(placed) else _distinct_tensors(files)
     if index is not None:
         index.check({name: file.path.name for file in files for name in file.tensors})
+    for file in files:
+        if file.metadata.get("ckpt", "").startswith("universal "):
+            raise Unsupported(
+                "a file of a checkpoint in the universal format",
+                where=file.path,
+                hint="Name the folder of its manifest.json; a single file must have a name that ends in .ucp.",
+            )
     metadata = {key: value for file in files for key, value in file.metadata.items() if key not in _SHARDING_KEYS}
     if metadata.get("format") == "pt":
         del metadata["format"]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile import FileLayout, layout_file
+from ckpt_formats.containers.torchfile import FileLayout, FileOutline, layout_file, outline_file
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
@@ -24,6 +24,16 @@ def tree_part(
     return FilePlan(file, tuple(parameters), layout, layout.nbytes, role, rank or {}, tensors)
 
 
+def tree_outline(tree: Value) -> FileOutline:
+    """What the size of such a file depends on. Raises `Unsupported` for values that PyTorch cannot store."""
+    return outline_file(tree)
+
+
+def outline_nbytes(outline: FileOutline) -> int:
+    """Bytes of the file."""
+    return outline.nbytes(_STEM)
+
+
 def unshare_states(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of a parameter's `Tensor` objects, so that the archive stores them for this parameter alone.
 
@@ -35,6 +45,7 @@ def unshare_states(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tree(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file from front to back."""
+    plan = plan.laid_out()
     layout = plan.content
     assert isinstance(layout, FileLayout)
     seal = write_sealed(folder, plan.file, layout.stream(transfer.chunks))

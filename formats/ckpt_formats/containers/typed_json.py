@@ -13,6 +13,7 @@
 """
 
 import base64
+import json
 import re
 import struct
 from collections.abc import Callable
@@ -115,7 +116,10 @@ def _pairs(pairs: Any, inner: Inner) -> list[list[Any]]:
 
 
 def _sorted(values: Any, inner: Inner) -> list[Any]:
-    return sorted((inner(item) for item in values), key=repr)
+    """Sets have no order. As JSON they have one, so that equal sets are equal there."""
+    return sorted(
+        (inner(item) for item in values), key=lambda item: json.dumps(item, sort_keys=True, separators=(",", ":"))
+    )
 
 
 def _std_dict(value: StdDict, inner: Inner) -> Any:

@@ -65,7 +65,10 @@ class Parameter:
     @property
     def weight(self) -> Tensor:
         """The tensor that the model computes with: the model's copy, else the master, else the first state."""
-        return next(self.states[state] for state in (MODEL, MASTER, *self.states) if state in self.states)
+        states = self.states
+        if MODEL in states:
+            return states[MODEL]
+        return states[MASTER] if MASTER in states else next(iter(states.values()))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 import builtins
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt_formats.core.geometry import Box, Shape, flat_ends
 
@@ -28,11 +32,7 @@ class Chunking:
         >>> [Chunking.default(s).chunk for s in ((4096, 256), (8, 14336, 4096), (64, 3, 3, 3), (1000,))]
         [(1024, 256), (64, 4096), (9709, 27), (262144,)]
         """
-        widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
-        fitting = [width for width in widths if 1 < width <= _MAX_WIDTH]
-        last = widths[-1] if widths and 1 < widths[-1] <= DEFAULT_ELEMENTS else None
-        width = fitting[0] if fitting else last
-        return cls(shape, (DEFAULT_ELEMENTS,) if width is None else (DEFAULT_ELEMENTS // width, width))
+        return cls(shape, _default_chunk(shape, DEFAULT_ELEMENTS, _MAX_WIDTH))
 
     @cached_property
     def size(self) -> int:
@@ -66,3 +66,39 @@ class Chunking:
         """The numbers of the chunks among which all are that hold an element of a block of the tensor."""
         first, last = flat_ends(box, self.shape)
         return range(first // self.chunk_size, (last - 1) // self.chunk_size + 1) if box.size else range(0)
+
+
+@lru_cache(maxsize=1024)
+def _default_chunk(shape: Shape, elements: int, max_width: int) -> Shape:
+    """The chunk of `Chunking.default`."""
+    widths = [prod(shape[axis:]) for axis in range(1, len(shape))]
+    fitting = [width for width in widths if 1 < width <= max_width]
+    last = widths[-1] if widths and 1 < widths[-1] <= elements else None
+    width = fitting[0] if fitting else last
+    return (elements,) if width is None else (elements // width, width)
+
+
+def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How tensors are divided by `Chunking.default`: the elements of a full chunk, and how many chunks there are.
+
+    Both are (tensors,) int64. ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`,
+    the sizes of all dimensions. Sizes of tensors must be below 2**62.
+    """
+    elements, counts = np.full(len(ranks), DEFAULT_ELEMENTS, np.int64), np.zeros(len(ranks), np.int64)
+    begins = np.cumsum(ranks, dtype=np.int64) - ranks
+    for rank in np.unique(ranks).tolist():
+        rows = np.flatnonzero(ranks == rank)
+        shapes = dims[begins[rows, None] + np.arange(rank)].astype(np.int64)
+        widths = np.cumprod(shapes[:, ::-1], axis=1)[:, ::-1] if rank else np.ones((len(rows), 1), np.int64)
+        inner, size = widths[:, 1:], widths[:, 0]
+        fits = (inner > 1) & (inner <= _MAX_WIDTH)
+        chunk = elements[rows]
+        if inner.shape[1]:
+            last = inner[:, -1]
+            chunk = np.where(
+                (last > 1) & (last <= DEFAULT_ELEMENTS), DEFAULT_ELEMENTS // np.maximum(last, 1) * last, chunk
+            )
+            width = inner[np.arange(len(rows)), fits.argmax(axis=1)]
+            chunk = np.where(fits.any(axis=1), DEFAULT_ELEMENTS // np.maximum(width, 1) * width, chunk)
+        elements[rows], counts[rows] = chunk, -(-size // chunk)
+    return elements, counts

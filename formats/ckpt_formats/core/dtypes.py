@@ -19,6 +19,9 @@ DTYPES: dict[str, DType] = {
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in _SHORT_FLOATS},
 }
 
+NAMES: dict[DType, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The names by type. `dtype.name` gives the same, but takes ten times as long."""
+
 SAFETENSORS_TAGS: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",

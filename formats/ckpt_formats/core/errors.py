@@ -74,6 +74,17 @@ class NoSpace(OutputError):
 
 
 @contextmanager
+def at_tensor(name: str) -> Iterator[None]:
+    """Within, an error that names no place gets the tensor for its place. `name` must be printable."""
+    try:
+        yield
+    except CkptError as error:
+        if error.where is None:
+            error.where = f"tensor {name}"
+        raise
+
+
+@contextmanager
 def form_of(what: str, where: Path) -> Iterator[None]:
     """Within, Python's errors for a tree of an unexpected form become `Corrupt`. `what`: the kind of checkpoint."""
     try:

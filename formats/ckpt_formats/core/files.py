@@ -11,29 +11,34 @@ import errno
 import os
 import resource
 import stat
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import xxhash
 from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
+from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
+from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 
-Kind = Literal["crc32", "xxh3-128"]
+Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 22
 _MAX_RANGES = 4096
 """Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
+_PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
 """Files that the process may need besides those that it reads: standard streams, libraries, output files."""
@@ -41,9 +46,23 @@ _EXPECTED_READERS = 16
 """How many readers are open at the same time, if the caller does not state it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves:
+    """The checksums of the chunks of a range, which follow one another."""
+
+    nbytes: _Array
+    """The length of each chunk: (chunks,) int64."""
+    digests: bytes
+    """The checksums, one after another, most significant byte first: 16 bytes each (XXH3-128) or 8 (XXH3-64)."""
+
+
+# Not frozen, like `Box`: there is one for each tensor.
+@dataclass(slots=True, unsafe_hash=True)
 class Seal:
-    """A checksum that a file promises for a range of its own bytes."""
+    """A checksum that a file promises for a range of its own bytes.
+
+    A range in chunks has a checksum for each: then `digest` is the XXH3-128 of these, one after another.
+    """
 
     path: Path
     offset: int
@@ -52,6 +71,41 @@ class Seal:
     digest: int
     label: str
     """The name of the range in messages: `archive/data/3`, `layer.0/exp_avg`."""
+    chunk_nbytes: int = 0
+    """The length of every chunk but the last; 0 if the range is not in chunks, or in chunks of several lengths."""
+    leaves: Leaves | None = field(default=None, compare=False, repr=False)
+    """The checksums of the chunks, if they are known."""
+
+
+class SealTable(Sequence[Seal]):
+    """Seals that are columns, so that many are compared at once. None is made before it is asked for."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes of all ranges."""
+
+    @abstractmethod
+    def alone(self) -> Iterator[Seal]:
+        """The seals that are in no part: few, such as those of headers."""
+
+    @abstractmethod
+    def parts(self) -> Sequence["SealPart"]:
+        """All others, in parts that are compared each by itself."""
+
+    @abstractmethod
+    def of(self, number: int) -> "tuple[Seal, str]":
+        """A seal of a part by its number, and the name of the parameter whose values it is of."""
+
+
+class SealPart(Protocol):
+    """Sealed ranges of a file that are read front to back."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def unequal(self, reader: "Reader") -> list[int]:
+        """The numbers of the seals in `SealTable.of` that do not match, or whose bytes cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +122,26 @@ class Reader:
     """Reads ranges of files, and collects evidence of what it read. Threads must not share one."""
 
     def __init__(
-        self, *, check: bool = True, max_files: int | None = None, identities: Identities | None = None
+        self,
+        *,
+        check: bool = True,
+        max_files: int | None = None,
+        identities: Identities | None = None,
+        band: Band | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
-        if another file is at its path later, reading raises `Corrupt`.
+        if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
         """
+        self._band = band
+        self._seals_of_band: set[Seal] = set()
+        self._in_memory = BytesInMemory()
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, int] = {}
-        self._checksums: dict[Seal, _RunningCrc | _RunningHash] = {}
+        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
 
@@ -92,6 +154,7 @@ class Reader:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        self._in_memory = BytesInMemory()
         self._cache.clear()
         while self._buffers:
             release_buffer(self._buffers.popitem()[1])
@@ -118,6 +181,37 @@ class Reader:
             raise unreadable(error, path) from error
         if seal is not None and self._check:
             self._checksum(seal).note(offset - seal.offset, out)
+
+    @contextmanager
+    def without_checksums(self) -> Iterator[None]:
+        """Within, no checksum of a sealed range is computed: for values that are compared with others of their own."""
+        check, self._check = self._check, False
+        try:
+            yield
+        finally:
+            self._check = check
+
+    @property
+    def sharers(self) -> int:
+        """How many readers read the same rows at the same time, this one included."""
+        return 1 if self._band is None else self._band.sharers
+
+    def rows(self, rows: Rows) -> "_Array":
+        """The bytes from `rows.offset` on, (nbytes,) uint8: of at least one run (see `Rows.within`).
+
+        They are valid until the next call. Raises as `read_into`.
+        """
+        if self._band is None:
+            if not self._in_memory.has(rows):
+                self._in_memory.move(rows, rows_nbytes(rows, BAND), self)
+            return self._in_memory.at(rows.offset)
+        if rows.seal is not None and self._check:
+            self._seals_of_band.add(rows.seal)
+        return self._band.rows(rows)
+
+    def file_nbytes(self, path: Path) -> int:
+        """The length of a file. Raises as `read_into`."""
+        return os.fstat(self._open(path)).st_size
 
     def cached(self, key: Hashable) -> "_Array | None":
         """The array in the cache under this key; None if there is none. The caller must not change it."""
@@ -159,7 +253,8 @@ class Reader:
 
     def evidence(self) -> tuple[Evidence, ...]:
         """The evidence of everything that was read so far of sealed ranges."""
-        return tuple(one for checksum in self._checksums.values() for one in checksum.evidence())
+        own = [one for checksum in self._checksums.values() for one in checksum.evidence()]
+        return (*own, *(self._band.evidence(self._seals_of_band) if self._band is not None else ()))
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
@@ -168,9 +263,12 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash":
+    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves":
         if seal not in self._checksums:
-            self._checksums[seal] = _RunningCrc(seal) if seal.kind == "crc32" else _RunningHash(seal)
+            if seal.kind == "crc32":
+                self._checksums[seal] = _RunningCrc(seal)
+            else:
+                self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash(seal)
         return self._checksums[seal]
 
 
@@ -192,6 +290,16 @@ def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> 
 def seal_is_valid(seal: Seal, reader: Reader) -> bool:
     """Read the whole range, and compare its checksum."""
     return _digest(seal, [], reader) == seal.digest
+
+
+def damaged_chunks(seal: Seal, reader: Reader) -> list[int]:
+    """The numbers of the chunks of a range that do not match their checksums; none if the range has no chunks."""
+    if seal.leaves is None:
+        return []
+    width = _WIDTHS[seal.kind]
+    actual, expected = b"".join(_leaves(seal, reader)), seal.leaves.digests
+    numbers = range(len(expected) // width)
+    return [i for i in numbers if actual[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]]
 
 
 def files_each(sharers: int) -> int:
@@ -234,6 +342,18 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(open_to_read(path), "rb")
 
 
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """A range of a file. Raises `Corrupt` if the file ends before, and as `open_to_read`."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < offset + nbytes:
+            raise Corrupt(f"the file ends before byte {offset + nbytes:,}", where=path, hint="It was truncated.")
+        try:
+            file.seek(offset)
+            return file.read(nbytes)
+        except OSError as error:
+            raise unreadable(error, path) from error
+
+
 def read_whole(path: Path, max_nbytes: int) -> bytes:
     """All bytes of a file. Raises `Unsafe` if there are more than `max_nbytes`, and as `open_to_read`."""
     with open_regular(path) as file:
@@ -274,6 +394,12 @@ def crc32_combine(first: int, second: int, nbytes: int) -> int:
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
+def crc32_without(both: int, second: int, nbytes: int) -> int:
+    """The CRC-32 of the first of two neighbouring ranges, given that of both and that of the second, `nbytes` long."""
+    # To append n zeros is linear in the CRC, and to append 2^32 - 1 zeros changes nothing: the polynomial is primitive.
+    return crc32_combine(both ^ second, 0, -nbytes % _PERIOD)
+
+
 _HINTS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Check its permissions."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Allow more: `ulimit -n 1024`; or give fewer --workers."),
@@ -285,32 +411,39 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """The error for a file that the system did not let us read, with the reason."""
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
-    hint = _HINTS.get(error.errno or 0)
-    return NotFound(f"cannot be read: {os.strerror(error.errno or 0)}", where=path, hint=hint)
+    number = error.errno or 0
+    return NotFound(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
 
 
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
     if seal.kind == "crc32":
-        total, at = 0, 0
-        for one in sorted(evidence, key=lambda e: (e.start, -e.stop)):
-            if one.start < at:
-                continue  # it overlaps earlier evidence: what it adds is read again as a gap
-            total = _extend_crc(seal, at, one.start, total, reader)
-            total, at = crc32_combine(total, one.digest, one.stop - one.start), one.stop
-        return _extend_crc(seal, at, seal.nbytes, total, reader)
+        return _crc(seal, evidence, reader)
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
+    if seal.chunk_nbytes or seal.leaves is not None:
+        return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
     state = xxhash.xxh3_128()
     for block in _blocks(seal, 0, seal.nbytes, reader):
         state.update(block)
     return int(state.intdigest())
 
 
-def _extend_crc(seal: Seal, start: int, stop: int, total: int, reader: Reader) -> int:
-    for block in _blocks(seal, start, stop, reader):
-        total = crc32(block, total)
+def _crc(seal: Seal, evidence: Iterable[Evidence], reader: Reader) -> int:
+    """The CRC-32 of a sealed range: that of its first `n` bytes, for n from 0 to the end.
+
+    Several readers may have read the same bytes, so a step may also go back.
+    """
+    total = 0
+    for step in steps_over(seal.nbytes, (Piece(one.start, one.stop, one.digest) for one in evidence)):
+        low, high = sorted((step.start, step.stop))
+        crc = step.checksum
+        if crc is None:
+            crc = 0
+            for block in _blocks(seal, low, high, reader):
+                crc = crc32(block, crc)
+        total = (crc32_combine if step.start == low else crc32_without)(total, crc, high - low)
     return total
 
 
@@ -320,6 +453,68 @@ def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memor
         view = buffer[: min(_BLOCK, stop - at)]
         reader.read_into(seal.path, seal.offset + at, view)
         yield view
+
+
+_WIDTHS = {"xxh3-128": 16, "xxh3-64": 8}
+"""Bytes of a checksum of a chunk."""
+
+
+def _leaves(seal: Seal, reader: Reader) -> Iterator[bytes]:
+    """The actual checksums of the chunks of a range."""
+    digest = xxhash.xxh3_128_digest if seal.kind == "xxh3-128" else xxhash.xxh3_64_digest
+    for block in _joined(seal):
+        buffer = np.empty(sum(block[1]), np.uint8).data
+        reader.read_into(seal.path, seal.offset + block[0], buffer)
+        at = 0
+        for nbytes in block[1]:
+            yield digest(buffer[at : at + nbytes])
+            at += nbytes
+
+
+def _joined(seal: Seal) -> Iterator[tuple[int, list[int]]]:
+    """The chunks of a range, several at once: where they begin, and their lengths."""
+    if seal.leaves is not None:
+        lengths = seal.leaves.nbytes.tolist()
+    else:
+        lengths = [seal.chunk_nbytes] * (seal.nbytes // seal.chunk_nbytes)
+        lengths += [seal.nbytes % seal.chunk_nbytes] if seal.nbytes % seal.chunk_nbytes else []
+    begin, block, total = 0, list[int](), 0
+    for nbytes in lengths:
+        if block and total + nbytes > _BLOCK:
+            yield begin, block
+            begin, block, total = begin + total, [], 0
+        block.append(nbytes)
+        total += nbytes
+    if block:
+        yield begin, block
+
+
+class _RunningLeaves:
+    """The hashes of the chunks of a range, as far as it was read front to back."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._state = xxhash.xxh3_128()
+        self._leaves = bytearray()
+        self._stop = 0
+
+    def note(self, start: int, data: memoryview) -> None:
+        if start != self._stop:
+            return
+        chunk, at = self._seal.chunk_nbytes, 0
+        while at < len(data):
+            stop = min(chunk - self._stop % chunk, self._seal.nbytes - self._stop, len(data) - at) + at
+            if stop == at:
+                return  # beyond the range
+            self._state.update(data[at:stop])
+            self._stop += stop - at
+            at = stop
+            if self._stop % chunk == 0 or self._stop == self._seal.nbytes:
+                self._leaves += self._state.digest()
+                self._state.reset()
+
+    def evidence(self) -> Iterator[Evidence]:
+        yield Evidence(self._seal, 0, self._stop, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
 
 
 class _RunningCrc:

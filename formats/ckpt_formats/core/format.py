@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.files import Evidence, Seal
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
@@ -18,6 +20,8 @@ from ckpt_formats.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 """Whose names the tensors have: those of Hugging Face's libraries, of Megatron core, or of older Megatron-LM."""
@@ -38,11 +42,15 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file that will be written, with all that is needed to write it, in any process."""
+    """One file that will be written, with all that is needed to write it, in any process.
+
+    A file may be planned by its coordinates only. Then `content` is a small dataclass of numbers, `parameters` and
+    `tensors` are empty, and `layouts` computes them from the coordinates: whoever writes the file calls `laid_out`.
+    """
 
     file: str
     """Its path within the new checkpoint's folder."""
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...] = ()
     content: object = None
     """The rest of the file's content: a small frozen dataclass of the format, one class for each kind of file."""
     size: int | None = None
@@ -52,11 +60,70 @@ class FilePlan:
     """The rank whose file it will be, as in `SourceFile`."""
     tensors: tuple[Tensor, ...] = ()
     """The tensors in the file, if they are not the parameters as they are."""
+    layouts: FileLayouts | None = field(default=None, repr=False, compare=False)
+    """What all files of the plan share, if this one is planned by its coordinates. To send a file to a process that has
+    it already, leave it out: `replace(file, layouts=None)`."""
 
     @property
     def nbytes(self) -> int:
         """About how many bytes are read and written for it."""
         return sum(parameter.nbytes for parameter in self.parameters) if self.size is None else self.size
+
+    def laid_out(self) -> FilePlan:
+        """The file with its parameters, tensors and content. Raises `CkptError` as `WritableFormat.plan` does."""
+        return self if self.layouts is None else self.layouts.lay_out(self)
+
+    def names(self) -> Sequence[str]:
+        """The names of the parameters of which it has a part. Nothing is laid out."""
+        return [p.name for p in self.parameters] if self.layouts is None else self.layouts.names(self)
+
+    def ranges(self) -> Sequence[TensorRanges]:
+        """The values in the file: those of `tensors`, or all states of the parameters."""
+        if self.layouts is not None:
+            return self.layouts.ranges(self)
+        return [TensorRanges.whole(self.tensors or [t for p in self.parameters for t in p.states.values()])]
+
+
+@dataclass(frozen=True)
+class TensorRanges:
+    """The values that a file has, as one range of elements of each of many tensors."""
+
+    tensors: Sequence[Tensor]
+    """The same object for all files that have ranges of the same tensors."""
+    starts: Counts
+    """The first element of each range, counted in C order: (tensors,) int64."""
+    stops: Counts
+    """The element after the last one: (tensors,) int64."""
+    is_whole: bool = False
+    """Whether the tensors are stored as they are. Else each range is read from a tensor and all its replicas."""
+
+    @classmethod
+    def whole(cls, tensors: Sequence[Tensor]) -> TensorRanges:
+        """All elements of these tensors."""
+        sizes = np.array([tensor.size for tensor in tensors], np.int64)
+        return cls(tensors, np.zeros_like(sizes), sizes, True)
+
+
+class FileLayouts(ABC):
+    """What all files of a plan share, so that a file can be planned by its coordinates and laid out when it is written.
+
+    A frozen dataclass of the format. What it computes from its fields is not pickled.
+    """
+
+    @abstractmethod
+    def lay_out(self, file: FilePlan) -> FilePlan:
+        """The file with its parameters, tensors and content, and without `layouts`."""
+
+    @abstractmethod
+    def names(self, file: FilePlan) -> Sequence[str]:
+        """The names of the parameters of which the file has a part. Files with equal names share one object."""
+
+    @abstractmethod
+    def ranges(self, file: FilePlan) -> Sequence[TensorRanges]:
+        """The values in the file, computed without laying it out if other files have ranges of the same tensors."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {one.name: self.__dict__[one.name] for one in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

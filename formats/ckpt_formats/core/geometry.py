@@ -15,7 +15,8 @@ _SMALL_COUNT = 64
 """Up to so many parts, `missing` compares each part with each gap."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, although nothing changes it: to make a frozen one takes four times as long, and each tensor has one.
+@dataclass(slots=True, unsafe_hash=True)
 class Box:
     """A block of a tensor: a half-open range along each axis.
 

@@ -8,6 +8,7 @@ ranks, as in Universal Checkpointing (arXiv 2406.18820). Rules are plain data;
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from ckpt_formats.core.errors import BadRules
@@ -123,7 +124,14 @@ class Layout:
 
     def matching(self, name: str) -> list[Rule]:
         """All rules for a parameter, the one that applies first."""
-        return [rule for rule in self.rules if rule.matches(name) and self._applies(rule)]
+        if name not in self._matching:
+            self._matching[name] = [rule for rule in self.rules if rule.matches(name) and self._applies(rule)]
+        return self._matching[name]
+
+    @cached_property
+    def _matching(self) -> dict[str, list[Rule]]:
+        """Of the names that were asked for: a name is asked for by every rank."""
+        return {}
 
     def check(self, name: str, shape: Shape) -> None:
         """Raise `BadRules` if the length of a full tensor contradicts the model's sizes."""
@@ -175,16 +183,34 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
     number that divides. Raises `BadRules` if the tensor does not divide.
     """
     if rule.how == "unique":
-        if not tensor.shape or tensor.shape[0] != ranks:
-            raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
         from ckpt_formats.core.views import unstacked
 
+        _check_unique(name, tensor, ranks)
         return [unstacked(tensor, rank) for rank in range(ranks)]
-    if (rule.vocabulary is not None or rule.padded) and tensor.shape:
-        rows = max(tensor.shape[0], rows or 0)
-        tensor = _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    tensor = _with_padding(tensor, rule, ranks, rows)
     blocks = cuts(name, tensor.shape, rule, ranks)
     return [tensor] * ranks if rule.how in _COPIES else [_shard(tensor, placed) for placed in blocks]
+
+
+def shard(name: str, tensor: Tensor, rule: Rule, ranks: int, rank: int, rows: int | None = None) -> Tensor:
+    """The shard of one rank: `split(...)[rank]`, without the shards of the others."""
+    if rule.how == "unique":
+        from ckpt_formats.core.views import unstacked
+
+        _check_unique(name, tensor, ranks)
+        return unstacked(tensor, rank)
+    tensor = _with_padding(tensor, rule, ranks, rows)
+    if rule.how in _COPIES or rule.how == "blocks":
+        blocks = cuts(name, tensor.shape, rule, ranks)[rank]
+    else:
+        _check_division(name, tensor.shape, rule, ranks)
+        blocks = tuple(place(tensor.shape, rule.axis, _widths(name, tensor.shape, rule, ranks), rank))
+    return tensor if rule.how in _COPIES else _shard(tensor, blocks)
+
+
+def is_even(rule: Rule) -> bool:
+    """Whether the shards of all ranks have the same shape."""
+    return rule.how != "blocks" and not rule.widths
 
 
 def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
@@ -192,8 +218,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
 
     Raises `BadRules` if the tensor does not divide.
     """
-    if rule.vocabulary is None and not rule.padded:
-        _check_length(name, shape, rule, ranks)
+    _check_division(name, shape, rule, ranks)
     if rule.how in _COPIES:
         return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
@@ -202,6 +227,30 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
         if rule.shape != shape or len(rule.blocks) != ranks:
             raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
         return list(rule.blocks)
+    table = _widths(name, shape, rule, ranks)
+    return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
+
+
+def _check_unique(name: str, tensor: Tensor, ranks: int) -> None:
+    if not tensor.shape or tensor.shape[0] != ranks:
+        raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+
+
+def _with_padding(tensor: Tensor, rule: Rule, ranks: int, rows: int | None) -> Tensor:
+    """A vocabulary's table with its padding; any other tensor unchanged."""
+    if (rule.vocabulary is None and not rule.padded) or not tensor.shape:
+        return tensor
+    rows = max(tensor.shape[0], rows or 0)
+    return _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+
+
+def _check_division(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
+    if rule.vocabulary is None and not rule.padded:
+        _check_length(name, shape, rule, ranks)
+
+
+def _widths(name: str, shape: Shape, rule: Rule, ranks: int) -> list[list[int]]:
+    """The length of each fused part on each rank. Raises `BadRules` if the tensor does not divide."""
     if not 0 <= rule.axis < len(shape):
         raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to shard along")
     length = shape[rule.axis]
@@ -218,7 +267,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
         raise BadRules(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
-    return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
+    return table
 
 
 def lengths(name: str, rule: Rule, shard_lengths: Sequence[int]) -> list[list[int]]:

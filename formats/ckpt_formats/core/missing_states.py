@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
@@ -35,8 +36,8 @@ def check_states(
         kinds: dict[bool, dict[str, States]] = {}
         for name in group.names:
             parameter = parameters.get(name)
-            if parameter is not None and parameter.weight.size:
-                kinds.setdefault(len(parameter.weight.shape) > 1, {})[name] = _states(parameter)
+            if parameter is not None and (weight := parameter.weight).size:
+                kinds.setdefault(len(weight.shape) > 1, {})[name] = _states(parameter)
         for by_name in kinds.values():
             yield from _check_kind(by_name, number, where)
         if any(states for by_name in kinds.values() for states in by_name.values()):
@@ -74,9 +75,12 @@ def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group])
 def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
     """Raise `Incomplete` for a missing state that is common or that most parameters have; else yield a notice."""
     counts = Counter(states for states in states_by_name.values() if states)
-    holders = Counter(state for states in states_by_name.values() for state in states)
+    holders: Counter[str] = Counter()
+    for states, count in counts.items():
+        holders.update(dict.fromkeys(states, count))
     names_by_lack: dict[str, list[str]] = {}
-    for name, states in states_by_name.items():
+    poorer = {states for states in counts if any(states < other for other in counts)}
+    for name, states in states_by_name.items() if poorer else ():
         fuller = [other for other in counts if states < other and states]
         if not fuller:
             continue
@@ -99,8 +103,13 @@ def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) 
 
 def _states(parameter: Parameter) -> States:
     """The names of its optimizer states, tensors and plain values. A value of None is no state."""
-    values = [key for key, value in parameter.values.items() if value is not None]
-    return frozenset((*parameter.states, *values)) - _OF_THE_MODEL
+    values = tuple(key for key, value in parameter.values.items() if value is not None) if parameter.values else ()
+    return _without_model((*parameter.states, *values))
+
+
+@lru_cache(1 << 10)
+def _without_model(states: tuple[str, ...]) -> States:
+    return frozenset(states) - _OF_THE_MODEL
 
 
 def _some(names: Sequence[str]) -> str:

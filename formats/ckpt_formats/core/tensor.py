@@ -17,16 +17,15 @@ import numpy as np
 
 from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
+from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader, Seal
-from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.indexing import block_of_key
 
 Array = np.ndarray[Any, DType]
 
-_SPAN = 1 << 22
-"""Bytes of a file that are read at once for the sake of some among them."""
 _PIECE = 1 << 15
 """Bytes in a row below which reading what lies between costs less than another read: the system fetches it anyway."""
 _MAX_OVERREAD = 16
@@ -69,7 +68,9 @@ class Blob(ABC):
             yield from part.problems()
 
 
-@dataclass(frozen=True, slots=True)
+# Neither `FileBlob`, `Fragment` nor `Tensor` is frozen, although nothing changes them: a checkpoint has hundreds of
+# thousands, and to make frozen ones takes four to ten times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class FileBlob(Blob):
     """Values lying plain in a file, little-endian, at any strides (in bytes)."""
 
@@ -116,19 +117,36 @@ class FileBlob(Blob):
         if out.flags.c_contiguous and self.is_packed:
             reader.read_into(self.path, self.offset, out.reshape(-1).view(np.uint8).data, self.seal)
             return
-        useful = out.size * self.dtype.itemsize
-        around = _MAX_OVERREAD if _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE else 2
-        if self.span <= max(around * useful, 4096) and self.span <= _SPAN:
-            window = np.empty(self.span, np.uint8)
-            reader.read_into(self.path, self.offset, window.data, self.seal)
-            out[...] = np.ndarray(self.shape, self.dtype, window, 0, self.strides)
-            return
         axis = max(range(len(self.shape)), key=lambda i: (self.shape[i] - 1) * self.strides[i])
+        if self._reads_around(axis, reader.sharers):
+            self._read_rows(axis, out, reader)
+            return
         half = self.shape[axis] // 2
         for low, high in ((0, half), (half, self.shape[axis])):
-            box = Box.whole(self.shape)
-            part = Box(_put(box.start, axis, low), _put(box.stop, axis, high))
-            self.crop(part).read_into(out[part.index], reader)
+            box = slab(self.shape, axis, low, high)
+            self.crop(box).read_into(out[box.index], reader)
+
+    def _reads_around(self, axis: int, readers: int) -> bool:
+        """Is it better to read also what lies between the values? Others of so many readers may need that."""
+        if self._run(axis) > BAND:
+            return False
+        is_short = _in_a_row(self.shape, self.strides, self.dtype.itemsize) < _PIECE
+        around = max(_MAX_OVERREAD if is_short else 2, 2 * readers)
+        return self.span <= max(around * prod(self.shape) * self.dtype.itemsize, 4096)
+
+    def _read_rows(self, axis: int, out: Array, reader: Reader) -> None:
+        """Fill `out`, an array of this shape and dtype, band after band; a row is one index of `axis`."""
+        stride, count, done = self.strides[axis], self.shape[axis], 0
+        while done < count:
+            rows = Rows(self.path, self.offset + done * stride, self._run(axis), stride, count - done, self.seal)
+            window = reader.rows(rows)
+            box = slab(self.shape, axis, done, done + rows.within(window.size))
+            out[box.index] = np.ndarray(box.shape, self.dtype, window, 0, self.strides)
+            done = box.stop[axis]
+
+    def _run(self, axis: int) -> int:
+        """Number of bytes from the first element to the end of the last of those with one index of `axis`."""
+        return self.span - (self.shape[axis] - 1) * self.strides[axis]
 
     def sources(self) -> Iterator["FileBlob"]:
         yield self
@@ -255,7 +273,7 @@ class FlatRangeBlob(Blob):
         return tuple(self.base.crop(box) for box in flat_boxes(self.base.shape, self.start, self.stop))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Fragment:
     """One stored block of a tensor: where it belongs, and where its values are."""
 
@@ -268,7 +286,7 @@ class Fragment:
         return None if common is None else Fragment(common, self.blob.crop(common.within(self.box)))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Tensor(Blob):
     """A whole tensor, however it was cut up.
 
@@ -344,6 +362,11 @@ class Tensor(Blob):
     def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
         whole, outside = Box.whole(self.shape), False
+        if len(self.fragments) == 1 and not self.replicas:
+            box, blob = self.fragments[0].box, self.fragments[0].blob
+            if box == whole and (blob.shape, blob.dtype) == (self.shape, self.dtype):
+                yield from blob.problems()
+                return
         for fragment in self.fragments:
             if fragment.box.size and fragment.box & whole != fragment.box:
                 outside = True
@@ -435,7 +458,3 @@ def _in_a_row(shape: Shape, strides: Shape, itemsize: int) -> int:
             break
         step *= length
     return step
-
-
-def _put(values: Shape, axis: int, value: int) -> Shape:
-    return (*values[:axis], value, *values[axis + 1 :])

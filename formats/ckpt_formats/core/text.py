@@ -41,6 +41,8 @@ def printable(name: str) -> str:
 
     >>> print(printable("\\x1b[2Jlayers\\n"))
     \\x1b[2Jlayers\\n
+    >>> printable("größe\\n") == "größe" + r"\\n"
+    True
     """
     if name.isprintable():
         return name

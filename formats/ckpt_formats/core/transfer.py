@@ -9,8 +9,12 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Tensor
 
-SLAB = 4 << 20
-"""Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written."""
+SLAB = 1 << 20
+"""Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written.
+
+Linux caches what one call of `write` brings in huge pages if it can, from 2 MiB on. To find and clear these costs it
+more than the copy: see docs/log.md.
+"""
 
 
 class Transfer:
@@ -57,7 +61,13 @@ class Transfer:
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
         progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
         """
-        block = tensor.crop(box)
+        return self._read(tensor.crop(box), slot, counted)
+
+    def whole(self, tensor: Tensor, slot: str = "values") -> Array:
+        """All values of a tensor that is within the budget: (shape) of its dtype. Else like `fetch`."""
+        return self._read(tensor, slot, True)
+
+    def _read(self, block: Tensor, slot: str, counted: bool) -> Array:
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.size < block.nbytes:
             buffer = self._buffers[slot] = acquire_buffer(block.nbytes)

@@ -145,8 +145,10 @@ class ReshapedBlob(_ViewBlob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         if not is_c_order(self.shape, c_strides(self.whole, 1), 1):
-            for i in range(self.shape[0]):  # rows of it lie apart
-                self.crop(slab(self.shape, 0, i, i + 1)).read_into(out[i : i + 1], reader)
+            axis = next(axis for axis, length in enumerate(self.shape) if length != 1)
+            for i in range(self.shape[axis]):  # its rows lie apart
+                row = slab(self.shape, axis, i, i + 1)
+                self.crop(row).read_into(out[row.index], reader)
             return
         at = sum(i * stride for i, stride in zip(self.box.start, c_strides(self.whole, 1), strict=True))
         run = self.base.crop(Box((at,), (at + self.box.size,)))

@@ -30,7 +30,7 @@ _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 _TORCH = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 
 MARKS: dict[str, Marks] = {
-    "universal": Marks(("manifest.json",)),
+    "universal": Marks(("manifest.json",), (), ("*.ucp",)),
     "chain": Marks(("chain.json",)),
     "deepspeed-universal": Marks(("zero/optimizer_state.pt", "latest_universal")),
     "megatron": Marks(("common.pt", _POINTER_OF_MEGATRON)),

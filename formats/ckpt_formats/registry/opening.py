@@ -1,15 +1,18 @@
 """The index of the checkpoint at a path, with notices about the files next to it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import check_repeated
-from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm
+from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.missing_states import check_states
+from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Value
 from ckpt_formats.registry.location import Located, locate
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
 from ckpt_formats.registry.traces import check_traces
@@ -39,7 +42,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     written = [
         checkpoint.extras,
         [group.options for group in checkpoint.groups],
-        [p.values for p in checkpoint.parameters.values()],
+        _values(checkpoint.parameters),
     ]
     check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
     notices = (*located.notices, *checkpoint.notices)
@@ -63,6 +66,15 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     if format.name in _OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
         return checkpoint
     return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
+
+
+def _values(parameters: Mapping[str, Parameter]) -> list[Mapping[str, Value]]:
+    """The values of all parameters. Raises what a parameter raises that cannot be made."""
+    if not isinstance(parameters, TabulatedParameters):
+        return [parameter.values for parameter in parameters.values()]
+    parameters.check()
+    table = parameters.table
+    return [table.values[number] for number in table.value.tolist()]
 
 
 def _read(located: Located, options: ReadOptions) -> Checkpoint:

@@ -29,7 +29,7 @@ _DCP_DATA = re.compile(r"__\d+_\d+\.distcp")
 _DCP_METADATA = re.compile(r"\.metadata|__\d+\.metadata|\.metadata\.tmp|__\d+\.metadata\.tmp")
 _MEGATRON_RANK = re.compile(r"mp_rank_\d+(_\d+){0,2}")
 _DEEPSPEED_STEP = re.compile(r"global_step\d+")
-_UNIVERSAL_PARAMETER = re.compile(r".*-[0-9a-f]{20}\.safetensors")
+_UNIVERSAL_PACK = re.compile(r"\d{5,}\.safetensors")
 _RUN_FILE = re.compile(
     r"trainer_state\.json|training_args\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth"
     r"|pytorch_model_fsdp.*|adapter_config\.json"
@@ -74,10 +74,10 @@ def check_run(path: Path, names: Names) -> None:
 
 
 def _universal(path: Path, names: Names) -> str | None:
-    if "parameters" not in names or "manifest.json" in names:
+    if "packs" not in names or "manifest.json" in names:
         return None
-    files = names_in(path / "parameters")
-    return "manifest.json is missing" if any(map(_UNIVERSAL_PARAMETER.fullmatch, files)) else None
+    packs = names_in(path / "packs")
+    return "manifest.json is missing" if any(map(_UNIVERSAL_PACK.fullmatch, packs)) else None
 
 
 def _deepspeed_universal(path: Path, names: Names) -> str | None:

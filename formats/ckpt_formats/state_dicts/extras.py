@@ -14,7 +14,11 @@ from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, 
 
 _MAX_DEPTH = 150
 _MAX_SHOWN = 40
+_ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
+"""Types that contain nothing; most values of a parameter have one of them."""
 _PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
+_LEAVES = {str, int, float, bool, type(None), TensorRef, TensorName, Tensor}
+"""The types of most leaves."""
 
 
 def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter]) -> Value:
@@ -24,6 +28,8 @@ def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter])
     value, such as `lr_scheduler`; a tensor is named by its place, such as `rng/cpu`. A tensor
     in several places becomes one parameter. Raises `Unsafe` for a value that is nested too deeply.
     """
+    if type(value) in _ATOMS:
+        return value
     return _Visitor(_Extraction(parameters)).walk(value, name, 0)
 
 
@@ -38,7 +44,7 @@ def tensors_for_names(value: Value, parameters: Mapping[str, Parameter]) -> Valu
 
 def map_leaves(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with `leaf(item)` in the place of every item that is not a container."""
-    return _Visitor(lambda item, name: leaf(item)).walk(value, "", 0)
+    return _Visitor(lambda item, name: leaf(item), is_named=False).walk(value, "", 0)
 
 
 def map_leaves_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
@@ -64,8 +70,10 @@ class _Extraction:
 class _Visitor:
     """Rebuilds a tree of values. A value that several places share is rebuilt once and shared again."""
 
-    def __init__(self, leaf: Callable[[Value, str], Value]) -> None:
+    def __init__(self, leaf: Callable[[Value, str], Value], is_named: bool = True) -> None:
+        """`is_named`: the places of leaves are needed. A tree may have a million leaves."""
         self._leaf = leaf
+        self._is_named = is_named
         self._done: dict[int, tuple[Value, Value]] = {}
 
     def walk(self, value: Value, name: str, depth: int) -> Value:
@@ -80,6 +88,8 @@ class _Visitor:
 
     def _rebuild(self, value: Value, name: str, depth: int) -> Value:
         def inner(item: Value, key: Value) -> Value:
+            if type(item) in _LEAVES and not self._is_named:
+                return self._leaf(item, "")
             return self.walk(item, f"{name}/{key}", depth)
 
         if isinstance(value, StdDict):

@@ -1,8 +1,9 @@
 """Matches the numbered parameters of several optimizers to the tensors of one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import TypeAlias
 
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
@@ -17,6 +18,8 @@ from ckpt_formats.state_dicts.parameter_order import (
 )
 
 Titles = dict[Value, str]
+_NamedShapes: TypeAlias = tuple[tuple[str, Shape], ...]
+"""The shapes of one parameter's states, by their names. Most parameters have the same."""
 _MAX_PAIRED = 5
 """Limit of submodules for which every pairing with optimizers is tried."""
 
@@ -87,20 +90,16 @@ def _by_submodule(
 
 
 def _groups(optimizer: Numbered, shapes: set[Shape]) -> list[NumberedGroup]:
-    uninformative = _uninformative_states(optimizer, shapes)
+    own_shapes = {key: _shapes(state) for key, state in optimizer.states.items()}
+    distinct = set(own_shapes.values())
+    uninformative = _uninformative_states(distinct, shapes)
     parameters = {
-        key: NumberedParameter(
-            None,
-            {
-                name: shape
-                for name, shape in _shapes(optimizer.states.get(key, {})).items()
-                if name not in uninformative
-            },
-        )
-        for members in optimizer.members
-        for key in members
+        own: NumberedParameter(None, {name: shape for name, shape in own if name not in uninformative})
+        for own in (*distinct, ())
     }
-    return [NumberedGroup(tuple(parameters[key] for key in members)) for members in optimizer.members]
+    return [
+        NumberedGroup(tuple(parameters[own_shapes.get(key, ())] for key in members)) for members in optimizer.members
+    ]
 
 
 _SHAPELESS = frozenset(
@@ -109,7 +108,7 @@ _SHAPELESS = frozenset(
 )
 
 
-def _uninformative_states(optimizer: Numbered, shapes: set[Shape]) -> set[str]:
+def _uninformative_states(own_shapes: Iterable[_NamedShapes], shapes: set[Shape]) -> set[str]:
     """States whose shapes do not depend on their parameter's: counters, tables, flat vectors of several parameters.
 
     These are states whose shape, for some parameter, fits no tensor of the model, while another state fits; and
@@ -119,8 +118,8 @@ def _uninformative_states(optimizer: Numbered, shapes: set[Shape]) -> set[str]:
     fits: dict[str, bool] = {}
     is_scalar: dict[str, bool] = {}
     scalar_names: set[str] = set()
-    for state in optimizer.states.values():
-        shapes_of_state = {name: shape for name, shape in _shapes(state).items() if name not in uninformative}
+    for own in own_shapes:
+        shapes_of_state = {name: shape for name, shape in own if name not in uninformative}
         for name, shape in shapes_of_state.items():
             fits[name] = fits.get(name, True) and any(is_state_of(name, shape, tensor_shape) for tensor_shape in shapes)
             is_scalar[name] = is_scalar.get(name, True) and shape in ((), (1,))
@@ -131,5 +130,5 @@ def _uninformative_states(optimizer: Numbered, shapes: set[Shape]) -> set[str]:
     return uninformative | {name for name in scalar_names if is_scalar[name]}
 
 
-def _shapes(state: Mapping[str, Value]) -> dict[str, Shape]:
-    return {str(key): value.shape for key, value in state.items() if isinstance(value, Leaf)}
+def _shapes(state: Mapping[str, Value]) -> _NamedShapes:
+    return tuple({str(key): value.shape for key, value in state.items() if isinstance(value, Leaf)}.items())

@@ -38,6 +38,8 @@ _NON_PERSISTENT = "_buffers"
 _ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
 """Types that contain nothing; most values of a file have one of them."""
 
+_TENSORS = frozenset((TensorRef, Tensor))
+
 
 @dataclass(frozen=True)
 class OpenedObjects:
@@ -145,6 +147,8 @@ class _Opening:
         if isinstance(value, StdDict) and not _is_usual(value.attrs):
             self._attribute(path, value.attrs)
         if isinstance(value, dict):
+            if self._is_plain(value):
+                return value
             items = {key: item if type(item) in _ATOMS else inner(item, key) for key, item in value.items()}
             if _same_items(value.values(), items.values()):
                 return value
@@ -158,6 +162,14 @@ class _Opening:
             self.optimizers.append(PickledOptimizer(value, path or "optimizer", is_placed=True))
             return self.optimizers[-1].state_dict
         return self._record(value, path, depth)
+
+    def _is_plain(self, value: Mapping[Value, Value]) -> bool:
+        """Whether a dict contains only plain tensors and values that contain nothing: it stays as it is."""
+        kinds = set(map(type, value.values())) - _ATOMS
+        if not kinds <= _TENSORS or (TensorRef in kinds and any(_attributes(value.values()))):
+            return False
+        self.tensors = self.tensors or bool(kinds)
+        return True
 
     def _flat(self, before: Mapping[Value, Value], after: Mapping[Value, Value], path: str) -> dict[Value, Value]:
         """The dict with the parts of composite tensors as separate entries, such as `w.values`: they are weights."""
@@ -278,6 +290,11 @@ def _is_usual(attrs: Mapping[str, Value]) -> bool:
 
 
 _USUAL = {"version"}
+
+
+def _attributes(values: Iterable[Value]) -> Iterator[Value]:
+    """The attributes of the tensors among these values."""
+    return (value.attrs for value in values if type(value) is TensorRef)
 
 
 def _is_tensor(value: Value) -> bool:

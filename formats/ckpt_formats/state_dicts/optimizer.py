@@ -7,7 +7,7 @@ numbered, the user gives their names, or there is exactly one assignment to the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group
@@ -24,6 +24,7 @@ from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_
 
 T = TypeVar("T")
 
+_TEXT = frozenset((str,))
 RESERVED_STATES = frozenset((MASTER, MODEL))
 """Names that an optimizer may use for a state, but that mean the weights in a checkpoint."""
 
@@ -308,9 +309,9 @@ def _add(
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
     for key, state in keyed.states.items():
-        if len(set(map(str, state))) < len(state):
+        own = state if _TEXT.issuperset(map(type, state)) else {str(k): v for k, v in state.items()}
+        if len(own) < len(state):
             raise _CannotMatch("two of its states have names that differ only in their type")
-        own = {str(k): v for k, v in state.items()}
         tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and k not in RESERVED_STATES}
         states[titles[key]] = tensors
         values[titles[key]] = {k: v for k, v in own.items() if k not in tensors}
@@ -350,7 +351,12 @@ def _unusual_states(
 
 
 def _has_other_shape(state: str, leaf: Leaf, full_shape: Shape) -> bool:
-    return bool(FULL.fullmatch(state)) and not is_state_of(state, leaf.shape, full_shape)
+    return _is_full(state) and not is_state_of(state, leaf.shape, full_shape)
+
+
+@lru_cache(1 << 10)
+def _is_full(state: str) -> bool:
+    return FULL.fullmatch(state) is not None
 
 
 def _untie(matched: MatchedOptimizer, names: set[str], aliases: Mapping[str, str]) -> None:

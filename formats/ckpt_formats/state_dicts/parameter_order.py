@@ -10,6 +10,7 @@ returns none.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -30,7 +31,7 @@ _FIRST_VALUES = 64
 _MAX_STEPS = 2_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like the tensor
 class NamedTensor:
     """A tensor of the model, and its name."""
 
@@ -52,6 +53,7 @@ class NumberedParameter:
         return all(is_state_of(name, shape, tensor.shape) for name, shape in self.state_shapes.items())
 
 
+@lru_cache(1 << 12)
 def is_state_of(state: str, shape: Shape, tensor_shape: Shape) -> bool:
     """Whether a parameter of shape `tensor_shape` can have a state of this name and shape.
 
@@ -89,7 +91,7 @@ class NumberedGroup:
         return end if _first_values_match(master, tensor, reader) else None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, like tensors: there is one for each
 class Assignment:
     """The position of a tensor in a group, in parameters or in elements."""
 
@@ -111,6 +113,8 @@ def only_assignment(
     With `skips`, tensors that are frozen or buffers may be skipped. Without it, no
     tensor before the last assigned one is skipped.
     """
+    if len(groups) == 1 and groups[0].flat is None and groups[0].end == len(module):
+        return _one_to_one(groups[0], module)
     solutions: list[list[Assignment]] = []
     dead_ends: set[Place] = set()
     path: list[Assignment | None] = []
@@ -143,6 +147,22 @@ def only_assignment(
                 path.append(Assignment(choice, at[choice], end, module[i].name))
                 stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(solutions)))
     return solutions[0] if len(solutions) == 1 and visited < _MAX_STEPS else None
+
+
+def _one_to_one(group: NumberedGroup, module: Sequence[NamedTensor]) -> list[Assignment] | None:
+    """The assignment of as many parameters as there are tensors, none of which can be skipped; None if one fits not."""
+    known: dict[tuple[int, Shape], bool] = {}  # by the id of a parameter without a master, since many are one object
+    with Reader(check=False) as reader:
+        for parameter, one in zip(group.parameters, module, strict=True):
+            key = id(parameter), one.tensor.shape
+            fits = known.get(key)
+            if fits is None:
+                fits = parameter.fits(one.tensor, reader)
+                if parameter.master is None:
+                    known[key] = fits
+            if not fits:
+                return None
+    return [Assignment(0, at, at + 1, one.name) for at, one in enumerate(module)]
 
 
 def has_equals(names: Iterable[str], trainable: Sequence[NamedTensor]) -> bool:

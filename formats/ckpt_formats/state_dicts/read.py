@@ -6,7 +6,6 @@ groups, and everything else becomes extras.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
@@ -147,8 +146,10 @@ def _parameters(
                 role = "parameter" if name in trained else "buffer" if role == "buffer" else "frozen"
             parameters[name] = Parameter(name, role, {**states.get(name, {}), MODEL: one.tensor})
     for name, own_values in values.items():
-        named_values = {key: names_for_tensors(value, f"{name}/{key}", parameters) for key, value in own_values.items()}
-        parameters[name] = replace(parameters[name], values=named_values)
+        if own_values:
+            named_values = {key: names_for_tensors(own, f"{name}/{key}", parameters) for key, own in own_values.items()}
+            parameter = parameters[name]
+            parameters[name] = Parameter(name, parameter.role, parameter.states, named_values)
     return parameters
 
 

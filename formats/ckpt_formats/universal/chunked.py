@@ -1,10 +1,7 @@
-"""Values that lie coded in a file, chunk by chunk: only the chunks that a block touches are read and decoded.
+"""Values that lie encoded in a file, chunk by chunk: only the chunks that a block touches are read and decoded.
 
-    chunk 0 | chunk 1 | ... | zeros up to a multiple of 8 | directory
-
-A chunk is a range of the tensor's elements in C order, given to the codec as
-`rows x columns` or as a vector. The directory has 16 bytes for each: its length,
-and the XXH3-64 of its values, so every array that a codec gives back is checked
+A chunk is a range of the tensor's elements in C order, given to the codec as `rows x columns` or as a vector. The index
+has its length, the checksum of its bytes and that of its values, so every array that a codec gives back is checked
 before anybody sees it. See docs/format.md.
 """
 
@@ -13,102 +10,91 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import xxhash
 
-from ckpt_codecs import Codec, CodecError
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Leaves, Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
+from ckpt_formats.universal.entry import DIGEST, CodedChunks
 
-MOST_ELEMENTS = 1 << 22
-"""Of a chunk: what a reader must be ready to hold."""
-OVERHEAD = 1024
-"""Bytes by which a coded chunk may be longer than its values."""
-ENTRY = np.dtype([("nbytes", "<u8"), ("values", "<u8")])
-"""Of the directory."""
-ALIGNMENT = 8
+_HINT = "The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage."
 
 
-@dataclass(frozen=True)
-class ChunkDirectory:
-    """Chunks of bytes, one after another, and the directory behind them that says where each begins."""
+@dataclass(frozen=True, eq=False)
+class ChunkStore:
+    """Encoded chunks in a file, one after another."""
 
     path: Path
     offset: int
-    nbytes: int
-    """Of chunks, filling and directory."""
-    count: int
-    max_nbytes: int
-    """Bytes of one chunk."""
+    chunks: CodedChunks
     label: str
-    seal: Seal | None = None
+    """What the tensor is called, for messages."""
 
-    def chunk(self, index: int, reader: Reader) -> tuple[memoryview, int]:
-        """A chunk's bytes, and the XXH3-64 of what is to be decoded from them. Raises `Corrupt`.
+    @property
+    def count(self) -> int:
+        return len(self.chunks.nbytes)
 
-        The bytes are valid until this thread asks for the next chunk.
-        """
-        directory = reader.cached_or((self.path, self.offset, "directory"), lambda: self._directory(reader))
-        begin, nbytes = int(directory["begin"][index]), int(directory["nbytes"][index])
-        # With the last chunk comes the rest, so that whoever reads all chunks in order has seen every sealed byte.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, with the filling behind the last."""
+        return self.chunks.total_nbytes
+
+    def chunk(self, index: int, reader: Reader) -> memoryview:
+        """The bytes of a chunk, valid until this thread asks for the next one. Raises `Corrupt` if they are damaged."""
+        begin, nbytes = int(self.chunks.starts[index]), int(self.chunks.nbytes[index])
+        # With the last chunk comes the filling, which its checksum covers.
         length = nbytes if index + 1 < self.count else self.nbytes - begin
-        data = thread_buffer("listed", length)
-        reader.read_into(self.path, self.offset + begin, data.data, self.seal)
-        return data[:nbytes].data, int(directory["values"][index])
-
-    def _directory(self, reader: Reader) -> Array:
-        ends = self.nbytes - self.count * ENTRY.itemsize
-        listed = np.empty(self.count, ENTRY)
-        reader.read_into(self.path, self.offset + ends, listed.view(np.uint8).data)
-        sane = self.count == 0 or int(listed["nbytes"].max()) <= self.max_nbytes
-        total = int(listed["nbytes"].sum()) if sane else 0
-        if not sane or not 0 <= ends - total < ALIGNMENT:
+        data = thread_buffer("stored", length)
+        reader.read_into(self.path, self.offset + begin, data.data)
+        if xxhash.xxh3_64_intdigest(data.data) != int(self.chunks.stored[index]):
             raise Corrupt(
-                f"{self.label}: the directory of its chunks does not fit their {ends:,} bytes", where=self.path
+                f"{self.label}: chunk {index} of {self.count}: its {length:,} bytes do not fit their checksum",
+                where=self.path,
+                hint=_HINT,
             )
-        directory = np.empty(self.count, self._WITH_STARTS)
-        directory["nbytes"], directory["values"] = listed["nbytes"], listed["values"]
-        directory["begin"] = np.cumsum(listed["nbytes"]) - listed["nbytes"]
-        return directory
-
-    _WITH_STARTS: ClassVar[DType] = np.dtype([*ENTRY.descr, ("begin", "<u8")])
+        return data[:nbytes].data
 
     def corrupt(self, index: int, codec: str, why: str) -> Corrupt:
         return Corrupt(
             f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{codec}`: {why}",
             where=self.path,
-            hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
+            hint=_HINT,
         )
 
+    def seal(self) -> Seal:
+        """The checksums of all stored bytes."""
+        lengths = self.chunks.nbytes.astype(np.int64)
+        if len(lengths):
+            lengths[-1] += self.nbytes - int(lengths.sum())
+        digests = self.chunks.stored.astype(">u8").tobytes()
+        digest = int(xxhash.xxh3_128_intdigest(digests))
+        leaves = Leaves(lengths, digests)
+        return Seal(self.path, self.offset, self.nbytes, "xxh3-64", digest, self.label, leaves=leaves)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class ChunkedTensor:
     """Where the chunks of one whole tensor are, and how to decode them."""
 
-    path: Path
-    offset: int
-    nbytes: int
-    """Of chunks, filling and directory."""
+    stored: ChunkStore
     shape: Shape
     dtype: DType
-    chunk: Shape
-    """`(rows, columns)` or `(elements,)` of every chunk but the last, which may be shorter."""
     codec: Codec
-    label: str
-    """What the tensor is called, for messages."""
+    digests: bytes
+    """The XXH3-128 of the values of each chunk, one after another."""
     base: Blob | None = None
-    seal: Seal | None = None
 
     @cached_property
     def chunking(self) -> Chunking:
-        return Chunking(self.shape, self.chunk)
+        return Chunking.default(self.shape)
 
     @property
     def raw_nbytes(self) -> int:
@@ -136,13 +122,8 @@ class ChunkedTensor:
         """Do the same chunks hold the same elements?"""
         return self.chunking == other.chunking
 
-    def _key(self, index: int) -> tuple[Path, int, int]:
-        return self.path, self.offset, index
-
-    @property
-    def _directory(self) -> ChunkDirectory:
-        limit = self.chunking.chunk_size * self.dtype.itemsize + OVERHEAD
-        return ChunkDirectory(self.path, self.offset, self.nbytes, self.chunking.count, limit, self.label, self.seal)
+    def _key(self, index: int) -> tuple["ChunkedTensor", int]:
+        return self, index  # and no place in a file: two states of which no bytes are stored are at the same
 
     def _decode(self, index: int, out: Array, reader: Reader) -> None:
         base = self.base
@@ -157,14 +138,66 @@ class ChunkedTensor:
                 self._decode_with(values, index, out, reader)
 
     def _decode_with(self, base: Array | None, index: int, out: Array, reader: Reader) -> None:
-        directory, form = self._directory, self.chunking.chunk_shape(out.size)
-        data, digest = directory.chunk(index, reader)
+        stored, form = self.stored, self.chunking.chunk_shape(out.size)
+        data = stored.chunk(index, reader)
         try:
             self.codec.decode_into(data, out.reshape(form), None if base is None else base.reshape(form))
         except CodecError as error:
-            raise directory.corrupt(index, self.codec.name, str(error)) from None
-        if xxhash.xxh3_64_intdigest(out.view(np.uint8).data) != digest:
-            raise directory.corrupt(index, self.codec.name, "its values do not fit their checksum")
+            raise stored.corrupt(index, self.codec.name, str(error)) from None
+        if not is_digest(out, self.digests, index):
+            raise stored.corrupt(index, self.codec.name, "its values do not fit their checksum")
+
+
+class ChunkDigests:
+    """The XXH3-128 of each chunk of a tensor, computed while its values are given in order, in runs of any length."""
+
+    def __init__(self, tensor: Blob) -> None:
+        chunking = Chunking.default(tensor.shape)
+        self._nbytes = chunking.chunk_size * tensor.dtype.itemsize
+        self._hash = xxhash.xxh3_128()
+        self._nbytes_hashed = 0
+        """Bytes of the chunk that is not complete."""
+        self._digests = bytearray()
+
+    def add(self, values: Array) -> None:
+        """The next values: contiguous, of any shape, of the dtype of the tensor."""
+        data, at = values.reshape(-1).view(np.uint8).data, 0
+        while at < len(data):
+            part = data[at : at + self._nbytes - self._nbytes_hashed]
+            at += len(part)
+            if len(part) == self._nbytes:
+                self._digests += xxhash.xxh3_128_digest(part)
+                continue
+            self._hash.update(part)
+            self._nbytes_hashed += len(part)
+            if self._nbytes_hashed == self._nbytes:
+                self._end_chunk()
+
+    def digests(self) -> bytes:
+        """The checksums of all chunks, one after another, when all values were given."""
+        if self._nbytes_hashed:
+            self._end_chunk()
+        return bytes(self._digests)
+
+    def _end_chunk(self) -> None:
+        self._digests += self._hash.digest()
+        self._hash.reset()
+        self._nbytes_hashed = 0
+
+
+def chunk_digests(values: Array) -> bytes:
+    """The XXH3-128 of each chunk of all values of a tensor. `values`: (shape), contiguous, any dtype."""
+    data, chunking = values.reshape(-1).view(np.uint8).data, Chunking.default(values.shape)
+    nbytes = chunking.chunk_size * values.dtype.itemsize
+    if len(data) <= nbytes:
+        return xxhash.xxh3_128_digest(data) if data else b""
+    return b"".join(xxhash.xxh3_128_digest(data[at : at + nbytes]) for at in range(0, len(data), nbytes))
+
+
+def is_digest(values: Array, digests: bytes, index: int) -> bool:
+    """Whether the XXH3-128 of contiguous values, of any shape and dtype, is that of chunk `index`."""
+    actual = xxhash.xxh3_128_digest(values.reshape(-1).view(np.uint8).data)
+    return actual == digests[index * DIGEST : (index + 1) * DIGEST]
 
 
 @dataclass(frozen=True)
@@ -195,28 +228,43 @@ class EncodedBlob(Blob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         store = self.store
-        first, last = flat_ends(self.box, store.shape)
-        if last - first != self.box.size or not out.flags.c_contiguous:
-            read_chunks(out, self.box, store.chunking, lambda index: store.values(index, reader))
-            return
-        # A run of elements in C order: whole chunks are decoded where they are to lie.
-        flat = out.reshape(-1)
-        for index in store.chunking.touched(self.box):
-            start, stop = store.chunking.range(index)
-            low, high = max(start, first), min(stop, last)
-            part = flat[low - first : high - first]
-            if (low, high) == (start, stop):
-                store.fill(part, index, reader)
-            else:
-                part[:] = store.values(index, reader)[low - start : high - start]
+        read_block(out, self.box, store.chunking, store.values, store.fill, reader)
 
     def sources(self) -> Iterator[FileBlob]:
-        store = self.store
-        yield FileBlob.packed(store.path, store.offset, (store.nbytes,), np.dtype(np.uint8), store.seal)
+        stored = self.store.stored
+        yield FileBlob.packed(stored.path, stored.offset, (stored.nbytes,), np.dtype(np.uint8), stored.seal())
         yield from super().sources()
 
     def parts(self) -> tuple[Blob, ...]:
         return () if self.store.base is None else (self.store.base.crop(self.box),)
+
+
+def read_block(
+    out: Array,
+    box: Box,
+    chunking: Chunking,
+    values: Callable[[int, Reader], Array],
+    fill: Callable[[Array, int, Reader], None],
+    reader: Reader,
+) -> None:
+    """Fill `out` with the block `box` of a tensor: this shape, any dtype.
+
+    `values` gives a chunk, (n,), that is kept for the next call; `fill` writes a chunk that is not needed again.
+    """
+    first, last = flat_ends(box, chunking.shape)
+    if last - first != box.size or not out.flags.c_contiguous:
+        read_chunks(out, box, chunking, lambda index: values(index, reader))
+        return
+    # A run of elements in C order: whole chunks are decoded where they are to lie.
+    flat = out.reshape(-1)
+    for index in chunking.touched(box):
+        start, stop = chunking.range(index)
+        low, high = max(start, first), min(stop, last)
+        part = flat[low - first : high - first]
+        if (low, high) == (start, stop):
+            fill(part, index, reader)
+        else:
+            part[:] = values(index, reader)[low - start : high - start]
 
 
 def read_chunks(out: Array, box: Box, chunking: Chunking, values: Callable[[int], Array]) -> None:

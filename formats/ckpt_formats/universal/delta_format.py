@@ -2,17 +2,17 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.encoding import AUTO
-from ckpt_formats.core.format import FilePlan, Plan, Receipt
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import StatesContent, Universal
+from ckpt_formats.universal import DeltaContent, PackContent, Universal
 from ckpt_formats.universal.delta_plan import DeltaBase, sample
 from ckpt_formats.universal.manifest import Parent
 
@@ -35,40 +35,43 @@ class Delta(Universal):
 
     def identity(self) -> object:
         configurations = {name: codec.config() for name, codec in self.delta_codecs.items()}
-        return self.encoding, self.content, self.stored_against, configurations
+        return self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
 
     def inputs(self) -> tuple[Checkpoint, ...]:
         return () if self.earlier is None else (self.earlier,)
 
     def plan(self, source: Checkpoint) -> Plan:
+        if self.single_file:
+            raise Unsupported("a delta is a folder", hint="Give a target whose name does not end in .ucp.")
         plan = super().plan(source)
         return replace(plan, files=tuple(self._file(file, source) for file in plan.files))
 
     def _file(self, file: FilePlan, source: Checkpoint) -> FilePlan:
-        (parameter,) = file.parameters
+        assert isinstance(file.content, PackContent)
+        deltas = {parameter.name: self.delta(parameter, source) for parameter in file.parameters}
+        content = replace(file.content, deltas={name: delta for name, delta in deltas.items() if delta is not None})
+        return replace(file, content=content, size=file.nbytes)
+
+    def delta(self, parameter: Parameter, source: Checkpoint) -> DeltaContent | None:
+        """How a parameter is to be stored as a delta; None if it is stored without one."""
         codec = self.delta_codecs.get(parameter.name)
         earlier = None if self.earlier is None else self.earlier.parameters.get(parameter.name)
         if codec is None or (self.earlier is not None and earlier is None):
-            return file
-        content = StatesContent(self.encoding, codec.config(), _step(source, self.earlier, parameter, earlier))
-        parameters = (parameter,) if earlier is None else (parameter, earlier)
-        return replace(file, parameters=parameters, content=content, size=parameter.nbytes)
+            return None
+        return DeltaContent(earlier, codec.config(), _step(source, self.earlier, parameter, earlier))
 
-    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
-        assert isinstance(file.content, StatesContent)
-        return self._write(folder, file, transfer, file.content.encoding, delta_base(file, transfer))
+    def bases(self, file: FilePlan, transfer: Transfer) -> dict[str, DeltaBase]:
+        assert isinstance(file.content, PackContent)
+        deltas = file.content.deltas
+        return {p.name: delta_base(p, deltas[p.name], transfer) for p in file.parameters if p.name in deltas}
 
 
-def delta_base(file: FilePlan, transfer: Transfer) -> DeltaBase | None:
-    """The base of a file's parameter, and its codec; None if the parameter is stored without a delta."""
-    content = file.content
-    if not isinstance(content, StatesContent) or content.codec is None:
-        return None
-    earlier = file.parameters[1] if len(file.parameters) > 1 else None
-    step = StepInfo(**content.step)
-    before = step.before if earlier is None else _read_count(earlier, transfer, step.before)
-    step = replace(step, before=before, after=_read_count(file.parameters[0], transfer, step.after))
-    return DeltaBase(earlier, delta_from_config(dict(content.codec)), step)
+def delta_base(parameter: Parameter, delta: DeltaContent, transfer: Transfer) -> DeltaBase:
+    """What a parameter is to be encoded against, and its codec."""
+    step = StepInfo(**delta.step)
+    before = step.before if delta.earlier is None else _read_count(delta.earlier, transfer, step.before)
+    step = replace(step, before=before, after=_read_count(parameter, transfer, step.after))
+    return DeltaBase(delta.earlier, delta_from_config(dict(delta.codec)), step)
 
 
 def fitted_to_checkpoint(

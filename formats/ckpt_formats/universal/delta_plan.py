@@ -14,11 +14,9 @@ from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal.chunked import ENTRY
-from ckpt_formats.universal.encode_state import choose_for, flat
-from ckpt_formats.universal.entry import MAX_DELTA_CHUNK_NBYTES
+from ckpt_formats.universal.check_index import MAX_DELTA_CHUNK_NBYTES
+from ckpt_formats.universal.encode_state import ROW_NBYTES, choose_for, flat
 from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.replay import DeltaBlob
 
 _COUNT = "step"
 """What torch calls the state that counts the optimizer's steps. It is a float, too."""
@@ -42,12 +40,11 @@ class DeltaPlan:
     """The states that go in, as vectors."""
     before: Mapping[str, Tensor]
     codec: DeltaCodec
-    chunk: Shape
     shape: Shape
 
     @cached_property
     def chunking(self) -> Chunking:
-        return Chunking(self.shape, self.chunk)
+        return Chunking.default(self.shape)
 
     @property
     def form(self) -> StateTypes:
@@ -99,7 +96,7 @@ def plan_delta(
             elements * tensor.dtype.itemsize * _alone(parameter, state, coding, transfer)
             for state, tensor in plan.after.items()
         )
-        return plan if coded + ENTRY.itemsize * len(samples) < alone else None
+        return plan if coded + ROW_NBYTES * len(samples) < alone else None
     return None
 
 
@@ -111,9 +108,9 @@ def predicted_ratio(
     inside = () if plan is None else tuple(plan.after)
     stored = 0.0
     if plan is not None:
-        index = at // prod(plan.chunk)
+        index = at // plan.chunking.chunk_size
         try:
-            coded = len(plan.codec.encode(plan.change(index, transfer, counted=False))) + ENTRY.itemsize
+            coded = len(plan.codec.encode(plan.change(index, transfer, counted=False))) + ROW_NBYTES
         except NotApplicable:
             return predicted_ratio(parameter, None, coding, transfer, at)
         stored = coded * prod(plan.shape) / plan.chunking.box(index).size
@@ -133,7 +130,7 @@ def is_derived(parameter: Parameter, transfer: Transfer) -> bool:
 def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Iterator[DeltaPlan]:
     """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
     shape = parameter.weight.shape
-    chunking = _chunking(shape, against.earlier)
+    chunking = Chunking.default(shape)
     states = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
     nbytes = chunking.chunk_size * sum(tensor.dtype.itemsize for tensor in states.values())
     if not prod(shape) or nbytes > MAX_DELTA_CHUNK_NBYTES or parameter.role == "extra":
@@ -147,7 +144,7 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
     for after in lossless if against.codec.lossless else (degrees,):
         before = _before(after, shape, against.earlier)
         if after and (against.earlier is None or before):
-            yield DeltaPlan(after, before, against.codec, chunking.chunk, shape)
+            yield DeltaPlan(after, before, against.codec, shape)
 
 
 def _samples(count: int) -> list[int]:
@@ -158,15 +155,6 @@ def _samples(count: int) -> list[int]:
 def _copied(change: StatePair) -> StatePair:
     """In arrays of its own."""
     return StatePair(*({state: values.copy() for state, values in s.items()} for s in (change.before, change.after)))
-
-
-def _chunking(shape: Shape, earlier: Parameter | None) -> Chunking:
-    """The chunks of the parent's delta, if it has one, because a chunk is replayed as a chunk; else the default."""
-    for tensor in () if earlier is None else earlier.states.values():
-        blob = tensor.fragments[0].blob if tensor.fragments else None
-        if isinstance(blob, DeltaBlob) and blob.shape == shape:
-            return blob.replay.chunking
-    return Chunking.default(shape)
 
 
 def _before(after: Mapping[str, Tensor], shape: Shape, earlier: Parameter | None) -> dict[str, Tensor]:

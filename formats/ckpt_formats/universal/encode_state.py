@@ -1,8 +1,7 @@
-"""Write a state as encoded chunks: the choice of a codec, and the bytes in the layout of `chunked`."""
+"""Write a state as encoded chunks: the choice of a codec, and the bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 
 import numpy as np
 import xxhash
@@ -10,23 +9,23 @@ import xxhash
 from ckpt_codecs import Codec, CodecError, NotApplicable, candidate_codecs, from_config
 from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
-from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.files import write_all
-from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY
 from ckpt_formats.universal.entry import StateEntry
+from ckpt_formats.universal.pack_file import ChunkAppender, PackFile
 
 _MAX_RATIO = 0.99
 """Encoded bytes for each raw byte. Above it, the values are stored as they are."""
 _MIN_BYTES = 64
-"""Bytes of a state. For smaller states, the directory alone needs too much."""
+"""Bytes of a state. For smaller states, the rows of the index alone need too much."""
+ROW_NBYTES = 12
+"""Bytes in the index of each encoded chunk: its length, and the checksum of its bytes."""
 
 Passing = Callable[[Box, Array], None]
 """Receives the values of each chunk that is written, a vector, and their flat range."""
@@ -37,15 +36,14 @@ class CodecChoice:
     """The codec for one state, and the chunks that were encoded already to choose it."""
 
     codec: Codec
-    chunk: Shape
     base: str | None
     coded: dict[int, Bytes] = field(default_factory=dict)
     """Encoded chunks by number, valid until this thread makes the next choice."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks that were encoded already, with their share of the directory."""
-        return sum(map(len, self.coded.values())) + ENTRY.itemsize * len(self.coded)
+        """Bytes of the chunks that were encoded already, with their rows in the index."""
+        return sum(map(len, self.coded.values())) + ROW_NBYTES * len(self.coded)
 
 
 def choose(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> CodecChoice | None:
@@ -69,7 +67,7 @@ def choose_for(
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
-        choice = CodecChoice(codec, chunking.chunk, codec.context)
+        choice = CodecChoice(codec, codec.context)
         source = _ChunkSource.of(parameter, state, choice)
         try:
             for position, index in enumerate(indices):
@@ -86,7 +84,7 @@ def choose_for(
 
 
 def write_coded(
-    out: FileIO,
+    out: PackFile,
     parameter: Parameter,
     state: str,
     choice: CodecChoice,
@@ -94,47 +92,25 @@ def write_coded(
     transfer: Transfer,
     passing: Passing | None = None,
 ) -> StateEntry:
-    """Write the chunks of a state at the file's position, then their directory.
+    """Write the chunks of a state at the end of a pack.
 
     `passing` receives the values of each chunk, a vector, and their flat range. If `check`, each chunk is
     decoded again and compared. Raises `Unsupported` if the codec cannot encode a chunk.
     """
-    tensor, at = parameter.states[state], out.tell()
-    source = _ChunkSource.of(parameter, state, choice)
-    digest, stored = xxhash.xxh3_128(), xxhash.xxh3_128()
-    directory = np.empty(Chunking(tensor.shape, choice.chunk).count, ENTRY)
-
-    def write(data: Bytes) -> None:
-        write_all(out, data)
-        stored.update(data)
-
-    nbytes = 0
-    for index in range(len(directory)):
+    tensor, digests = parameter.states[state], bytearray()
+    source, chunks = _ChunkSource.of(parameter, state, choice), ChunkAppender(out)
+    for index in range(source.chunking.count):
         values, base = source.fetch(index, transfer)
         if passing is not None:
             passing(source.box(index), values.reshape(-1))
         data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter)
         if check:
             _check(choice, data, values, base, f"`{printable(parameter.name)}` {state}, chunk {index}")
-        write(data)
-        raw = as_bytes(values).data
-        digest.update(raw)
-        directory[index] = len(data), xxhash.xxh3_64_intdigest(raw)
-        nbytes += len(data)
-    padding = -nbytes % ALIGNMENT
-    write(bytes(padding))
-    write(directory.tobytes())
-    return StateEntry(
-        tensor.dtype.name,
-        tensor.shape,
-        hash_text(digest.intdigest()),
-        choice.codec.config(),
-        choice.base,
-        at,
-        nbytes + padding + directory.nbytes,
-        hash_text(stored.intdigest()),
-        choice.chunk,
-    )
+        chunks.add(data)
+        digests += xxhash.xxh3_128_digest(as_bytes(values).data)
+    extent, coded = chunks.end()
+    codec = choice.codec.config()
+    return StateEntry(tensor.dtype.name, tensor.shape, bytes(digests), extent, codec, choice.base, coded)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -170,7 +146,7 @@ class _ChunkSource:
     def of(cls, parameter: Parameter, state: str, choice: CodecChoice) -> "_ChunkSource":
         base = None if choice.base is None else flat(parameter.states[choice.base])
         tensor = parameter.states[state]
-        return cls(flat(tensor), base, Chunking(tensor.shape, choice.chunk))
+        return cls(flat(tensor), base, Chunking.default(tensor.shape))
 
     def box(self, index: int) -> Box:
         return self.chunking.box(index)

@@ -1,14 +1,17 @@
-"""The ancestors of a delta up to its base: their folders, and the entries that are needed of each."""
+"""The ancestors of a delta up to its base: their folders, and the parameters that are needed of each."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from ckpt_formats.core.checkpoint import Parameter, SourceFile
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest, Parent
+
+T = TypeVar("T")
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
 _REMOVED = (
@@ -19,71 +22,100 @@ _REMOVED = (
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A folder, its manifest, and those of its entries that are needed."""
+    """A folder, its manifest, and the names of the parameters that are needed of it."""
 
     folder: Path
     manifest: Manifest
-    entries: tuple[ParameterEntry, ...]
+    names: Collection[str]
 
 
-def lineage(folder: Path) -> tuple[Ancestor, ...]:
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded while several checkpoints are opened: each manifest once, and each list of a chain once."""
+
+    manifests: dict[Path, Manifest | CkptError] = field(default_factory=dict)
+    chains: dict[Path, Mapping[str, Path]] = field(default_factory=dict)
+    """The folders of the members of chains, by content id."""
+    packs: dict[Path, tuple[SourceFile, ...] | CkptError] = field(default_factory=dict)
+    parameters: dict[tuple[Path, int], Mapping[str, Parameter]] = field(default_factory=dict)
+    """Those of a folder, by the folder and the `id` of the parameters of its parent, which are in here, too."""
+
+    def manifest(self, path: Path) -> Manifest:
+        """The manifest in a file. Raises as `manifest.load`, each time."""
+        return once(self.manifests, path, lambda: manifest.load(path))
+
+    def members(self, run: Path) -> Mapping[str, Path]:
+        """The folders of a chain by content id; empty if there is no chain."""
+        if run not in self.chains:
+            self.chains[run] = index.folders_by_content(run)
+        return self.chains[run]
+
+
+def once(known: dict[Path, T | CkptError], key: Path, make: Callable[[], T]) -> T:
+    """What `make` returned, or raised, when it was called first for this key."""
+    if key not in known:
+        try:
+            known[key] = make()
+        except CkptError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, CkptError):
+        raise found
+    return found
+
+
+def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
     """The checkpoint in a folder and all its ancestors, the base first.
 
     Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
     """
-    stated = manifest.load(folder / manifest.NAME)
-    ancestors = [Ancestor(folder, stated, stated.entries)]
-    seen, folders = {folder.resolve()}, _FolderIndex({})
-    while needed := _needed(ancestors[-1].entries):
+    loaded = loaded or Loaded()
+    stated = loaded.manifest(manifest.manifest_path(folder))
+    ancestors = [Ancestor(folder, stated, stated.entries.numbers.keys())]
+    seen = {folder.resolve()}
+    while needed := _needed(ancestors[-1]):
         child = ancestors[-1]
         assert child.manifest.parent is not None  # `manifest.load` checks it
-        above, stated = _parent(child.folder, child.manifest.parent, folders)
+        above, stated = _parent(child.folder, child.manifest.parent, loaded)
         if above.resolve() in seen:
             raise Corrupt("it is its own ancestor", where=above)
         seen.add(above.resolve())
-        ancestors.append(Ancestor(above, stated, tuple(entry for entry in stated.entries if entry.name in needed)))
+        ancestors.append(Ancestor(above, stated, needed & stated.entries.numbers.keys()))
     return tuple(ancestors[::-1])
 
 
-def _needed(entries: Iterable[ParameterEntry]) -> set[str]:
+def lineage_of_parent(child: tuple[Ancestor, ...]) -> tuple[Ancestor, ...] | None:
+    """The lineage of the parent of a checkpoint, told from that of the checkpoint.
+
+    None if it may be another: if the parent's deltas need more of their ancestors than the checkpoint does.
+    """
+    if len(child) < 2:
+        return None
+    parent = child[-2]
+    whole = Ancestor(parent.folder, parent.manifest, parent.manifest.entries.numbers.keys())
+    return (*child[:-2], whole) if _needed(whole) <= set(parent.names) else None
+
+
+def _needed(ancestor: Ancestor) -> set[str]:
     """Names of the parameters that are needed of the parent."""
-    return {entry.name for entry in entries if entry.delta is not None and entry.delta.parent_states}
+    return {name for name in ancestor.manifest.entries.with_deltas() if name in ancestor.names}
 
 
-@dataclass(frozen=True)
-class _FolderIndex:
-    """The folders of chains by content id. Each `chain.json` is read once."""
-
-    known: dict[Path, Mapping[str, Path]]
-
-    def find(self, run: Path, content: str) -> Path | None:
-        """The folder of a chain that has this content."""
-        return self._of(run).get(content)
-
-    def is_chain(self, run: Path) -> bool:
-        return bool(self._of(run))
-
-    def _of(self, run: Path) -> Mapping[str, Path]:
-        if run not in self.known:
-            self.known[run] = index.folders_by_content(run)
-        return self.known[run]
-
-
-def _parent(folder: Path, parent: Parent, folders: _FolderIndex) -> tuple[Path, Manifest]:
+def _parent(folder: Path, parent: Parent, loaded: Loaded) -> tuple[Path, Manifest]:
     """The folder of the parent now, and its manifest.
 
     It is looked for in the chain around `folder`, then in the chain around the stated path, then at that path.
     """
     stated_path = folder / parent.path
     runs = (folder.parent, stated_path.parent)
-    matches = (folders.find(run, parent.content) for run in runs)
+    matches = (loaded.members(run).get(parent.content) for run in runs)
     above = next((match for match in matches if match is not None), stated_path)
     try:
-        stated = manifest.load(above / manifest.NAME)
+        stated = loaded.manifest(above / manifest.NAME)
     except CkptError as error:
         if (above / manifest.NAME).is_file():
             raise
-        is_removed = folder.parent != stated_path.parent and folders.is_chain(stated_path.parent)
+        is_removed = folder.parent != stated_path.parent and bool(loaded.members(stated_path.parent))
         raise Incomplete(
             f"the parent of {folder.name}, {parent.content[:24]}…, is missing",
             where=above,

@@ -1,34 +1,45 @@
-"""The manifest of a universal checkpoint: what `docs/format.md` calls `manifest.json`.
+"""The manifest of a universal checkpoint: what `docs/format.md` calls `manifest.json`, with the index beside it.
 
 It is written last, so a folder with a complete manifest is a complete checkpoint.
 A manifest may be hostile: every field is checked before it is used.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.containers.sealed_json import hash_number, hash_text
+from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
-from ckpt_formats.universal.earlier_forms import earlier_form
-from ckpt_formats.universal.entry import ParameterEntry, entry_json, entry_of
+from ckpt_formats.universal import columns
+from ckpt_formats.universal.check_index import Pack
+from ckpt_formats.universal.check_index import check as check_index
+from ckpt_formats.universal.content import content_id
+from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
+from ckpt_formats.universal.index import ROLES, TYPES, Index
+from ckpt_formats.universal.original import NAME as ORIGINAL
+from ckpt_formats.universal.original import load as load_original
+from ckpt_formats.universal.single_file import FileRange, is_single, last_entries
+from ckpt_formats.universal.tables import Tables
 
 NAME = "manifest.json"
+INDEX = "index.safetensors"
 VERSION = 1
 _UNRELEASED_VERSIONS = (2, 3)
 """Numbers that unreleased versions of ckpt wrote. No later version of the format has them."""
 _MAX_BYTES = 4 << 30
+_KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _MAX_PATH = 4096
 
@@ -46,7 +57,8 @@ class Manifest:
     """Everything of a universal checkpoint except the bytes of its tensors."""
 
     origin: Origin
-    entries: tuple[ParameterEntry, ...]
+    entries: Index
+    packs: tuple[Pack, ...] = ()
     groups: tuple[Group, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, Value] = field(default_factory=dict)
@@ -57,31 +69,32 @@ class Manifest:
     @cached_property
     def content(self) -> str:
         """The content id: equal for equal names, types, shapes, values and extras, however they are stored."""
-        fields = {
-            "parameters": sorted(
-                [
-                    e.name,
-                    e.role,
-                    sorted([s, t.dtype, list(t.shape), t.values] for s, t in e.states.items()),
-                    encode(e.values),
-                ]
-                for e in self.entries
-            ),
-            "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in self.groups],
-            "aliases": dict(self.aliases),
-            "extras": encode(self.extras),
-        }
-        return "blake2b-256:" + hashlib.blake2b(canonical(fields), digest_size=32).hexdigest()
+        return content_id(self.entries, self.groups, self.aliases, self.extras)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packs."""
+        return sum(pack.nbytes for pack in self.packs)
 
 
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values have equal texts."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def pack_file(number: int) -> str:
+    """The file of a pack, relative to the folder of the checkpoint."""
+    return f"packs/{number:05d}.safetensors"
 
 
-def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`."""
-    parent, original = manifest.parent, manifest.original
+def pack_path(checkpoint: Path, number: int) -> Path:
+    """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
+    return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
+
+
+def manifest_path(checkpoint: Path) -> Path:
+    """The file that has the manifest of the checkpoint at a path."""
+    return checkpoint if is_single(checkpoint) else checkpoint / NAME
+
+
+def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -> bytes:
+    """The bytes of `manifest.json`. `index`: those of the file of the index. `original`: this field."""
+    parent = manifest.parent
     fields = {
         "format": "ckpt-universal",
         "version": VERSION,
@@ -94,27 +107,43 @@ def dump(manifest: Manifest) -> bytes:
             "step": manifest.origin.step,
             "layout": encode(manifest.origin.layout),
         },
-        **({} if original is None else {"original": _original_json(original)}),
-        "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in manifest.groups],
+        **({} if original is None else {"original": original}),
+        "index": {"nbytes": len(index), "checksum": hash_text(xxhash.xxh3_128_intdigest(index))},
+        "packs": [[pack.nbytes, pack.header_nbytes, pack.header] for pack in manifest.packs],
+        **manifest.entries.tables.to_json(),
+        "groups": [
+            {"options": encode(g.options), "parameters": runs([manifest.entries.numbers[name] for name in g.names])}
+            for g in manifest.groups
+        ],
         "aliases": dict(manifest.aliases),
         "extras": encode(manifest.extras),
-        "parameters": [entry_json(entry) for entry in manifest.entries],
     }
     return sealed_json.dump(fields)
 
 
 def load(path: Path) -> Manifest:
-    """Read and check a manifest.
+    """Read and check a manifest, and the index beside it: in its folder, or in the same file.
 
-    Raises `Corrupt`, or `Unsupported` for an earlier form or a version that this program does not know.
+    Raises `Corrupt`, `Incomplete` if the index is missing, or `Unsupported` for an earlier form or a version that this
+    program does not know.
     """
-    fields = sealed_json.load(path, _MAX_BYTES, "the manifest of a universal checkpoint")
+    if is_single(path):
+        last = last_entries(path)
+        return _manifest(sealed_json.parse(last.manifest.read(), path, _KIND), last.index, last.original, path)
+    index, original = FileRange(path.parent / INDEX, 0, -1), FileRange(path.parent / ORIGINAL, 0, -1)
+    return _manifest(sealed_json.load(path, _MAX_BYTES, _KIND), index, original, path)
+
+
+def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRange | None, path: Path) -> Manifest:
+    """The manifest of these fields. A length of -1 is that of a file of its own, which the fields state."""
     check = FieldReader(path)
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
     if version in _UNRELEASED_VERSIONS or "saved_as" in fields:
         raise earlier_form(path)
+    if version == VERSION and "parameters" in fields:
+        raise earlier_form(path, COMMIT_OF_FILES)
     if not is_natural(version) or version != VERSION:
         raise Unsupported(
             f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
@@ -124,60 +153,90 @@ def load(path: Path) -> Manifest:
     check.true(step is None or is_natural(step), "origin.step")
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     aliases = check.mapping(fields, "aliases")
+    packs = tuple(_pack(item, check) for item in check.sequence(fields, "packs"))
+    if is_single(path):
+        begin = index_at.offset if original_at is None else original_at.offset
+        check.true(len(packs) == 1 and packs[0].nbytes == begin, "packs: they are not the states of this file")
+        check.true(fields.get("parent") is None, "parent: a single file has none")
+    index = _index(index_at, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
     manifest = Manifest(
         Origin(check.text(origin, "engine"), origin.get("version"), step, check.values(origin, "layout")),
-        tuple(entry_of(entry, path) for entry in check.sequence(fields, "parameters")),
+        index,
+        packs,
         tuple(
-            Group(check.values(group, "options"), check.texts(check.sequence(group, "parameters"), "parameters"))
+            Group(check.values(group, "options"), _names(check.sequence(group, "parameters"), index, check))
             for group in check.sequence(fields, "groups")
         ),
         dict(zip(aliases, check.texts(aliases.values(), "aliases"), strict=True)),
         check.values(fields, "extras"),
         check.text(fields, "written_by"),
         _parent(fields, check),
-        _original(fields, check),
+        load_original(fields, check, original_at),
     )
-    needs_parent = any(entry.delta is not None and entry.delta.parent_states for entry in manifest.entries)
+    needs_parent = bool(index.with_deltas())
     check.true(not needs_parent or manifest.parent is not None, "parent: there are deltas, but no parent is named")
-    names = {entry.name for entry in manifest.entries}
-    extras = {entry.name for entry in manifest.entries if entry.role == "extra"}
-    missing = sorted(name for name in tensor_names(manifest.extras) if name not in extras)
+    role = ROLES.index("extra")
+    missing = sorted(
+        name
+        for name in tensor_names(manifest.extras)
+        if name not in index.numbers or index.columns["parameter.role"][index.numbers[name]] != role
+    )
     check.true(not missing, f"extras: they name tensor {missing[:1]}, which does not exist")
-    check.true(len(names) == len(manifest.entries), "parameters: a name twice")
-    check.true(not names & aliases.keys(), "aliases: a name of a parameter")
-    check.true(len({entry.file for entry in manifest.entries}) == len(manifest.entries), "parameters: a file twice")
+    check.true(not index.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
     check.true(fields.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
 
 
-def _original_json(original: OriginalForm) -> dict[str, Any]:
-    fields: dict[str, Any] = {"format": original.format}
-    if original.file is not None:
-        fields["file"] = original.file
-    if original.form is not None:
-        fields["form"] = None
-        with suppress(CkptError):  # without a form that is too large or too deep, the file cannot be restored as it was
-            fields["form"] = encode(original.form())
-    return fields
+def runs(numbers: list[int]) -> list[list[int]]:
+    """Numbers as runs: the first number of each, and its length.
+
+    >>> runs([4, 5, 6, 2])
+    [[4, 3], [2, 1]]
+    """
+    result: list[list[int]] = []
+    for number in numbers:
+        if result and number == sum(result[-1]):
+            result[-1][1] += 1
+        else:
+            result.append([number, 1])
+    return result
 
 
-def _original(fields: Any, check: FieldReader) -> OriginalForm | None:
-    if fields.get("original") is None:
-        return None
-    original = check.mapping(fields, "original")
-    file = original.get("file")
-    is_valid = file is None or (isinstance(file, str) and _is_file_name(file))
-    check.true(is_valid, "original.file is not the name of a file")
-    form = partial(decode, original["form"], check.path) if "form" in original else None
-    return OriginalForm(check.text(original, "format"), file, form)
+def _names(items: list[Any], index: Index, check: FieldReader) -> tuple[str, ...]:
+    """The names of parameters whose numbers are given as runs."""
+    count, names = 0, list[str]()
+    for item in items:
+        valid = isinstance(item, list) and len(item) == 2 and all(map(is_natural, item))
+        check.true(valid and item[1] > 0 and sum(item) <= len(index), "groups: numbers of parameters")
+        count += item[1]
+        check.true(count <= len(index), "groups: a parameter twice")
+        names += index.names[item[0] : sum(item)]
+    return tuple(names)
 
 
-def _is_file_name(text: str) -> bool:
-    return (
-        0 < len(text.encode("utf-8", "surrogatepass")) <= 255
-        and not {"/", "\0"} & set(text)
-        and text not in (".", "..")
-    )
+def _pack(item: Any, check: FieldReader) -> Pack:
+    valid = isinstance(item, list) and len(item) == 3 and all(map(is_natural, item[:2])) and 8 < item[1] <= item[0]
+    check.true(valid, "packs: an item")
+    return Pack(item[0], item[1], check.hash({"header": item[2]}, "header"))
+
+
+def _index(at: FileRange, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
+    nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
+    data = at.read() if at.nbytes >= 0 else _index_file(at.path, nbytes)
+    if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
+        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=at.path)
+    index = Index(columns.load(data, TYPES, at.path), tables)
+    check_index(index, packs, at.path)
+    return index
+
+
+def _index_file(path: Path, nbytes: int) -> bytes:
+    if not path.exists():
+        raise Incomplete("the index of the checkpoint is missing", where=path)
+    try:
+        return read_whole(path, min(nbytes, _MAX_BYTES))
+    except Unsafe:
+        raise Corrupt(f"the index is longer than the {nbytes} bytes that the manifest states", where=path) from None
 
 
 def _parent(fields: Any, check: FieldReader) -> Parent | None:

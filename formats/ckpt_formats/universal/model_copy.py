@@ -1,19 +1,19 @@
 """Compare the model's copy of a parameter with its master while the master is written."""
 
 import numpy as np
-import xxhash
 
 from ckpt_codecs import NotApplicable, Rounded
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
-from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
-from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import Passing, flat
 from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.error_figures import figures
+from ckpt_formats.universal.read_states import can_derive
 
 
 class ModelCopy:
@@ -23,7 +23,7 @@ class ModelCopy:
         self.tensor = tensor
         self.derived = True
         self._codec = Rounded()
-        self._values = xxhash.xxh3_128()
+        self._digests = ChunkDigests(tensor)
         blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
         master_blob = master.fragments[0].blob if len(master.fragments) == 1 and not master.replicas else master
         is_rounded = isinstance(blob, DerivedBlob) and blob.codec == self._codec
@@ -38,13 +38,12 @@ class ModelCopy:
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             return None
-        same_kind = (master.dtype.kind == "c") == (copy.dtype.kind == "c")
-        return cls(copy, master) if same_kind and Rounded.can_round(master.dtype, copy.dtype) else None
+        return cls(copy, master) if can_derive(master.dtype, copy.dtype) else None
 
     def compare(
         self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
     ) -> None:
-        """Compare the block `box` of the copy, which is `tensor`, with the same block of the master.
+        """Compare the chunks in the flat range `box` of the copy, which is `tensor`, with the same block of the master.
 
         `master`: the values of the block. `decoded`: those that will be read back, of the same shape and dtype; None
         if they are the same.
@@ -54,18 +53,32 @@ class ModelCopy:
         if self._by_definition:
             self.derived = self._codec.is_defined(master, self.tensor.dtype)
             values = self._codec.decode(b"", master.shape, self.tensor.dtype, master)
+            self._add(values, decoded)
         else:
-            values = transfer.fetch(tensor, box, "copy")
-            try:
-                self._codec.encode(values, master)
-            except NotApplicable:
-                self.derived = False
+            self._compare(master, transfer.fetch(tensor, box, "copy"), decoded)
+
+    def _compare(self, master: Array, values: Array, decoded: Array | None) -> None:
+        """Compare values of the copy with those of the master, of the same shape."""
+        try:
+            self._codec.encode(values, master)
+        except NotApplicable:
+            self.derived = False
+        self._add(values, decoded)
+
+    def _add(self, values: Array, decoded: Array | None) -> None:
         if decoded is not None:
             self.derived &= self._codec.is_defined(decoded, self.tensor.dtype)
             rounded = np.ascontiguousarray(self._codec.decode(b"", decoded.shape, self.tensor.dtype, decoded))
             self._errors += measured(values, rounded)
             values = rounded
-        self._values.update(as_bytes(values).data)
+        self._digests.add(np.ascontiguousarray(values))
+
+    def compare_whole(self, master: Array, transfer: Transfer) -> None:
+        """Compare all of a small copy with its master. `master`: its values, (shape) of its dtype."""
+        if self._by_definition:
+            self.compare(Box.whole(master.shape), master, transfer, self.tensor)
+        elif self.derived:
+            self._compare(master, transfer.whole(self.tensor, "copy"), None)
 
     def passing(self, transfer: Transfer) -> Passing:
         """The function that receives the chunks of the master, as vectors, while they are written."""
@@ -74,6 +87,8 @@ class ModelCopy:
 
     def state(self) -> StateEntry:
         """The entry of the copy in the manifest, after all blocks were compared."""
-        digest = hash_text(self._values.intdigest())
         error = figures(self._errors, changed=False)
-        return StateEntry(self.tensor.dtype.name, self.tensor.shape, digest, self._codec.config(), MASTER, error=error)
+        digests = self._digests.digests()
+        return StateEntry(
+            self.tensor.dtype.name, self.tensor.shape, digests, None, self._codec.config(), MASTER, error=error
+        )

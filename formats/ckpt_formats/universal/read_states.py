@@ -1,79 +1,135 @@
-"""The lazy states of a parameter, as an entry of the manifest states them, and the checksums of their bytes."""
+"""The lazy states of a parameter, as the index states them, and the checksums of their bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_codecs import Codec, CodecError, from_config
-from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.containers.sealed_json import hash_number
+import numpy as np
+
+from ckpt_codecs.base import Codec
+from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.files import Leaves, Seal
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
-from ckpt_formats.universal.chunked import ChunkedTensor, EncodedBlob
+from ckpt_formats.core.text import printable
+from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
+from ckpt_formats.universal.manifest import pack_path
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
+
 DELTA = "delta"
-"""The name of the stored bytes of a delta in the header of a file."""
-_Codec = TypeVar("_Codec", Codec, DeltaCodec)
+"""The name of the stored bytes of a delta in the header of a pack."""
+_ROUNDED = "rounded"
+"""The codec of copies that are derived from their masters."""
+_SCALES = DTYPES["float8_e8m0fnu"]
+_Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 
 
-def read_states(path: Path, entry: ParameterEntry, parent: Parameter | None = None) -> dict[str, Tensor]:
-    """The lazy tensors of an entry; `parent` is the parameter of the same name in the parent checkpoint.
+def read_parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
+    """The parameter of an entry, with lazy tensors; `parent` is that of the same name in the parent checkpoint.
 
     Raises `Unsupported` for a codec that does not exist, `Corrupt` if a delta does not fit the parent.
     """
-    replay = None if entry.delta is None else _replay(path, entry, entry.delta, parent)
+    replay = None if entry.delta is None else _replay(folder, entry, entry.delta, parent)
     blobs: dict[str, Blob] = {}
     for name, state in sorted(entry.states.items(), key=lambda item: item[1].base is not None):
         if replay is not None and name in replay.form:
             blobs[name] = DeltaBlob.whole(replay, name)
         else:
-            blobs[name] = _blob(path, entry, name, state, None if state.base is None else blobs[state.base])
-    return {name: Tensor.of(blobs[name]) for name in entry.states}
+            blobs[name] = _blob(folder, entry, name, state, None if state.base is None else blobs[state.base])
+    states = {name: Tensor.of(blobs[name]) for name in entry.states}
+    return Parameter(entry.name, entry.role, states, entry.values)
 
 
-def _blob(path: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
-    dtype, seal = DTYPES[state.dtype], _seal(path, entry, name, state)
-    if state.codec is None and state.offset is not None:
-        return FileBlob.packed(path, state.offset, state.shape, dtype, seal)
-    codec = _codec(path, entry, lambda: from_config(dict(state.codec or {})))
-    if state.offset is None or state.chunk is None:
-        assert base is not None  # `entry_of` checks it
+def seals(folder: Path, entry: ParameterEntry) -> Iterator[Seal]:
+    """The checksums of all bytes that are stored for a parameter."""
+    for name, state in entry.states.items():
+        if state.chunks is not None:
+            yield _store(folder, entry, name, state).seal()
+        elif state.extent is not None:
+            yield _plain_seal(folder, entry, name, state)
+    if entry.delta is not None:
+        yield _delta_store(folder, entry, entry.delta).seal()
+
+
+def can_derive(master: DType, copy: DType) -> bool:
+    """Whether a copy of one dtype may be stored as its master of another, rounded.
+
+    Rounding to scales (float8_e8m0fnu) has ties that are not to even, and no zero, so those are stored.
+    """
+    from ckpt_codecs.lossless.rounded import Rounded
+
+    same_kind = (master.kind == "c") == (copy.kind == "c")
+    return master == copy or (same_kind and copy != _SCALES and Rounded.can_round(master, copy))
+
+
+def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
+    dtype = DTYPES[state.dtype]
+    if state.codec is None:
+        seal = _plain_seal(folder, entry, name, state)
+        return FileBlob.packed(seal.path, seal.offset, state.shape, dtype, seal)
+    from ckpt_codecs.registry import from_config  # most states have no codec
+
+    codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
+    if state.extent is None:
+        assert base is not None  # `check_index` checks it
+        if codec.name != _ROUNDED or not can_derive(base.dtype, dtype):
+            raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
         return DerivedBlob(codec, base, dtype)
-    label = f"{entry.name}/{name}"
-    return EncodedBlob.whole(
-        ChunkedTensor(path, state.offset, state.nbytes, state.shape, dtype, state.chunk, codec, label, base, seal)
+    if codec.name == _ROUNDED:
+        raise Corrupt(f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=folder)
+    store = _store(folder, entry, name, state)
+    return EncodedBlob.whole(ChunkedTensor(store, state.shape, dtype, codec, state.digests, base))
+
+
+def _store(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> ChunkStore:
+    assert state.extent is not None
+    assert state.chunks is not None
+    return ChunkStore(pack_path(folder, state.extent.pack), state.extent.offset, state.chunks, f"{entry.name}/{name}")
+
+
+def _delta_store(folder: Path, entry: ParameterEntry, delta: DeltaEntry) -> ChunkStore:
+    return ChunkStore(pack_path(folder, delta.extent.pack), delta.extent.offset, delta.chunks, f"{entry.name}/{DELTA}")
+
+
+def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> Seal:
+    assert state.extent is not None
+    extent, chunking = state.extent, Chunking.default(state.shape)
+    chunk_nbytes = chunking.chunk_size * DTYPES[state.dtype].itemsize
+    lengths = np.full(chunking.count, chunk_nbytes, np.int64)
+    if chunking.count:
+        lengths[-1] = extent.nbytes - chunk_nbytes * (chunking.count - 1)
+    return Seal(
+        pack_path(folder, extent.pack),
+        extent.offset,
+        extent.nbytes,
+        "xxh3-128",
+        state.digest,
+        f"{entry.name}/{name}",
+        chunk_nbytes,
+        Leaves(lengths, state.digests),
     )
 
 
-def _replay(path: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
-    codec = _codec(path, entry, lambda: delta_from_config(dict(delta.codec)))
+def _replay(folder: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
+    from ckpt_codecs.registry import delta_from_config
+
+    codec = _codec(folder, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
-    parent_states = {name: _parent_blob(parent, name, path, entry) for name in delta.parent_states}
+    store = _delta_store(folder, entry, delta)
+    parent_states = {name: _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
     for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
-            raise Corrupt(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=path)
-    replay = StoredDelta(
-        path,
-        delta.offset,
-        delta.nbytes,
-        shape,
-        form,
-        delta.chunk,
-        codec,
-        parent_states,
-        f"{entry.name}/{DELTA}",
-        _delta_seal(path, entry, delta),
-    )
-    if replay.parent is not None and replay.parent.chunk != delta.chunk:
-        raise Corrupt(f"`{entry.name}`: its delta is cut into other chunks than the parent's", where=path)
-    return replay
+            raise Corrupt(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=store.path)
+    digests = {name: entry.states[name].digests for name in delta.states}
+    return StoredDelta(store, shape, form, digests, codec, parent_states)
 
 
 def _parent_blob(parent: Parameter | None, state: str, path: Path, entry: ParameterEntry) -> Blob:
@@ -88,22 +144,3 @@ def _codec(path: Path, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Co
         return make()
     except CodecError as error:
         raise Unsupported(f"`{entry.name}`: {error}", where=path) from None
-
-
-def seals(path: Path, entry: ParameterEntry) -> tuple[Seal, ...]:
-    """The checksums of all bytes of the file `path`: of the header, and of everything that is stored."""
-    header = Seal(path, 0, entry.header_nbytes, "xxh3-128", hash_number(entry.header), f"header of {entry.name}")
-    stored = [_seal(path, entry, name, state) for name, state in entry.states.items() if state.offset is not None]
-    if entry.delta is not None:
-        stored.append(_delta_seal(path, entry, entry.delta))
-    return (header, *(seal for seal in stored if seal is not None))
-
-
-def _seal(path: Path, entry: ParameterEntry, name: str, state: StateEntry) -> Seal | None:
-    if state.offset is None or state.stored is None:
-        return None
-    return Seal(path, state.offset, state.nbytes, "xxh3-128", hash_number(state.stored), f"{entry.name}/{name}")
-
-
-def _delta_seal(path: Path, entry: ParameterEntry, delta: DeltaEntry) -> Seal:
-    return Seal(path, delta.offset, delta.nbytes, "xxh3-128", hash_number(delta.stored), f"{entry.name}/{DELTA}")

@@ -11,20 +11,20 @@ them are held, however long the chain is. See docs/format.md.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import xxhash
 
-from ckpt_codecs import CodecError
-from ckpt_codecs.delta import DeltaCodec
+from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
-from ckpt_formats.universal.chunked import OVERHEAD, ChunkDirectory, read_chunks
+from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
+
+if TYPE_CHECKING:
+    from ckpt_codecs.delta import DeltaCodec
 
 StateArrays = dict[str, Array]
 """A chunk of every state, each as a vector."""
@@ -34,18 +34,15 @@ StateArrays = dict[str, Array]
 class StoredDelta:
     """Some states of one parameter at one step, coded together against those of the step before."""
 
-    path: Path
-    offset: int
-    nbytes: int
+    stored: ChunkStore
     shape: Shape
     form: Mapping[str, DType]
-    """The states and their types, in the order in which they are hashed."""
-    chunk: Shape
-    codec: DeltaCodec
+    """The states and their types."""
+    digests: Mapping[str, bytes]
+    """Of each state, the XXH3-128 of the values of each chunk, one after another."""
+    codec: "DeltaCodec"
     before: Mapping[str, Blob]
     """The parent's states that the codec was given, whole."""
-    label: str
-    seal: Seal
 
     @cached_property
     def parent(self) -> "StoredDelta | None":
@@ -55,7 +52,7 @@ class StoredDelta:
 
     @cached_property
     def chunking(self) -> Chunking:
-        return Chunking(self.shape, self.chunk)
+        return Chunking.default(self.shape)
 
     def lineage(self) -> list["StoredDelta"]:
         """All deltas on the way to this one, the first of them first."""
@@ -67,7 +64,7 @@ class StoredDelta:
 
     def values(self, index: int, reader: Reader) -> StateArrays:
         """A chunk of all states, decoded and checked. Raises `Corrupt`."""
-        packed = reader.cached_or((self.path, self.offset, index), lambda: _packed(self._replayed(index, reader)))
+        packed = reader.cached_or((self, index), lambda: _packed(self._replayed(index, reader)))
         start, stop = self.chunking.range(index)
         states, at = {}, 0
         for state, dtype in self.form.items():
@@ -79,7 +76,8 @@ class StoredDelta:
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The deltas, and what the first of them stands on."""
         for replay in self.lineage():
-            yield FileBlob.packed(replay.path, replay.offset, (replay.nbytes,), np.dtype(np.uint8), replay.seal)
+            stored = replay.stored
+            yield FileBlob.packed(stored.path, stored.offset, (stored.nbytes,), np.dtype(np.uint8), stored.seal())
             for blob in replay.before.values():
                 if _replay_of(blob) is None:
                     yield from blob.crop(box).sources()
@@ -87,34 +85,29 @@ class StoredDelta:
     def _replayed(self, index: int, reader: Reader) -> StateArrays:
         states: StateArrays = {}
         for replay in self.lineage():
-            states = replay._decoded(index, states, reader)
+            states = replay.decoded(index, states, reader)
         return states
 
-    def _decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
-        """The chunk, from that of the parent."""
+    def decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
+        """A chunk of all states, checked: each (size) of its dtype. `earlier`: that of the parent. Raises `Corrupt`."""
         start, stop = self.chunking.range(index)
         form = self.chunking.chunk_shape(stop - start)
         before = {
-            state: _chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
+            state: chunk_of(blob, start, stop, earlier, reader).reshape(form) for state, blob in self.before.items()
         }
-        limit = self.chunking.chunk_size * sum(dtype.itemsize for dtype in self.form.values()) + OVERHEAD
-        directory = ChunkDirectory(
-            self.path, self.offset, self.nbytes, self.chunking.count, limit, self.label, self.seal
-        )
-        chunk, digest = directory.chunk(index, reader)
-        data = bytes(chunk)
+        data = bytes(self.stored.chunk(index, reader))
         try:
             decoded = self.codec.decode(data, before, form, self.form)
         except CodecError as error:
-            raise directory.corrupt(index, self.codec.name, str(error)) from None
+            raise self.stored.corrupt(index, self.codec.name, str(error)) from None
         states = {}
         for state, dtype in self.form.items():
             values = decoded.get(state)
             if values is None or values.shape != form or values.dtype != dtype:
-                raise directory.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
+                raise self.stored.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
             states[state] = np.ascontiguousarray(values).reshape(-1)
-        if states_digest(states) != digest:
-            raise directory.corrupt(index, self.codec.name, "its values do not fit their checksum")
+            if not is_digest(states[state], self.digests[state], index):
+                raise self.stored.corrupt(index, self.codec.name, f"the values of `{state}` do not fit their checksum")
         return states
 
 
@@ -168,14 +161,6 @@ class DeltaBlob(Blob):
         return self.replay.sources(self.box)
 
 
-def states_digest(states: Mapping[str, Array]) -> int:
-    """The XXH3-64 of the bytes of a chunk of several states, one after another: arrays of any shape and dtype."""
-    hashed = xxhash.xxh3_64()
-    for values in states.values():
-        hashed.update(values.reshape(-1).view(np.uint8).data)
-    return int(hashed.intdigest())
-
-
 def _packed(states: StateArrays) -> Array:
     return np.concatenate([values.view(np.uint8) for values in states.values()])
 
@@ -192,12 +177,16 @@ def _replay_of(blob: Blob) -> StoredDelta | None:
     return stored_delta(blob)
 
 
-def _chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
-    """Elements `start` to `stop` of a state of the parent, of which `earlier` is what was replayed."""
+def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
+    """Elements `start` to `stop` of a state at one step, of which `earlier` is what was replayed.
+
+    earlier: arrays of any dtype, by state, in the shape of their chunk. The result is one of them, or (elements,)
+    of the blob's dtype.
+    """
     if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
         return earlier[blob.state]
     if isinstance(blob, DerivedBlob) and _replay_of(blob) is not None:
-        base = _chunk_of(blob.base, start, stop, earlier, reader)
+        base = chunk_of(blob.base, start, stop, earlier, reader)
         return blob.codec.decode(b"", base.shape, blob.dtype, base)
     values = np.empty(stop - start, blob.dtype)
     FlatRangeBlob(blob, start, stop).read_into(values, reader)

@@ -1,7 +1,6 @@
 """Write the states of a parameter as a delta: the bytes, and the errors of approximate values."""
 
 from collections.abc import Mapping
-from io import FileIO
 
 import numpy as np
 import xxhash
@@ -10,39 +9,32 @@ from ckpt_codecs import CodecError, NotApplicable
 from ckpt_codecs.delta import StatePair
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
-from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import Unsupported
-from ckpt_formats.core.files import write_all
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.universal.chunked import ALIGNMENT, ENTRY, OVERHEAD
+from ckpt_formats.universal.check_index import OVERHEAD
 from ckpt_formats.universal.delta_plan import DeltaPlan
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.entry import DeltaEntry, StateEntry
 from ckpt_formats.universal.error_figures import figures
 from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.replay import states_digest
+from ckpt_formats.universal.pack_file import ChunkAppender, PackFile
 
 
 def write_delta(
-    out: FileIO, plan: DeltaPlan, copy: ModelCopy | None, check: bool, transfer: Transfer, where: str
+    out: PackFile, plan: DeltaPlan, copy: ModelCopy | None, check: bool, transfer: Transfer, where: str
 ) -> tuple[DeltaEntry, dict[str, StateEntry]]:
-    """Write all chunks at the file's position, then their directory. Returns the delta's entry, and each state's.
+    """Write all chunks at the end of a pack. Returns the delta's entry, and each state's.
 
-    Raises `NotApplicable` if the codec cannot encode a chunk, or if the result is longer than a reader accepts.
+    Raises `NotApplicable` if the codec cannot encode a chunk, or if the result is longer than a reader accepts. Then
+    nothing of it is part of the pack.
     """
-    at, nbytes, stored = out.tell(), 0, xxhash.xxh3_128()
-    digests = {state: xxhash.xxh3_128() for state in plan.after}
+    chunks = ChunkAppender(out)
+    digests = {state: bytearray() for state in plan.after}
     errors = {state: ErrorStats() for state in plan.after}
-    directory = np.empty(plan.chunking.count, ENTRY)
     lossless = plan.codec.lossless
     copied = None if copy is None else flat(copy.tensor)
-
-    def write(data: bytes) -> None:
-        write_all(out, data)
-        stored.update(data)
-
     for index in range(plan.chunking.count):
         change = plan.change(index, transfer)
         data = plan.codec.encode(change)
@@ -57,31 +49,24 @@ def write_delta(
         if not lossless and (broken := plan.codec.broken_promise(change, decoded)) is not None:
             raise RuntimeError(f"codec {plan.codec.name} does not keep its promise: {where}, chunk {index}: {broken}")
         for state, values in decoded.items():
-            digests[state].update(as_bytes(values).data)
+            digests[state] += xxhash.xxh3_128_digest(as_bytes(values).data)
             if not lossless:
                 errors[state] += measured(change.after[state], values, change.before.get(state))
         if copy is not None and copied is not None and MASTER in decoded:
             approximate = None if lossless else decoded[MASTER].reshape(-1)
             copy.compare(plan.chunking.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
-        write(data)
-        directory[index] = len(data), states_digest(decoded)
-        nbytes += len(data)
-    padding = -nbytes % ALIGNMENT
-    write(bytes(padding))
-    write(directory.tobytes())
+        chunks.add(data)
     states = {
         state: StateEntry(
             tensor.dtype.name,
             plan.shape,
-            hash_text(digests[state].intdigest()),
+            bytes(digests[state]),
             error=figures(errors[state], state in plan.before, plan.codec.promised(state, plan.form)),
         )
         for state, tensor in plan.after.items()
     }
-    total = nbytes + padding + directory.nbytes
     names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
-    config = plan.codec.config()
-    return DeltaEntry(config, names, before, plan.chunk, at, total, hash_text(stored.intdigest())), states
+    return DeltaEntry(plan.codec.config(), names, before, *chunks.end()), states
 
 
 def _decoded(plan: DeltaPlan, data: bytes, change: StatePair, where: str) -> dict[str, Array]:

@@ -1,28 +1,35 @@
 """Write states that come from one replay, chunk by chunk and all at once, so that no stored byte is read twice."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 
-import xxhash
-
-from ckpt_formats.containers.safetensors import TensorSlot
-from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.checkpoint import MASTER, Parameter
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import flat
-from ckpt_formats.universal.entry import StateEntry
+from ckpt_formats.universal.entry import ALIGNMENT, StateEntry
 from ckpt_formats.universal.model_copy import ModelCopy
+from ckpt_formats.universal.pack_file import PackFile
 from ckpt_formats.universal.replay import DeltaBlob, StatesReplay
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor end at a multiple of 8, so that what follows them in a pack is aligned."""
+    return tensor.nbytes % ALIGNMENT == 0
 
 
 def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
     """The replay from which full states of a parameter come; None if none do."""
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
+
+
+def are_written_together(parameter: Parameter, replay: StatesReplay) -> bool:
+    """Whether `write_together` writes all states of the replay; others must be read one by one."""
+    return all(is_aligned(parameter.states[name]) for name in _names(parameter, replay))
 
 
 def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfer: Transfer) -> Parameter:
@@ -38,47 +45,38 @@ def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfe
             start, stop = replay.chunking.range(index)
             for tensor, raw in copies:
                 values = transfer.fetch(tensor, Box((start,), (stop,)), counted=False)
-                _write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
+                write_at(out.fileno(), as_bytes(values).data, raw.offset + start * raw.dtype.itemsize)
+    return with_plain(parameter, plain)
+
+
+def with_plain(parameter: Parameter, plain: Mapping[int, FileBlob]) -> Parameter:
+    """The parameter with some blobs replaced, by their `id`, also where a state is derived from one of them."""
+    blobs = _blobs(parameter)
     states = {state: _plain(tensor, blobs.get(state), plain) for state, tensor in parameter.states.items()}
     return replace(parameter, states=states)
 
 
 def write_together(
-    out: FileIO,
-    begin: int,
-    slots: Iterable[TensorSlot],
-    parameter: Parameter,
-    replay: StatesReplay,
-    copy: ModelCopy | None,
-    transfer: Transfer,
+    out: PackFile, parameter: Parameter, replay: StatesReplay, copy: ModelCopy | None, transfer: Transfer
 ) -> dict[str, StateEntry]:
-    """Write the states of a replay, not encoded, each to its slot, and return their entries.
-
-    The offsets of slots count from byte `begin` of the file.
-    """
-    blobs = _blobs(parameter)
-    replayed_slots = [
-        slot for slot in slots if isinstance(blob := blobs.get(slot.name), DeltaBlob) and blob.replay is replay
-    ]
-    tensors = {slot.name: flat(parameter.states[slot.name]) for slot in replayed_slots}
-    digests = {slot.name: xxhash.xxh3_128() for slot in replayed_slots}
+    """Write the states of a replay, not encoded, each into a range of its own, and return their entries."""
+    names = [name for name in _names(parameter, replay) if is_aligned(parameter.states[name])]
+    tensors = {name: flat(parameter.states[name]) for name in names}
+    extents = {name: out.reserve(tensor.nbytes) for name, tensor in tensors.items()}
+    digests = {name: ChunkDigests(parameter.states[name]) for name in names}
     copied = None if copy is None else flat(copy.tensor)
     for index in range(replay.chunking.count):
-        start, stop = replay.chunking.range(index)
-        box = Box((start,), (stop,))
-        for slot in replayed_slots:
-            values = transfer.fetch(tensors[slot.name], box)
-            _write_at(out.fileno(), as_bytes(values).data, begin + slot.offset + start * slot.dtype.itemsize)
-            digests[slot.name].update(as_bytes(values).data)
-            if slot.name == MASTER and copy is not None and copied is not None:
+        box = replay.chunking.box(index)
+        for name, tensor in tensors.items():
+            values = transfer.fetch(tensor, box)
+            out.write_at(as_bytes(values).data, extents[name].offset + box.start[0] * tensor.dtype.itemsize)
+            digests[name].add(values)
+            if name == MASTER and copy is not None and copied is not None:
                 copy.compare(box, values, transfer, copied)
-    states = {}
-    for slot in replayed_slots:
-        text = hash_text(digests[slot.name].intdigest())
-        states[slot.name] = StateEntry(
-            slot.dtype.name, slot.shape, text, offset=begin + slot.offset, nbytes=slot.nbytes, stored=text
-        )
-    return states
+    return {
+        name: StateEntry(tensor.dtype.name, parameter.states[name].shape, digests[name].digests(), extents[name])
+        for name, tensor in tensors.items()
+    }
 
 
 def _blobs(parameter: Parameter) -> Mapping[str, Blob]:
@@ -90,6 +88,12 @@ def _blobs(parameter: Parameter) -> Mapping[str, Blob]:
     }
 
 
+def _names(parameter: Parameter, replay: StatesReplay) -> list[str]:
+    """The states of a parameter that come from a replay."""
+    blobs = _blobs(parameter).items()
+    return [name for name, blob in blobs if isinstance(blob, DeltaBlob) and blob.replay is replay]
+
+
 def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> Tensor:
     if id(blob) in plain:
         return Tensor.of(plain[id(blob)])
@@ -98,7 +102,8 @@ def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> 
     return tensor
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
+def write_at(file: int, data: memoryview, at: int) -> None:
+    """Write all bytes to an open file at an offset."""
     while data:
         done = os.pwrite(file, data, at)
         data, at = data[done:], at + done

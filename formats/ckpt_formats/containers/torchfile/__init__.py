@@ -8,7 +8,7 @@ storages        tensors as views of storages
 zip_archive     the zip container; legacy_stream: the format before it; same_shape: archives that differ in values only
 reader          open_file, load_pickle
 pickle_writer   values -> pickle
-writer          layout_file, write_file
+writer          layout_file, outline_file, write_file
 
 A module is imported at the first use of its names: other readers need the types of values, and no reader of pickles.
 """
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
     from ckpt_formats.containers.torchfile.pickle_writer import emit
     from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
-    from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm
+    from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm, StateForm
     from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
     from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
     from ckpt_formats.containers.torchfile.writer import (
         FileLayout,
+        FileOutline,
         StorageSlot,
         StorageView,
         layout_file,
+        outline_file,
         reading_chunks,
         write_file,
     )
@@ -41,10 +43,19 @@ _NAMES = {
     "file_window": ("ByteSource", "Window"),
     "pickle_writer": ("emit",),
     "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
-    "record_forms": ("CompactRecord", "RecordForm"),
+    "record_forms": ("CompactRecord", "RecordForm", "StateForm"),
     "same_shape": ("ParsedTemplate",),
     "storages": ("Storage", "StorageSlice", "TensorRef", "tensor_of"),
-    "writer": ("FileLayout", "StorageSlot", "StorageView", "layout_file", "reading_chunks", "write_file"),
+    "writer": (
+        "FileLayout",
+        "FileOutline",
+        "StorageSlot",
+        "StorageView",
+        "layout_file",
+        "outline_file",
+        "reading_chunks",
+        "write_file",
+    ),
 }
 """The public names by module."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -54,8 +65,10 @@ __all__ = [
     "ByteSource",
     "CompactRecord",
     "FileLayout",
+    "FileOutline",
     "ParsedTemplate",
     "RecordForm",
+    "StateForm",
     "Storage",
     "StorageSlice",
     "StorageSlot",
@@ -69,6 +82,7 @@ __all__ = [
     "load_pickle",
     "open_file",
     "open_item",
+    "outline_file",
     "reading_chunks",
     "tensor_of",
     "write_file",

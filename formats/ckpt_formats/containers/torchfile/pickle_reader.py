@@ -27,6 +27,7 @@ from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS,
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
+from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
 from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
@@ -83,7 +84,7 @@ class Truncated(Corrupt):
 
 
 class _NeedsPlainRead(Exception):
-    """A pickle refers to a part of a compact record, or uses explicit memo indices: read it without forms."""
+    """A pickle refers to a part of a compact record or of a tensor, or numbers records: read it opcode by opcode."""
 
 
 class _NumberedMemo(list[Value]):
@@ -91,6 +92,9 @@ class _NumberedMemo(list[Value]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _NeedsPlainRead
+
+
+_UNREAD = object()
 
 
 class Interpreter:
@@ -110,6 +114,9 @@ class Interpreter:
         self.globals: dict[tuple[str, str], Global] = {}
         """Every name that was read so far."""
         self._persistent = persistent
+        self._tensor_calls = None if persistent is None or forms else TensorCalls(persistent, where)
+        self._tensor_function: object = _UNREAD
+        """The name in a call that `_tensor_calls` matches, once it was read."""
         self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this lookup is on the hot path
         self._data = b""
         self._size = self._pos = self._ops = 0
@@ -120,8 +127,29 @@ class Interpreter:
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
         """Read one pickle; return its value and where it ends.
 
-        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`.
+        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`; what is refused, and in which words, does
+        not depend on tensors and alike objects being matched whole.
         """
+        try:
+            return self._load(padded, start)
+        except _NeedsPlainRead:
+            if not self._match_less():
+                self._forms = {}
+        except Truncated:
+            raise
+        except (Corrupt, Unsafe):
+            if not self._match_less():
+                raise
+        return self.load(padded, start)
+
+    def _match_less(self) -> bool:
+        """From now on, match no tensors and no alike objects whole; False if none could have been."""
+        forms = {name: form for name, form in self._forms.items() if not form.alike}
+        matched = len(forms) < len(self._forms) or (self._tensor_calls is not None and self._tensor_calls.count > 0)
+        self._forms, self._tensor_calls, self._tensor_function = forms, None, _UNREAD
+        return matched
+
+    def _load(self, padded: bytes, start: int) -> tuple[Value, int]:
         self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
         self._stack, self._outer_stacks, self._ops = [], [], 0
         self._memo = _NumberedMemo() if self._forms else {}
@@ -132,8 +160,6 @@ class Interpreter:
             value = self._run()
             check_repeated(value, self.where, self._pos - start)
             return value, self._pos
-        except _NeedsPlainRead:
-            pass
         except (
             IndexError,
             KeyError,
@@ -149,8 +175,6 @@ class Interpreter:
             raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
             self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
-        self._forms = {}
-        return self.load(padded, start)
 
     def corrupt(self, message: str) -> Corrupt:
         """An error that states the position in the pickle."""
@@ -171,38 +195,62 @@ class Interpreter:
         stack, outer_stacks, memo, builders = self._stack, self._outer_stacks, self._memo, self._builders
         push, load_persistent = stack.append, self._persistent
         matchers, numbered_memo = self._matchers, memo if isinstance(memo, _NumberedMemo) else None
+        tensor_function, tensor_memo = self._tensor_function, {} if isinstance(memo, _NumberedMemo) else memo
+        match_tensor = None if self._tensor_calls is None else self._tensor_calls.match
         try:
             while True:
                 for _ in repeat(None, _BETWEEN_CHECKS):
                     op = data[pos]
                     pos += 1
-                    if op == LONG_BINPUT:
-                        pos += 4
-                        memo[_u4(data, pos - 4)[0]] = stack[-1]
-                    elif op == BININT1:
-                        pos += 1
-                        push(data[pos - 1])
-                    elif op == BINGET:
+                    if op == BINGET:
                         pos += 1
                         known = memo[data[pos - 1]]
                         if known is SKIPPED:
                             raise _NeedsPlainRead
                         push(known)
-                    elif op == TUPLE:
-                        value = tuple(stack)
-                        stack = self._stack = outer_stacks.pop()
-                        push = stack.append
-                        push(value)
                     elif op == MARK:
+                        if stack and stack[-1] is tensor_function and match_tensor is not None:
+                            matched = match_tensor(data, pos - 1, size, tensor_memo)
+                            if matched is not None:
+                                stack[-1], pos = matched
+                                continue
                         outer_stacks.append(stack)
                         stack = self._stack = []
                         push = stack.append
+                    elif op == MEMOIZE:
+                        if numbered_memo is None:
+                            memo[len(memo)] = stack[-1]
+                        else:
+                            numbered_memo.append(stack[-1])
+                    elif op == LONG_BINPUT:
+                        pos += 4
+                        memo[_u4(data, pos - 4)[0]] = stack[-1]
                     elif op == BINUNICODE:
                         begin = pos + 4
                         pos = begin + _u4(data, pos)[0]
                         if pos > size:
                             raise self.truncated(pos)
                         push(data[begin:pos].decode("utf-8", "surrogatepass"))
+                    elif op == LONG_BINGET:
+                        pos += 4
+                        known = memo[_u4(data, pos - 4)[0]]
+                        if known is SKIPPED:
+                            raise _NeedsPlainRead
+                        push(known)
+                    elif op == SHORT_BINUNICODE:
+                        begin = pos + 1
+                        pos = begin + data[pos]
+                        if pos > size:
+                            raise self.truncated(pos)
+                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
+                    elif op == BININT1:
+                        pos += 1
+                        push(data[pos - 1])
+                    elif op == TUPLE:
+                        value = tuple(stack)
+                        stack = self._stack = outer_stacks.pop()
+                        push = stack.append
+                        push(value)
                     elif op == REDUCE:
                         args = stack.pop()
                         function = stack[-1]
@@ -220,12 +268,6 @@ class Interpreter:
                     elif op == BINPUT:
                         pos += 1
                         memo[data[pos - 1]] = stack[-1]
-                    elif op == LONG_BINGET:
-                        pos += 4
-                        known = memo[_u4(data, pos - 4)[0]]
-                        if known is SKIPPED:
-                            raise _NeedsPlainRead
-                        push(known)
                     elif op == TUPLE2:
                         second = stack.pop()
                         stack[-1] = (stack[-1], second)
@@ -248,17 +290,6 @@ class Interpreter:
                         push(())
                         if numbered_memo is not None and len(stack) > 1 and id(stack[-2]) in matchers:
                             pos = self._read_compact_records(numbered_memo, stack, pos)
-                    elif op == MEMOIZE:
-                        if numbered_memo is None:
-                            memo[len(memo)] = stack[-1]
-                        else:
-                            numbered_memo.append(stack[-1])
-                    elif op == SHORT_BINUNICODE:
-                        begin = pos + 1
-                        pos = begin + data[pos]
-                        if pos > size:
-                            raise self.truncated(pos)
-                        push(data[begin:pos].decode("utf-8", "surrogatepass"))
                     elif op == BINFLOAT:
                         pos += 8
                         push(_f8(data, pos - 8)[0])
@@ -284,6 +315,7 @@ class Interpreter:
                             raise self.truncated() if pos > size else self.corrupt(f"not one: it has an opcode {op:#x}")
                         rare(self)
                         pos = self._pos
+                        tensor_function = self._tensor_function
                         if stack is not self._stack:
                             stack = self._stack
                             push = stack.append
@@ -292,35 +324,48 @@ class Interpreter:
             self._pos = pos
 
     def _read_compact_records(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
-        """Read consecutive objects of one form, and push them. Returns the position after the last one.
+        """Read consecutive objects with forms, and push them. Returns the position after the last one.
 
-        On top of the stack are a class and the empty tuple of its arguments.
+        On top of the stack are a class and the empty tuple of its arguments. A short text may be before each object:
+        in a dict of objects, it is the key.
         """
-        data = self._data
+        data, size, push, matchers = self._data, self._size, stack.append, self._matchers_by_opcodes
         match = self._matchers[id(stack[-2])].match(data, pos, memo)
         if match is not None:
             del stack[-2:]
         while match is not None:
-            stack.append(match[0])
-            pos = match[1]
+            record, pos = match
+            push(record)
+            if data[pos] == SHORT_BINUNICODE:
+                end = pos + 2 + data[pos + 1]
+                if end >= size or data[end] != MEMOIZE:
+                    break
+                try:
+                    text = data[pos + 2 : end].decode("utf-8", "surrogatepass")
+                except UnicodeDecodeError:
+                    break  # the interpreter reports it
+                push(text)
+                memo.append(text)
+                pos = end + 1
             begin = pos + (6 if data[pos] == LONG_BINGET else 3)
-            matcher = self._matcher_for(data[pos:begin], memo) if len(stack) < MAX_STACK else None
-            match = None if matcher is None else matcher.match(data, begin, memo)
+            opcodes = data[pos:begin]
+            matcher = matchers[opcodes] if opcodes in matchers else self._matcher_for(opcodes, memo)
+            match = None if matcher is None or len(stack) >= MAX_STACK else matcher.match(data, begin, memo)
         return pos
 
     def _matcher_for(self, opcodes: bytes, memo: _NumberedMemo) -> FormMatcher | None:
         """The matcher of the class whose objects begin with these opcodes: a GET of the class, and EMPTY_TUPLE."""
-        if opcodes not in self._matchers_by_opcodes:
-            at = int.from_bytes(opcodes[1:-1], "little")
-            is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
-            self._matchers_by_opcodes[opcodes] = self._matchers.get(id(memo[at])) if is_get else None
-        return self._matchers_by_opcodes[opcodes]
+        at = int.from_bytes(opcodes[1:-1], "little")
+        is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
+        matcher = self._matchers_by_opcodes[opcodes] = self._matchers.get(id(memo[at])) if is_get else None
+        return matcher
 
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS
+        tensors = 0 if self._tensor_calls is None else self._tensor_calls.count
         height = len(self._stack) + sum(map(len, self._outer_stacks[-2:]))
         if (
-            self._ops > MAX_OPS
+            self._ops + OPCODES * tensors > MAX_OPS
             or height > MAX_STACK
             or len(self._outer_stacks) > MAX_MARKS
             or len(self._memo) > MAX_MEMO
@@ -384,6 +429,8 @@ class Interpreter:
             self.globals[key] = value
             if build := BUILDERS.get(key):
                 self._builders[id(value)] = build
+            if key == FUNCTION and self._tensor_calls is not None:
+                self._tensor_function = value
             if form := self._forms.get(key):
                 self._matchers[id(value)] = FormMatcher(form)
         return self.globals[key]
@@ -522,7 +569,10 @@ def _unicode(m: Interpreter) -> None:
 def _get(m: Interpreter) -> None:
     if isinstance(m._memo, _NumberedMemo):
         raise _NeedsPlainRead
-    m.push(m._memo[_decimal(m, m.line())])
+    known = m._memo[_decimal(m, m.line())]
+    if known is SKIPPED:
+        raise _NeedsPlainRead
+    m.push(known)
 
 
 def _put(m: Interpreter) -> None:

@@ -20,6 +20,7 @@ from ckpt_formats.containers.torchfile.storages import (
     tensor_of,
 )
 from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
+from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob
@@ -47,12 +48,12 @@ class TorchFile:
         """The name of the archive's one folder: the stem of the name under which the file was saved; else empty."""
         return self._archive.stem if self._archive else ""
 
-    def seals(self) -> tuple[Seal, ...]:
+    def seals(self) -> Sequence[Seal]:
         """The checksums that the file states; none in legacy files and plain pickles.
 
         Reads the local header of every member.
         """
-        return tuple(self._archive.seals()) if self._archive else ()
+        return self._archive.seals() if self._archive else ()
 
     def as_template(self, window: ByteSource) -> ParsedTemplate | None:
         """A template to compare other archives with, if this one stores a single plain tensor; else None."""
@@ -135,10 +136,8 @@ _MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
 def _check_members(archive: Archive, table: "_StorageTable") -> None:
     """Raise `Unsupported` for members that torch does not write, or that are storages without a tensor."""
     stem = len(archive.stem) + 1
-    names = (member.name[stem:] for member in archive.members)
-    unexpected = [
-        name for name in names if name.removeprefix("data/") not in table.storages or not name.startswith("data/")
-    ]
+    expected = {f"{archive.stem}/data/{key}" for key in table.storages}
+    unexpected = [name[stem:] for name in archive.directory.names if name not in expected]
     unexpected = [name for name in unexpected if name not in _MEMBERS and name not in _MEMBERS_OF_DATA]
     if unexpected:
         reason = (
@@ -185,6 +184,8 @@ class _StorageTable:
         self._where = where
         self._offsets = offsets
         self._archive = archive
+        self._kinds: dict[int, tuple[Value, DType | None, int]] = {}
+        """By the id of a storage class: the class, its element type, and bytes per element."""
 
     def resolve(self, persistent_id: Value) -> Value:
         """The storage, part of a storage, or class that a persistent id means. Raises `Corrupt`.
@@ -194,15 +195,14 @@ class _StorageTable:
         """
         if type(persistent_id) is not tuple or len(persistent_id) < 4:
             raise self._malformed()
-        if persistent_id[0] == "module" and self._archive is None and type(persistent_id[1]) is Global:
+        if len(persistent_id) == 5 and persistent_id[0] == "storage":
+            _, cls, key, location, numel = persistent_id
+        elif persistent_id[0] == "module" and self._archive is None and type(persistent_id[1]) is Global:
             return persistent_id[1]
-        if (
-            persistent_id[0] != "storage"
-            or len(persistent_id) not in (5, 6)
-            or (len(persistent_id) == 6 and self._archive)
-        ):
+        elif persistent_id[0] == "storage" and len(persistent_id) == 6 and not self._archive:
+            _, cls, key, location, numel, _ = persistent_id
+        else:
             raise self._malformed()
-        _, cls, key, location, numel = persistent_id[:5]
         if type(key) is int:
             key = str(key)
         if type(key) is not str or type(location) is not str or type(numel) is not int:
@@ -215,13 +215,18 @@ class _StorageTable:
         return storage
 
     def _storage(self, cls: Value, key: str, location: str, numel: int, earlier: Storage | None) -> Storage:
-        kind = storage_class(cls) if type(cls) is Global else None
-        if kind is None or not 0 <= numel < MAX_ELEMENTS:
+        known = self._kinds.get(id(cls))
+        if known is None:
+            kind = storage_class(cls) if type(cls) is Global else None
+            if kind is None:
+                raise self._malformed()
+            known = self._kinds[id(cls)] = (cls, *kind)
+        _, dtype, itemsize = known
+        if not 0 <= numel < MAX_ELEMENTS:
             raise self._malformed()
-        dtype, itemsize = kind
         nbytes = numel * itemsize
         if self._archive is not None:
-            actual_nbytes = self._archive.member(f"data/{key}").nbytes
+            actual_nbytes = self._archive.storage_nbytes(key)
             # A storage of foreign memory may end with a part of an element, which `numel` does not count.
             if not nbytes <= actual_nbytes < nbytes + itemsize:
                 raise Corrupt(

@@ -6,6 +6,7 @@ exactly if their storages have the same `key` in the same file.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +14,8 @@ from typing import Protocol
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 
 # torch stores no more axes than this, and no more elements than fit its int64.
@@ -175,15 +176,22 @@ def tensor_of(ref: TensorRef) -> Tensor:
 
     Looks up the offset of its storage: one small read the first time.
     """
-    storage, itemsize = ref.storage, ref.dtype.itemsize
+    storage, dtype, shape = ref.storage, ref.dtype, ref.shape
+    itemsize = dtype.itemsize
     at, seal = storage.offsets.find(storage.key)
-    packed = c_strides(ref.shape, itemsize)
-    if 0 in ref.shape:
-        strides = packed
-    else:
-        # The stride of an axis of length 1 is never used, and may be any number.
-        strides = tuple(p if n == 1 else s * itemsize for n, s, p in zip(ref.shape, ref.strides, packed, strict=True))
-    return Tensor.of(FileBlob(storage.path, at + ref.offset * itemsize, ref.shape, ref.dtype, strides, seal))
+    strides, box = _whole(shape, ref.strides, itemsize)
+    blob = FileBlob(storage.offsets.path, at + ref.offset * itemsize, shape, dtype, strides, seal)
+    return Tensor(shape, dtype, (Fragment(box, blob),))
+
+
+@lru_cache(1 << 12)  # a checkpoint has many tensors of few shapes
+def _whole(shape: Shape, strides: Shape, itemsize: int) -> tuple[Shape, Box]:
+    """The strides in bytes of a tensor whose strides in elements are given, and the box that is all of it."""
+    packed, box = c_strides(shape, itemsize), Box.whole(shape)
+    if 0 in shape:
+        return packed, box
+    # The stride of an axis of length 1 is never used, and may be any number.
+    return tuple(p if n == 1 else s * itemsize for n, s, p in zip(shape, strides, packed, strict=True)), box
 
 
 def storage_class(cls: Global) -> tuple[DType | None, int] | None:

@@ -152,12 +152,48 @@ def layout_file(root: Value, stem: str) -> FileLayout:
     """
     storages = _Storages()
     pickled = emit(root, storages.lower)
+    members, at = _members(pickled, len(pickled), [(s.key, s.nbytes) for s in storages.by_object.values()], stem)
+    starts = (member.start for member in members if member.data is None)
+    slots = tuple(
+        StorageSlot(storage.key, storage.tensor, start, storage.nbytes)
+        for storage, start in zip(storages.by_object.values(), starts, strict=True)
+    )
+    directory = _directory(members, at, [0] * len(members))
+    return FileLayout(stem, at + len(directory), slots, tuple(members), at)
+
+
+@dataclass(frozen=True)
+class FileOutline:
+    """What the size of a file depends on."""
+
+    pickle_nbytes: int
+    storages: tuple[int, ...]
+    """Bytes of each storage, in the order of the file."""
+
+    def nbytes(self, stem: str) -> int:
+        """Bytes of the file."""
+        sizes = [(str(i), nbytes) for i, nbytes in enumerate(self.storages)]
+        members, at = _members(b"", self.pickle_nbytes, sizes, stem)
+        return at + len(_directory(members, at, [0] * len(members)))
+
+
+def outline_file(root: Value) -> FileOutline:
+    """The outline of the file that `layout_file` lays out. Of tensors, only types and shapes count."""
+    storages = _Storages()
+    pickled = emit(root, storages.lower)
+    return FileOutline(len(pickled), tuple(storage.nbytes for storage in storages.by_object.values()))
+
+
+def _members(
+    pickled: bytes, pickle_nbytes: int, storages: Sequence[tuple[str, int]], stem: str
+) -> tuple[list[_Member], int]:
+    """The members of an archive, and the offset of its directory. `storages`: key and bytes of each."""
     parts: list[tuple[str, int, bytes | None]] = [
-        ("data.pkl", len(pickled), pickled),
+        ("data.pkl", pickle_nbytes, pickled),
         (".format_version", 1, b"1"),
         (".storage_alignment", 2, str(ALIGNMENT).encode()),
         ("byteorder", 6, b"little"),
-        *((f"data/{storage.key}", storage.nbytes, None) for storage in storages.by_object.values()),
+        *((f"data/{key}", nbytes, None) for key, nbytes in storages),
         ("version", 2, b"3\n"),
         (".data/serialization_id", 40, b"0" * 40),
     ]
@@ -167,13 +203,7 @@ def layout_file(root: Value, stem: str) -> FileLayout:
         start = at + 30 + len(encoded) + _extra_length(at, len(encoded), nbytes)
         members.append(_Member(encoded, at, start, nbytes, data))
         at = start + nbytes + (24 if nbytes >= _WIDE else 16)
-    starts = (member.start for member in members if member.data is None)
-    slots = tuple(
-        StorageSlot(storage.key, storage.tensor, start, storage.nbytes)
-        for storage, start in zip(storages.by_object.values(), starts, strict=True)
-    )
-    directory = _directory(members, at, [0] * len(members))
-    return FileLayout(stem, at + len(directory), slots, tuple(members), at)
+    return members, at
 
 
 def write_file(path: Path, root: Value, chunks: Chunks, stem: str | None = None) -> tuple[Seal, ...]:

@@ -9,11 +9,13 @@ between or after members. What a scanner approves must be what is loaded.
 Source of the layout: APPNOTE 6.3.9, sections 4.3 and 4.5.3.
 """
 
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
 
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
@@ -23,29 +25,55 @@ LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\
 MAX_MEMBERS = 1 << 22
 MAX_DIRECTORY = 512 << 20
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
+
+
+def _record(fields: str) -> np.dtype[Any]:
+    """The dtype of a record without gaps, from `name:type` texts."""
+    return np.dtype([(name, f"<{kind}") for name, _, kind in (field.partition(":") for field in fields.split())])
+
+
+_LOCAL_DTYPE = _record(
+    "magic:S4 version:u2 flags:u2 method:u2 time:u4 crc:u4 packed:u4 nbytes:u4 name_length:u2 extra_length:u2"
+)
+_CENTRAL_DTYPE = _record(
+    "magic:S4 versions:u4 flags:u2 method:u2 time:u4 crc:u4 packed:u4 nbytes:u4 name_length:u2 extra_length:u2 "
+    "note_length:u2 disk:u2 internal:u2 external:u4 header:u4"
+)
+_lengths = struct.Struct("<HHH").unpack_from
+_LENGTHS = 28
+"""Position in an entry of the directory of the lengths of its name, extra fields and note."""
 
 _ENCRYPTED, _DESCRIPTOR, _PATCHED, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 _FORBIDDEN = _ENCRYPTED | _STRONG | _MASKED | _PATCHED
 _DESCRIPTOR_SIZES = (12, 16, 20, 24)  # with or without a signature, with sizes of 32 or 64 bits
 _MAX_SLACK = 0xFFFF + max(_DESCRIPTOR_SIZES)
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_NOWHERE = 1 << 61
+"""Stands for 64-bit offsets and sizes beyond those of any file, so that sums stay within 64 bits."""
 
-# Parts between slashes, none of them empty, "." or "..".
-_NAME = re.compile(r"(?:(?!\.{0,2}(?:/|\Z))[^/\\]+(?:/|\Z))+\Z")
+# A name consists of parts between slashes, none of them empty, "." or "..". A NUL is before and after each name here.
+_ENDS = [before + dots for before in "/\0" for dots in (".", "..")]
+_MISLEADING = ("\\", "//", "\0/", "\0\0", *(f"{end}/" for end in _ENDS), *(f"{end}\0" for end in _ENDS))
 
-# A look-up of one local header also reads those of the next members, because they are needed next.
-_AHEAD = 64
+_MIN_AHEAD, _MAX_AHEAD = 64, 4096
+"""A look-up of one local header also reads those of the next members, because they are needed next."""
+_NEAR = 1 << 12
+"""Local headers so near to one another, in bytes, are read at once with what lies between."""
+_MAX_RUN = 1 << 20
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(slots=True, eq=False)  # not frozen, for the same reason as storages
+@dataclass(frozen=True, slots=True, eq=False)
 class ZipMember:
     """One file in the archive."""
 
+    number: int
+    """Its position in the file's order."""
     name: str
     header: int
     """Offset of its local header in the window, in bytes."""
@@ -53,7 +81,23 @@ class ZipMember:
     """Bytes from there to the next member or the directory."""
     nbytes: int
     crc: int
-    flags: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Directory:
+    """All members of an archive, in file order. Each array is (members,) int64; columns, since there may be many."""
+
+    names: list[str]
+    headers: _Ints
+    """Offsets of the local headers in the window, in bytes."""
+    extents: _Ints
+    """Bytes from each header to the next member or the directory."""
+    nbytes: _Ints
+    crcs: _Ints
+    flags: _Ints
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(eq=False)
@@ -63,42 +107,77 @@ class Archive:
     path: Path
     base: int
     length: int
-    members: tuple[ZipMember, ...]
-    """In file order."""
+    directory: Directory
     index: dict[str, int]
+    """The number of each member."""
     stem: str = ""
     sealed: bool = True
     """False if torch computed no checksums: then all of them are zero."""
-    _starts: dict[int, int] = field(default_factory=dict, repr=False)
+    _storages: dict[str, int] = field(default_factory=dict, repr=False)
+    """The number of each storage, by its key."""
+    _nbytes: list[int] = field(default_factory=list, repr=False)
+    _crcs: list[int] = field(default_factory=list, repr=False)
+    _starts: list[int] = field(default_factory=list, repr=False)
+    """Offset of the data of each member in the file; 0 if it is not known yet."""
+    _ahead: int = _MIN_AHEAD
+
+    def __post_init__(self) -> None:
+        # Numbers of Python, since single numbers of arrays are slow to get.
+        self._nbytes, self._crcs = self.directory.nbytes.tolist(), self.directory.crcs.tolist()
+        self._starts = [0] * len(self.directory)
+
+    def find_storages(self) -> None:
+        """Note the numbers of all storages, by their keys."""
+        begin = f"{self.stem}/data/"
+        after = len(begin)
+        self._storages = {name[after:]: number for name, number in self.index.items() if name.startswith(begin)}
 
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index
 
     def member(self, name: str) -> ZipMember:
         """The member of this name inside the archive's one folder. Raises `Corrupt` if there is none."""
-        at = self.index.get(f"{self.stem}/{name}")
-        if at is None:
-            raise Corrupt(f"the archive has no member {name!r:.80}", where=self.path)
-        return self.members[at]
+        return self._member(self._number(f"{self.stem}/{name}"))
+
+    def storage_nbytes(self, key: str) -> int:
+        """The size of a storage. Raises `Corrupt` if there is none with this key."""
+        number = self._storages.get(key)
+        return self._nbytes[self._number(f"{self.stem}/data/{key}") if number is None else number]
 
     def find(self, key: str) -> tuple[int, Seal | None]:
         """Byte offset in the file of a storage's data, and its checksum."""
-        member = self.member(f"data/{key}")
-        start = self.start(member)
-        return start, self._seal(member, start)
+        number = self._storages.get(key)
+        if number is None:
+            number = self._number(f"{self.stem}/data/{key}")
+        start, nbytes = self._starts[number] or self._start(number), self._nbytes[number]
+        if not nbytes or not self.sealed:
+            return start, None
+        return start, Seal(self.path, start, nbytes, "crc32", self._crcs[number], self.directory.names[number])
 
-    def seals(self) -> Iterator[Seal]:
-        """The checksums of all members, in file order."""
-        for member in self.members:
-            if seal := self._seal(member, self.start(member)):
-                yield seal
+    def seals(self) -> Sequence[Seal]:
+        """The checksums of all members, in file order. Reads and checks all local headers."""
+        starts = np.array(self._starts, np.int64)
+        for first, stop in _runs_of_zeros(starts):
+            with Window(self.path, self.base, self.length) as window:
+                self._locate(first, stop, window)
+        return _Seals(self, np.flatnonzero(self.directory.nbytes).tolist()) if self.sealed else ()
+
+    def seal(self, number: int) -> Seal | None:
+        """The checksum of the data of a member; None if it has none, or is empty."""
+        nbytes = self._nbytes[number]
+        if not self.sealed or not nbytes:
+            return None
+        start = self._starts[number] or self._start(number)
+        return Seal(self.path, start, nbytes, "crc32", self._crcs[number], self.directory.names[number])
 
     def read(self, name: str, window: ByteSource, limit: int) -> bytes:
         """All bytes of a member, after a check of its checksum. Raises `Corrupt`, or `Unsafe` above `limit` bytes."""
         member = self.member(name)
         if member.nbytes > limit:
             raise Unsafe(f"has {member.nbytes} bytes: it would exhaust memory", where=f"{self.path} ({member.name})")
-        data = window.at(self._locate(member, window), member.nbytes)
+        if not self._starts[member.number]:
+            self._locate(member.number, member.number + 1, window)
+        data = window.at(self._starts[member.number] - self.base, member.nbytes)
         if self.sealed and crc32(data) != member.crc:
             raise Corrupt(
                 "the bytes do not match their checksum",
@@ -110,51 +189,114 @@ class Archive:
     def check(self, window: ByteSource, limit: int) -> None:
         """Check all members except storages, and locate the storages. Raises `Corrupt`."""
         storages = f"{self.stem}/data/"
-        for member in self.members:
-            self._starts[member.header] = self.base + self._locate(member, window)
-            if not member.name.startswith(storages):
-                self.read(member.name[len(self.stem) + 1 :], window, limit)
-
-    def _seal(self, member: ZipMember, start: int) -> Seal | None:
-        if not self.sealed or not member.nbytes:
-            return None
-        return Seal(self.path, start, member.nbytes, "crc32", member.crc, member.name)
+        self._locate(0, len(self.directory), window)
+        for name in self.directory.names:
+            if not name.startswith(storages):
+                self.read(name[len(self.stem) + 1 :], window, limit)
 
     def start(self, member: ZipMember) -> int:
         """Offset of the data of a member in the file, in bytes."""
-        if member.header not in self._starts:
-            first = self.index[member.name]
-            with Window(self.path, self.base, self.length) as window:
-                for other in self.members[first : first + _AHEAD]:
-                    if other.header not in self._starts:
-                        self._starts[other.header] = self.base + self._locate(other, window)
-        start: int = self._starts[member.header]
-        return start
+        return self._starts[member.number] or self._start(member.number)
 
-    def _locate(self, member: ZipMember, window: ByteSource) -> int:
-        """Offset of the data of a member in the window; the length of its local header is in that header."""
-        name = member.name.encode()
-        head = window.at(member.header, _LOCAL.size + len(name))
-        magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = _LOCAL.unpack_from(head)
-        has_descriptor = bool(flags & _DESCRIPTOR)  # checksum and sizes follow the data
-        if (
-            magic != LOCAL
-            or method != 0
-            or flags != member.flags
-            or name_length != len(name)
-            or head[_LOCAL.size :] != name
-            or crc not in ((0, member.crc) if has_descriptor else (member.crc,))
-            or not {packed, nbytes} <= ({0, member.nbytes, _FULL32} if has_descriptor else {member.nbytes, _FULL32})
-        ):
-            raise Corrupt("the archive's directory and the member contradict each other", where=self._where(member))
-        start = _LOCAL.size + name_length + extra_length
-        slack = member.extent - start - member.nbytes
-        if slack not in (_DESCRIPTOR_SIZES if has_descriptor else (0,)):
-            raise Corrupt("the member is longer or shorter than its space in the archive", where=self._where(member))
-        return member.header + int(start)
+    def _start(self, number: int) -> int:
+        stop = min(number + self._ahead, len(self.directory))
+        self._ahead = min(2 * self._ahead, _MAX_AHEAD)
+        with Window(self.path, self.base, self.length) as window:
+            self._locate(number, stop, window)
+        return self._starts[number]
 
-    def _where(self, member: ZipMember) -> str:
-        return f"{self.path} ({member.name})"
+    def _number(self, name: str) -> int:
+        number = self.index.get(name)
+        if number is None:
+            raise Corrupt(f"the archive has no member {name[len(self.stem) + 1 :]!r:.80}", where=self.path)
+        return number
+
+    def _member(self, number: int) -> ZipMember:
+        known = self.directory
+        header, extent = int(known.headers[number]), int(known.extents[number])
+        return ZipMember(number, known.names[number], header, extent, self._nbytes[number], self._crcs[number])
+
+    def _locate(self, first: int, stop: int, window: ByteSource) -> None:
+        """Find where the data of the members `first` to `stop` begin: the lengths are in their local headers.
+
+        Raises `Corrupt` if a local header contradicts the directory.
+        """
+        known, members = self.directory, slice(first, stop)
+        names = [name.encode() for name in known.names[members]]
+        lengths = list(map(len, names))
+        heads, names_found = _local_headers(known.headers[members], lengths, window)
+        flags, crcs, nbytes = known.flags[members], known.crcs[members], known.nbytes[members]
+        described = (flags & _DESCRIPTOR) != 0  # checksum and sizes follow the data
+        wrong = (heads["magic"] != LOCAL) | (heads["method"] != 0) | (heads["flags"] != flags)
+        wrong |= heads["name_length"] != np.array(lengths)
+        wrong |= (heads["crc"] != crcs) & ~(described & (heads["crc"] == 0))
+        for size in (heads["packed"].astype(np.int64), heads["nbytes"].astype(np.int64)):
+            wrong |= (size != nbytes) & (size != _FULL32) & ~(described & (size == 0))
+        if names_found != names:
+            wrong |= np.array([found != name for found, name in zip(names_found, names, strict=True)])
+        if wrong.any():
+            where = self._where(first + int(wrong.argmax()))
+            raise Corrupt("the archive's directory and the member contradict each other", where=where)
+        starts = _LOCAL_DTYPE.itemsize + heads["name_length"].astype(np.int64) + heads["extra_length"]
+        slack = known.extents[members] - starts - nbytes
+        loose = np.where(described, ~np.isin(slack, _DESCRIPTOR_SIZES), slack != 0)
+        if loose.any():
+            where = self._where(first + int(loose.argmax()))
+            raise Corrupt("the member is longer or shorter than its space in the archive", where=where)
+        self._starts[members] = (self.base + known.headers[members] + starts).tolist()
+
+    def _where(self, number: int) -> str:
+        return f"{self.path} ({self.directory.names[number]})"
+
+
+class _Seals(Sequence[Seal]):
+    """The checksums of members, made when they are asked for."""
+
+    def __init__(self, archive: Archive, numbers: Sequence[int]) -> None:
+        self._archive, self._numbers = archive, numbers
+
+    @overload
+    def __getitem__(self, index: int) -> Seal: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Seal]: ...
+    def __getitem__(self, index: int | slice) -> Seal | Sequence[Seal]:
+        if isinstance(index, slice):
+            return _Seals(self._archive, self._numbers[index])
+        seal = self._archive.seal(self._numbers[index])
+        assert seal is not None
+        return seal
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def _runs_of_zeros(values: _Ints) -> list[tuple[int, int]]:
+    """First index and end of each run of zeros in a vector."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], values == 0, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _local_headers(headers: _Ints, name_lengths: list[int], window: ByteSource) -> tuple[Any, list[bytes]]:
+    """The local headers at these offsets, as an array of `_LOCAL_DTYPE`, and the names that follow them.
+
+    Headers near one another are read together.
+    """
+    fixed = _LOCAL_DTYPE.itemsize
+    heads, names = [np.empty(0, _LOCAL_DTYPE)], []
+    offsets, at = headers.tolist(), 0
+    while at < len(offsets):
+        first, begin = at, offsets[at]
+        end = begin + fixed + name_lengths[at]
+        at += 1
+        while at < len(offsets) and offsets[at] - end <= _NEAR and offsets[at] - begin < _MAX_RUN:
+            end = offsets[at] + fixed + name_lengths[at]
+            at += 1
+        data = window.at(begin, end - begin)
+        places = [offset - begin for offset in offsets[first:at]]
+        heads.append(_records(data, places, _LOCAL_DTYPE))
+        lengths = name_lengths[first:at]
+        names += [data[place + fixed : place + fixed + length] for place, length in zip(places, lengths, strict=True)]
+    return np.concatenate(heads), names
 
 
 def read_directory(window: ByteSource) -> Archive:
@@ -163,12 +305,12 @@ def read_directory(window: ByteSource) -> Archive:
     Raises `Corrupt`, `Unsafe`, or `Unsupported` for what zip allows but torch never writes.
     """
     start, stop, count = _find_directory(window)
-    members = _members(window, window.at(start, stop - start), start, count)
-    archive = Archive(
-        window.path, window.base, window.length, members, {member.name: i for i, member in enumerate(members)}
-    )
-    archive.sealed = any(member.crc for member in members)
+    directory = _members(window, window.at(start, stop - start), start, count)
+    index = {name: number for number, name in enumerate(directory.names)}
+    archive = Archive(window.path, window.base, window.length, directory, index)
+    archive.sealed = bool(directory.crcs.any())
     archive.stem = _stem(archive)
+    archive.find_storages()
     return archive
 
 
@@ -223,62 +365,77 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _members(window: ByteSource, directory: bytes, end: int, count: int) -> tuple[ZipMember, ...]:
-    entries: list[tuple[int, str, int, int, int, int]] = []
-    names: set[str] = set()
-    at = 0
-    for _ in range(count):
-        if at + _CENTRAL.size > len(directory):
-            raise window.corrupt("the archive's directory ends too early")
-        (
-            magic,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            packed,
-            nbytes,
-            name_length,
-            extra_length,
-            note_length,
-            disk,
-            _,
-            _,
-            header,
-        ) = _CENTRAL.unpack_from(directory, at)
-        at += _CENTRAL.size
-        if magic != CENTRAL or at + name_length + extra_length + note_length > len(directory):
-            raise window.corrupt("the archive's directory is malformed")
-        name = _checked_name(directory[at : at + name_length], window)
-        at += name_length
-        if _FULL32 in (nbytes, packed, header):
-            extra = directory[at : at + extra_length]
-            nbytes, packed, header = _resolve_zip64(extra, (nbytes, packed, header), window, name)
-        at += extra_length + note_length
-        if flags & _FORBIDDEN or method != 0 or packed != nbytes or disk or name in names:
-            if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
-                raise _torchscript_error(f"{window.path} ({name})")
-            raise _error_for_entry(f"{window.path} ({name})", flags, method, name in names)
-        names.add(name)
-        entries.append((header, name, name_length, nbytes, crc, flags))
-    if at != len(directory):
-        raise window.corrupt("the archive's directory has more bytes than entries")
-    entries.sort()
-    members = []
-    if entries and entries[0][0] != 0:
+def _members(window: ByteSource, directory: bytes, end: int, count: int) -> Directory:
+    """The members in file order, after all checks of the directory. `end`: where the last member ends at most."""
+    entries, names, extras = _entries(window, directory, count)
+    packed, nbytes, headers = (entries[key].astype(np.int64) for key in ("packed", "nbytes", "header"))
+    for number in np.flatnonzero((packed == _FULL32) | (nbytes == _FULL32) | (headers == _FULL32)).tolist():
+        short = (int(nbytes[number]), int(packed[number]), int(headers[number]))
+        extra = directory[extras[number] : extras[number] + int(entries["extra_length"][number])]
+        full = _resolve_zip64(extra, short, window, names[number])
+        nbytes[number], packed[number], headers[number] = (min(value, _NOWHERE) for value in full)
+    flags = entries["flags"].astype(np.int64)
+    wrong = (flags & _FORBIDDEN != 0) | (entries["method"] != 0) | (packed != nbytes) | (entries["disk"] != 0)
+    if len(set(names)) < count or wrong.any():
+        raise _first_error(window, names, wrong, entries)
+    order = np.argsort(headers, kind="stable")
+    headers, nbytes = headers[order], nbytes[order]
+    name_lengths = entries["name_length"].astype(np.int64)[order]
+    names = [names[number] for number in order.tolist()]
+    if count and headers[0] != 0:
         raise Unsafe("there are bytes before the archive: it could also be a file of another kind", where=window.path)
-    for i, (header, name, name_length, nbytes, crc, flags) in enumerate(entries):
-        extent = (entries[i + 1][0] if i + 1 < len(entries) else end) - header
-        slack = extent - _LOCAL.size - name_length - nbytes
-        if slack < 0:
-            raise Corrupt("overlaps with what follows it in the archive", where=f"{window.path} ({name})")
-        if slack > _MAX_SLACK:
-            raise Corrupt("is followed by bytes that belong to no member", where=f"{window.path} ({name})")
-        members.append(ZipMember(name, header, extent, nbytes, crc, flags))
-    return tuple(members)
+    extents = np.diff(headers, append=end)
+    slack = extents - _LOCAL_DTYPE.itemsize - name_lengths - nbytes
+    if ((slack < 0) | (slack > _MAX_SLACK)).any():
+        number = int(((slack < 0) | (slack > _MAX_SLACK)).argmax())
+        where = f"{window.path} ({names[number]})"
+        if slack[number] < 0:
+            raise Corrupt("overlaps with what follows it in the archive", where=where)
+        raise Corrupt("is followed by bytes that belong to no member", where=where)
+    return Directory(names, headers, extents, nbytes, entries["crc"].astype(np.int64)[order], flags[order])
+
+
+def _entries(window: ByteSource, directory: bytes, count: int) -> tuple[Any, list[str], list[int]]:
+    """The entries of the directory, (count,) of `_CENTRAL_DTYPE`; their names; the offsets of their extra fields."""
+    fixed, size = _CENTRAL_DTYPE.itemsize, len(directory)
+    names, offsets, extras, at = [], [], [], 0
+    for _ in range(count):
+        if at + fixed > size:
+            raise window.corrupt("the archive's directory ends too early")
+        name_length, extra_length, note_length = _lengths(directory, at + _LENGTHS)
+        offsets.append(at)
+        at += fixed
+        names.append(directory[at : at + name_length])
+        extras.append(at + name_length)
+        at += name_length + extra_length + note_length
+    entries = _records(directory, offsets, _CENTRAL_DTYPE)
+    if at > size or (entries["magic"] != CENTRAL).any():
+        raise window.corrupt("the archive's directory is malformed")
+    decoded = _checked_names(names, window)
+    if at != size:
+        raise window.corrupt("the archive's directory has more bytes than entries")
+    return entries, decoded, extras
+
+
+def _records(data: bytes, offsets: Sequence[int], dtype: np.dtype[Any]) -> Any:
+    """The records at these offsets, which may overlap: an array (offsets,) of `dtype`."""
+    if not offsets:
+        return np.empty(0, dtype)
+    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), dtype.itemsize)
+    return rows[np.array(offsets, np.int64)].view(dtype)[:, 0]
+
+
+def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any) -> CkptError:
+    """The error for the first entry of the directory that breaks a rule, or has the name of an earlier one."""
+    seen: set[str] = set()
+    for number, name in enumerate(names):
+        if wrong[number] or name in seen:
+            break
+        seen.add(name)
+    if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
+        return _torchscript_error(f"{window.path} ({name})")
+    flags, method = int(entries["flags"][number]), int(entries["method"][number])
+    return _error_for_entry(f"{window.path} ({name})", flags, method, name in seen)
 
 
 def _error_for_entry(where: str, flags: int, method: int, twice: bool) -> CkptError:
@@ -298,12 +455,29 @@ def _error_for_entry(where: str, flags: int, method: int, twice: bool) -> CkptEr
     return Corrupt("the archive gives two sizes for one member", where=where)
 
 
+def _checked_names(raw: list[bytes], window: ByteSource) -> list[str]:
+    """The names as text. Raises `Corrupt` or `Unsafe` for those that could mislead."""
+    try:
+        names = b"\0".join(raw).decode("utf-8").split("\0")
+        if len(names) == len(raw) and _are_safe(names):
+            return names
+    except UnicodeDecodeError:
+        pass
+    return [_checked_name(name, window) for name in raw]
+
+
+def _are_safe(names: list[str]) -> bool:
+    """Whether none of the names leads elsewhere."""
+    around = "\0".join(["", *names, ""])
+    return "".join(names).isprintable() and not any(text in around for text in _MISLEADING)
+
+
 def _checked_name(raw: bytes, window: ByteSource) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise window.corrupt(f"the archive has a member whose name is not UTF-8: {raw!r:.80}") from None
-    if not _NAME.match(name) or not name.isprintable():
+    if not _are_safe([name]):
         raise Unsafe(f"the archive has a member with the name {name!r:.80}, which leads elsewhere", where=window.path)
     return name
 
@@ -327,7 +501,8 @@ def _resolve_zip64(extra: bytes, fields: tuple[int, int, int], window: ByteSourc
 
 def _stem(archive: Archive) -> str:
     """The archive's one folder."""
-    folders = [member.name.partition("/")[0] for member in archive.members if member.name.count("/") == 1]
+    names = archive.directory.names
+    folders = [name.partition("/")[0] for name in names if name.count("/") == 1]
     stems = [folder for folder in dict.fromkeys(folders) if f"{folder}/data.pkl" in archive.index]
     if len(stems) != 1:
         raise Corrupt(
@@ -336,12 +511,14 @@ def _stem(archive: Archive) -> str:
             hint=None if stems else "It is a zip archive, but not one that torch.save wrote.",
         )
     stem = stems[0]
-    for member in archive.members:
-        folder, _, rest = member.name.partition("/")
-        if folder != stem:
-            raise Unsafe("lies outside the archive's one folder", where=f"{archive.path} ({member.name})")
-        if _is_torchscript(rest):
-            raise _torchscript_error(f"{archive.path} ({member.name})")
+    begin, storages = f"{stem}/", f"{stem}/data/"
+    for name in names:
+        if name.startswith(storages):
+            continue
+        if not name.startswith(begin) and name != stem:
+            raise Unsafe("lies outside the archive's one folder", where=f"{archive.path} ({name})")
+        if _is_torchscript(name[len(begin) :]):
+            raise _torchscript_error(f"{archive.path} ({name})")
     return stem
 
 

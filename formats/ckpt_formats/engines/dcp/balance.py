@@ -30,32 +30,50 @@ class RankGrid:
         return dp * self.tp + tp
 
 
-def blocks(shape: Shape, mesh: RankGrid, axis: int | None = None) -> Iterator[tuple[Box, Sequence[int]]]:
-    """The non-empty blocks of a tensor, each with the ranks that have it.
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The blocks of a tensor that the ranks of one column of a grid have: one each, from the first row on."""
 
-    `axis` is the axis that tensor parallelism splits; with None, all tensor-parallel ranks have the same blocks.
+    column: int | None
+    """The number of the column; None if all columns have the same blocks."""
+    whole: Box
+    """All of the blocks."""
+    length: int
+    """The length of each block along axis 0; the last one may be shorter."""
+    count: int
+    """The number of blocks. The rows after them have none."""
+    first: int
+    """The number of the first block among those of the tensor."""
+
+    def box(self, row: int) -> Box:
+        """The block of a row that has one."""
+        low, high = self.whole.start[0] + row * self.length, self.whole.stop[0]
+        return Box((low, *self.whole.start[1:]), (min(low + self.length, high), *self.whole.stop[1:]))
+
+
+def block_rows(shape: Shape, grid: RankGrid, axis: int | None = None) -> list[BlockRows]:
+    """The blocks of a tensor of this shape, by column of the grid. Columns without blocks are left out.
+
+    The tensor has elements and at least one axis. `axis` is the axis that tensor parallelism splits; with None, all
+    tensor-parallel ranks have the same blocks.
     """
-    if not shape:
-        yield Box((), ()), range(mesh.world)
-        return
-    full = Box.whole(shape)
-    columns_of_block = (
-        [(full, range(mesh.tp))]
-        if axis is None
-        else [(part, range(i, i + 1)) for i, part in _chunks(full, axis, mesh.tp)]
-    )
-    for block, columns in columns_of_block:
-        for row, part in _chunks(block, 0, mesh.dp):
-            yield part, [mesh.rank(row, column) for column in columns]
+    full, columns, first = Box.whole(shape), [], 0
+    wholes = [(None, full)] if axis is None else list(_chunks(full, axis, grid.tp))
+    for column, whole in wholes:
+        rows = whole.stop[0] - whole.start[0]
+        length = -(-rows // grid.dp)
+        columns.append(BlockRows(column, whole, length, -(-rows // length), first))
+        first += columns[-1].count
+    return columns
 
 
-def _chunks(block: Box, axis: int, count: int) -> Iterator[tuple[int, Box]]:
+def _chunks(block: Box, axis: int, count: int) -> Iterator[tuple[int | None, Box]]:
     """The parts into which torch.chunk splits a block, with their numbers; without the empty ones."""
     first, last = block.start[axis], block.stop[axis]
     length = -(-(last - first) // count)
     for i in range(count):
         low, high = first + i * length, min(first + (i + 1) * length, last)
-        if low < high and block.size:
+        if low < high:
             start, stop = list(block.start), list(block.stop)
             start[axis], stop[axis] = low, high
             yield i, Box(tuple(start), tuple(stop))

@@ -5,7 +5,7 @@ can be decoded only from its start: sequential reads decode it once. Memory is l
 the window size of the stream.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -80,7 +80,7 @@ class Frame:
         with self._lock:
             self._cursors = [*self._cursors[1 - _MAX_CURSORS :], cursor]
 
-    def check(self, seals: tuple[Seal, ...]) -> None:
+    def check(self, seals: Iterable[Seal]) -> None:
         """Compare the decoded bytes with their checksums. Raises `Corrupt`."""
         with Reader(check=False) as reader:
             for seal in seals:

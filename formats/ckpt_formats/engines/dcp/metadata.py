@@ -16,8 +16,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
-from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, load_pickle
+from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, StateForm, load_pickle
 from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
@@ -35,7 +36,15 @@ _CHUNK = RecordForm(MODULE, "ChunkStorageMetadata", (("offsets", "size"), ("size
 _INDEX = RecordForm(MODULE, "MetadataIndex", (("fqn", "text"), ("index", "int")), last=("offset", "size"))
 _PLACE = RecordForm(STORAGE_MODULE, "_StorageInfo", (("relative_path", "text"), ("offset", "int"), ("length", "int")))
 
-FORMS = (_CHUNK, _INDEX, _PLACE)
+_TENSOR = RecordForm(
+    MODULE,
+    "TensorStorageMetadata",
+    (("properties", StateForm(MODULE, "TensorProperties")), ("size", "size"), ("chunks", _CHUNK)),
+    alike=True,
+)
+"""A tensor in one block. Those of the same type and shape have the same opcodes."""
+
+FORMS = (_CHUNK, _INDEX, _PLACE, _TENSOR)
 """Records of which there are one or two for each block."""
 
 Steps = tuple[str | int, ...]
@@ -44,7 +53,8 @@ Key = tuple[str, Shape | None]
 """FQN and offsets of a block; None for objects that are no tensors."""
 
 
-# Not frozen, like storages of `torchfile`: there is one for each block, and frozen dataclasses take longer to make.
+# Neither `ItemRange` nor `StoredTensor` is frozen, like storages of `torchfile`: there is one for each block, and
+# frozen dataclasses take longer to make.
 @dataclass(slots=True)
 class ItemRange:
     """The place of one saved item: bytes `offset` to `offset + nbytes` of a file in the checkpoint's folder."""
@@ -56,7 +66,7 @@ class ItemRange:
     """Names of the stream's transformations, in the order in which a reader reverses them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredTensor:
     """A tensor: its non-empty blocks, each with its item, or None if no file contains it."""
 
@@ -87,6 +97,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 _VERSION = "1.0.0"
+_STEP_TYPES = frozenset((str, int))
 _MAX_CHECKED = 1 << 24
 _NAMES_SPLIT = (
     "the metadata do not state how the state dict was nested: its names are split after those of the model and the "
@@ -104,10 +115,16 @@ def _split_names(names: Sequence[str], tensors: Collection[str]) -> dict[str, St
     return {name: (head, rest) if head in heads and rest else (name,) for name, (head, _, rest) in parts.items()}
 
 
+_Blocks: TypeAlias = tuple[DType, Shape, list[tuple[Shape, Box | None]]]
+"""Type and shape of a tensor; of each block the offsets, and the box unless it is empty."""
+
+
 class _MetadataReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, str] = {}
+        self._checked: dict[int, _Blocks] = {}
+        """By the ids of entries."""
         self._unlisted: set[Key] = set()
         """Blocks and objects that have an item, but were not yet seen in the lists of tensors and objects."""
 
@@ -127,7 +144,7 @@ class _MetadataReader:
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, ItemRange] = {}
         for name, entry in entries.items():
-            kind = entry.cls.name if type(entry) is Record else ""
+            kind = entry.cls.name if type(entry) is Record else entry[0] if type(entry) is CompactRecord else ""
             if kind == "TensorStorageMetadata":
                 tensors[name] = self._tensor(name, entry, items)
             elif kind == "BytesStorageMetadata":
@@ -176,12 +193,32 @@ class _MetadataReader:
                 item.transforms = self._transforms(transforms)
         return items
 
-    def _tensor(self, name: str, entry: Record, items: Mapping[Key, ItemRange]) -> StoredTensor:
-        dtype = self._dtype(name, entry.get("properties"))
-        shape, chunks = entry.get("size"), entry.get("chunks")
-        if not _is_shape(shape) or type(chunks) is not list:
-            raise self._corrupt(f"tensor `{printable(name)}` has an impossible shape")
+    def _tensor(self, name: str, entry: Record | CompactRecord, items: Mapping[Key, ItemRange]) -> StoredTensor:
+        """A tensor. Compact records of tensors that are alike are one object, which is checked once."""
+        checked = self._checked.get(id(entry))
+        if checked is None:
+            checked = self._blocks(name, entry)
+            if type(entry) is CompactRecord:
+                self._checked[id(entry)] = checked
+        dtype, shape, boxes = checked
         blocks = []
+        for start, box in boxes:
+            key = name, start
+            self._unlisted.discard(key)
+            if box is not None:
+                blocks.append((box, items.get(key)))
+        return StoredTensor(dtype, shape, tuple(blocks))
+
+    def _blocks(self, name: str, entry: Record | CompactRecord) -> _Blocks:
+        if type(entry) is CompactRecord:
+            _, properties, shape, chunks = entry
+        else:
+            assert type(entry) is Record
+            properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
+        dtype = self._dtype(name, properties)
+        if not _is_shape(shape) or type(chunks) is not (tuple if type(entry) is CompactRecord else list):
+            raise self._corrupt(f"tensor `{printable(name)}` has an impossible shape")
+        boxes: list[tuple[Shape, Box | None]] = []
         for chunk in chunks:
             if type(chunk) is CompactRecord and chunk[0] == "ChunkStorageMetadata":
                 offsets, sizes = chunk[1], chunk[2]
@@ -192,10 +229,8 @@ class _MetadataReader:
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self._corrupt(f"a block of tensor `{printable(name)}` has {len(offsets)} axes, not {len(shape)}")
             start = tuple(offsets)
-            self._unlisted.discard((name, start))
-            if 0 not in sizes:
-                blocks.append((Box(start, tuple(map(add, start, sizes))), items.get((name, start))))
-        return StoredTensor(dtype, tuple(shape), tuple(blocks))
+            boxes.append((start, None if 0 in sizes else Box(start, tuple(map(add, start, sizes)))))
+        return dtype, tuple(shape), boxes
 
     def _dtype(self, name: str, properties: Value) -> DType:
         state = properties.state if type(properties) is Record else None
@@ -226,7 +261,7 @@ class _MetadataReader:
         paths = {}
         for name in names:
             path = planner_data.get(name)
-            if type(path) not in (tuple, list) or not path or not all(type(key) in (str, int) for key in path):
+            if type(path) not in (tuple, list) or not path or not _STEP_TYPES.issuperset(map(type, path)):
                 raise self._corrupt(f"`{printable(name)}` has an impossible path in the state dict")
             if ".".join(map(str, path)) != name:
                 raise self._corrupt(

@@ -31,7 +31,9 @@ def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path)
         *parents, last = paths[name]
         node: Value = root
         for step in parents:
-            node = node.setdefault(step, _Node())
+            if step not in node:
+                node[step] = _Node()
+            node = node[step]
             if type(node) is not _Node:
                 break
         if type(node) is not _Node or last in node or len(parents) > _MAX_DEPTH:
@@ -65,7 +67,7 @@ def flattened(tree: Mapping[str, Value]) -> Iterator[tuple[str, Steps, Value]]:
 def _plain(node: Value, where: Path) -> Value:
     if type(node) is not _Node:
         return node
-    plain = {step: _plain(value, where) for step, value in node.items()}
+    plain = {step: _plain(value, where) if type(value) is _Node else value for step, value in node.items()}
     kinds = set(map(type, plain))
     if kinds != {int}:
         if int in kinds:

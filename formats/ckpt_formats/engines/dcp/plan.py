@@ -1,16 +1,23 @@
-"""Decide into which file each item is written: one file for each rank that writes something."""
+"""Decide into which file each item is written: one file for each rank that writes something.
+
+A file is planned by the number of its rank. Its items are listed when it is written.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import Any, Literal
+
+import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.format import FilePlan
-from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.format import Counts, FileLayouts, FilePlan, TensorRanges
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp.balance import BytesPerRank, RankGrid, blocks
+from ckpt_formats.engines.dcp.balance import BlockRows, RankGrid, block_rows
 from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, block_of
 from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
 from ckpt_formats.engines.dcp.metadata import Steps
@@ -28,14 +35,17 @@ def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]
     keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
     pair = chosen == ACCELERATE or (chosen is None and source.origin.layout.get(PAIR) is True)
     tree = state_tree(source, keys, objects=True)
-    placement = _Placement(source, mesh_of(source, options), _rules(source, options))
+    grid, rules = mesh_of(source, options), _rules(source, options)
     if not pair:
-        return tuple(placement.parts("", tree))
+        return tuple(_Placement(source, grid, rules, "", tree).parts())
     optimizer = {key: value for key, value in tree.items() if key == keys.optimizer}
     rest = {key: value for key, value in tree.items() if key != keys.optimizer}
     trees = dict(zip(FOLDERS, (rest, optimizer), strict=True))
     return tuple(
-        part for folder, subtree in trees.items() if subtree for part in placement.parts(f"{folder}/", subtree)
+        part
+        for folder, subtree in trees.items()
+        if subtree
+        for part in _Placement(source, grid, rules, f"{folder}/", subtree).parts()
     )
 
 
@@ -51,54 +61,212 @@ def _rules(source: Checkpoint, options: RankOptions) -> tuple[Rule, ...]:
     return (*options.rules, *(rules_of(info, source.path) if isinstance(info, dict) and info else ()))
 
 
+Columns = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+
+
 @dataclass(frozen=True)
-class _Placement:
+class RankItems:
+    """The items of one rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor of the state dict."""
+
+    name: str
+    path: Steps
+    number: int
+    tensor: Tensor
+    owner: str | None
+    """The parameter to which it belongs."""
+
+    def block(self, chunk: int, box: Box) -> Entry:
+        return Entry(self.name, self.path, self.number, self.tensor, box, chunk)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Who writes what. Tensors that are sharded have one or more `BlockRows`, which are numbered in their order."""
+
+    nbytes: Counts
+    """Bytes of each rank's file: (dp, tp) int64."""
+    items: Counts
+    """Its number of items: (dp, tp) int64."""
+    wholes: Counts
+    """The rank that writes all of a tensor, or -1 if it is sharded: (tensors,) int64."""
+    rows: tuple[BlockRows, ...]
+    owners: Counts
+    """The number of the tensor: (block rows,) int64."""
+    counts: Counts
+    """The number of blocks: (block rows,) int64."""
+    columns: Counts
+    """The column that writes all of them, or -1 if each row has another one: (block rows,) int64."""
+    writers: Columns
+    """For those: the column that writes the block of each row, (dp, block rows where `columns` is -1)."""
+
+    def of_rank(self, row: int, column: int) -> tuple[Counts, Counts]:
+        """The numbers of the tensors that a rank writes: those that it writes whole; and the numbers of block rows."""
+        chosen = (self.counts > row) & ((self.columns == column) | (self.columns == -1))
+        chosen[self.columns == -1] &= self.writers[row] == column
+        return np.flatnonzero(self.wholes == row * self.nbytes.shape[1] + column), np.flatnonzero(chosen)
+
+
+@dataclass(frozen=True)
+class _Placement(FileLayouts):
+    """The files of one folder: of which items each rank writes, it keeps what does not follow from the shape."""
+
     source: Checkpoint
-    mesh: RankGrid
+    grid: RankGrid
     rules: tuple[Rule, ...]
+    prefix: str
+    tree: Mapping[str, Value]
 
-    def parts(self, prefix: str, tree: Mapping[str, Value]) -> Iterator[FilePlan]:
-        """The files of one folder. Objects are in the first rank's file, before its tensors, as PyTorch writes them."""
-        layouts, totals = EntryLayouts(), BytesPerRank(self.mesh.world)
-        entries: list[list[Entry]] = [[] for _ in range(self.mesh.world)]
-        sizes = [0] * self.mesh.world
-        for entry, holders in self._entries(tree):
-            size = layouts.of(entry).nbytes
-            rank = totals.give(holders, size)
-            entries[rank].append(entry)
-            sizes[rank] += size
-        for rank, of_rank in enumerate(entries):
-            if of_rank:
-                yield FilePlan(
-                    f"{prefix}__{rank}_0.distcp",
-                    self._parameters(of_rank),
-                    ItemsContent(tuple(of_rank)),
-                    sizes[rank],
-                    "data",
-                    {"rank": rank},
-                    tuple(block_of(entry) for entry in of_rank if entry.box is not None),
-                )
+    def parts(self) -> Iterator[FilePlan]:
+        """The files. Objects are in the first rank's file, before its tensors, as PyTorch writes them."""
+        for rank in np.flatnonzero(self._table.items).tolist():
+            name, size = f"{self.prefix}__{rank}_0.distcp", int(self._table.nbytes.flat[rank])
+            place = {"rank": rank} | ({"tp": rank % self.grid.tp} if self.grid.tp > 1 else {})
+            yield FilePlan(name, (), RankItems(rank), size, "data", place, (), self)
 
-    def _entries(self, tree: Mapping[str, Value]) -> Iterator[tuple[Entry, Sequence[int]]]:
-        """Every item, and the ranks that could write it."""
-        leaves = [(number, *leaf) for number, leaf in enumerate(flattened(tree))]
-        for number, name, path, value in leaves:
-            if not isinstance(value, Tensor):
-                yield Entry(name, path, number, value), (0,)
-        for number, name, path, value in leaves:
+    def lay_out(self, file: FilePlan) -> FilePlan:
+        assert isinstance(file.content, RankItems)
+        objects = self._objects if file.content.rank == 0 else ()
+        wholes, sharded = self._of_rank(file.content.rank)
+        entries = {i: self._leaves[i].block(0, Box.whole(self._tensors[i].shape)) for i in wholes.tolist()}
+        row = file.content.rank // self.grid.tp
+        for k in sharded.tolist():
+            rows, i = self._table.rows[k], int(self._table.owners[k])
+            entries[i] = self._leaves[i].block(rows.first + row, rows.box(row))
+        content = ItemsContent((*objects, *(entries[i] for i in sorted(entries))))
+        parameters = tuple(self.source.parameters[name] for name in self.names(file))
+        tensors = tuple(block_of(entry) for entry in content.entries[len(objects) :])
+        return FilePlan(file.file, parameters, content, file.size, file.role, file.rank, tensors)
+
+    def names(self, file: FilePlan) -> Sequence[str]:
+        assert isinstance(file.content, RankItems)
+        wholes, sharded = self._of_rank(file.content.rank)
+        numbers = np.sort(np.concatenate([wholes, self._table.owners[sharded]]))
+        key = numbers.tobytes()
+        if key not in self._names:
+            self._names.clear()
+            owners = (self._leaves[i].owner for i in numbers.tolist())
+            self._names[key] = list(dict.fromkeys(owner for owner in owners if owner is not None))
+        return self._names[key]
+
+    def ranges(self, file: FilePlan) -> Sequence[TensorRanges]:
+        assert isinstance(file.content, RankItems)
+        wholes, sharded = self._of_rank(file.content.rank)
+        row, (partial, starts, lengths, ends) = file.content.rank // self.grid.tp, self._rows_in_order
+        apart = sharded[~partial[sharded]]
+        sharded = sharded[partial[sharded]]
+        low, high = np.zeros((2, len(self._leaves)), np.int64)
+        low[self._table.owners[sharded]] = starts[sharded] + row * lengths[sharded]
+        high[self._table.owners[sharded]] = np.minimum(starts[sharded] + (row + 1) * lengths[sharded], ends[sharded])
+        others = [self._tensors[i] for i in wholes.tolist()]
+        for k in apart.tolist():
+            rows, leaf = self._table.rows[k], self._leaves[int(self._table.owners[k])]
+            others.append(block_of(leaf.block(rows.first + row, rows.box(row))))
+        return [TensorRanges(self._tensors, low, high), TensorRanges.whole(others)]
+
+    def _of_rank(self, rank: int) -> tuple[Counts, Counts]:
+        return self._table.of_rank(*divmod(rank, self.grid.tp))
+
+    @cached_property
+    def _rows_in_order(self) -> tuple[Counts, Counts, Counts, Counts]:
+        """Of all block rows: whether a block is a part of the tensor without holes between its elements; the first
+        element, the elements of a block, and the end of the last one: 4 times (block rows,).
+        """
+        found = []
+        for rows, owner in zip(self._table.rows, self._table.owners.tolist(), strict=True):
+            shape = self._tensors[owner].shape
+            size, block = prod(shape[1:]), rows.box(0).shape
+            start, stop = rows.whole.start[0] * size, rows.whole.stop[0] * size
+            found.append((rows.whole.shape[1:] == shape[1:] and block != shape, start, rows.length * size, stop))
+        partial, starts, lengths, ends = np.array(found, np.int64).reshape(-1, 4).T
+        return partial.astype(bool), starts, lengths, ends
+
+    @cached_property
+    def _names(self) -> dict[bytes, list[str]]:
+        """The names that were asked for last, by the numbers of tensors: neighbours have the same."""
+        return {}
+
+    @cached_property
+    def _table(self) -> _Table:
+        """Who writes each block: of the ranks that have it, the one with the fewest bytes so far."""
+        layouts = EntryLayouts()
+        nbytes, items = np.zeros((2, self.grid.dp, self.grid.tp), np.int64)
+        for entry in self._objects:
+            nbytes[0, 0] += layouts.of(entry).nbytes
+            items[0, 0] += 1
+        wholes = np.full(len(self._leaves), -1)
+        found: list[tuple[int, BlockRows, int]] = []
+        writers: list[Columns] = []
+        sizes: dict[object, list[tuple[BlockRows, Counts]]] = {}
+        for i, leaf in enumerate(self._leaves):
+            axis = self._axis(leaf)
+            if axis == "whole":
+                rank = wholes[i] = nbytes.argmin()
+                nbytes.flat[rank] += layouts.of(leaf.block(0, Box.whole(leaf.tensor.shape))).nbytes
+                items.flat[rank] += 1
+                continue
+            kind = leaf.tensor.shape, leaf.tensor.dtype, axis
+            if kind not in sizes:
+                rows_of = block_rows(leaf.tensor.shape, self.grid, axis)
+                sizes[kind] = [(rows, _sizes(layouts, leaf, rows)) for rows in rows_of]
+            for rows, of_rows in sizes[kind]:
+                column = rows.column or 0
+                if rows.column is not None or self.grid.tp == 1:
+                    nbytes[: rows.count, column] += of_rows
+                    items[: rows.count, column] += 1
+                else:
+                    columns, every = nbytes[: rows.count].argmin(axis=1), np.arange(rows.count)
+                    nbytes[every, columns] += of_rows
+                    items[every, columns] += 1
+                    writers.append(np.full(self.grid.dp, self.grid.tp, np.min_scalar_type(self.grid.tp)))
+                    writers[-1][: rows.count] = columns
+                    column = -1
+                found.append((i, rows, column))
+        return _Table(
+            nbytes,
+            items,
+            wholes,
+            tuple(rows for _, rows, _ in found),
+            np.array([i for i, _, _ in found], np.int64),
+            np.array([rows.count for _, rows, _ in found], np.int64),
+            np.array([column for _, _, column in found], np.int64),
+            np.stack(writers, 1) if writers else np.zeros((self.grid.dp, 0), np.uint8),
+        )
+
+    @cached_property
+    def _objects(self) -> tuple[Entry, ...]:
+        leaves = enumerate(flattened(self.tree))
+        return tuple(Entry(name, path, i, value) for i, (name, path, value) in leaves if not isinstance(value, Tensor))
+
+    @cached_property
+    def _leaves(self) -> tuple[_Leaf, ...]:
+        leaves = []
+        for number, (name, path, value) in enumerate(flattened(self.tree)):
             if isinstance(value, Tensor):
-                for chunk, (box, holders) in enumerate(self._blocks(path, value.shape)):
-                    yield Entry(name, path, number, value, box, chunk), holders
+                owner = self._owner(path)
+                leaves.append(_Leaf(name, path, number, value, None if owner is None else owner.name))
+        return tuple(leaves)
 
-    def _blocks(self, path: Steps, shape: Shape) -> Iterator[tuple[Box, Sequence[int]]]:
-        """The blocks of a tensor, and the ranks that have each. FSDP2 shards parameters; every rank has all buffers."""
-        owner = self._owner(path)
-        if owner is None or owner.role in ("buffer", "extra") or not prod(shape):
-            yield Box.whole(shape), range(self.mesh.world)
-            return
-        rule = next((rule for rule in self.rules if rule.matches(owner.name)), None) if self.mesh.tp > 1 else None
-        axis = rule.axis if rule is not None and rule.how == "sharded" and rule.axis < len(shape) else None
-        yield from blocks(shape, self.mesh, axis)
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return tuple(leaf.tensor for leaf in self._leaves)
+
+    def _axis(self, leaf: _Leaf) -> int | Literal["whole"] | None:
+        """The axis that tensor parallelism splits, None if there is none; or `whole` if one rank writes the tensor.
+
+        FSDP2 shards parameters; every rank has all buffers.
+        """
+        owner, shape = self.source.parameters.get(leaf.owner or ""), leaf.tensor.shape
+        if leaf.owner is None or owner is None or owner.role in ("buffer", "extra") or not prod(shape) or not shape:
+            return "whole"
+        rule = next((rule for rule in self.rules if rule.matches(owner.name)), None) if self.grid.tp > 1 else None
+        return rule.axis if rule is not None and rule.how == "sharded" and rule.axis < len(shape) else None
 
     def _owner(self, path: Steps) -> Parameter | None:
         """The parameter to which a tensor of the state dict belongs."""
@@ -112,6 +280,8 @@ class _Placement:
             name = name.rpartition(".")[0]
         return parameters.get(name)
 
-    def _parameters(self, entries: Sequence[Entry]) -> tuple[Parameter, ...]:
-        owners = (self._owner(entry.path) for entry in entries if entry.box is not None)
-        return tuple({owner.name: owner for owner in owners if owner is not None}.values())
+
+def _sizes(layouts: EntryLayouts, leaf: _Leaf, rows: BlockRows) -> Counts:
+    """The bytes of the items of each row: (rows,) int64. Raises `Unsupported` for types that PyTorch does not have."""
+    first, last = (layouts.of(leaf.block(0, rows.box(row))).nbytes for row in (0, rows.count - 1))
+    return np.where(np.arange(rows.count) < rows.count - 1, first, last)

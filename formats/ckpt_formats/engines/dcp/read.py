@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
@@ -178,9 +179,10 @@ def _tensor(
     blocks: list[ItemBlob],
 ) -> Tensor:
     """A tensor. Blocks that no file contains are left out; the tensor's `problems` report them."""
-    stored_blocks = [(box, ItemBlob(name, box, stored.dtype, item, items)) for box, item in saved if item is not None]
-    blocks += (block for _, block in stored_blocks)
-    return Tensor(stored.shape, stored.dtype, tuple(Fragment(box, block) for box, block in stored_blocks))
+    dtype = stored.dtype
+    fragments = [Fragment(box, ItemBlob(name, box, dtype, item, items)) for box, item in saved if item is not None]
+    blocks += [cast(ItemBlob, fragment.blob) for fragment in fragments]
+    return Tensor(stored.shape, dtype, tuple(fragments))
 
 
 def _objects(
@@ -227,9 +229,13 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
 
 def _check_serialization(folder: Path, metadata: Metadata) -> None:
     """Refuse checkpoints of `SerializationFormat.SAFETENSORS`: torch writes wrong offsets into their metadata."""
+    sizes: dict[int, int] = {}  # by the id of a box, which many tensors have in common
     for name, stored in metadata.tensors.items():
         for box, item in stored.blocks:
-            if item is not None and not item.transforms and item.nbytes == box.size * stored.dtype.itemsize:
+            size = sizes.get(id(box))
+            if size is None:
+                size = sizes[id(box)] = box.size
+            if item is not None and not item.transforms and item.nbytes == size * stored.dtype.itemsize:
                 raise Unsupported(
                     f"tensor `{printable(name)}` was saved with SerializationFormat.SAFETENSORS, for which torch "
                     "stores wrong offsets: nothing can read such items, not even torch",

@@ -27,7 +27,7 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file sequentially. The receipt contains the entries of its items for the metadata."""
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
-    content, layouts = part.content, EntryLayouts()
+    content, layouts = part.laid_out().content, EntryLayouts()
     assert isinstance(content, ItemsContent)
     entries = content.entries
     items, at = [], 0

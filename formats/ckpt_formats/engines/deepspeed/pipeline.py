@@ -7,6 +7,7 @@ unless it is only a function, such as a tied embedding that is used as the head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Unsupported
@@ -31,7 +32,15 @@ class Pipeline:
         key, layer, _ = split_name(name)
         if key is not None:
             return self.users.get(key, (0,))
-        return tuple(s for s, layers in enumerate(self.stages) if layer in layers)
+        return self._stages_by_layer.get(layer, ())
+
+    @cached_property
+    def _stages_by_layer(self) -> Mapping[int, tuple[int, ...]]:
+        by_layer: dict[int, tuple[int, ...]] = {}
+        for stage, layers in enumerate(self.stages):
+            for layer in dict.fromkeys(layers):
+                by_layer[layer] = (*by_layer.get(layer, ()), stage)
+        return by_layer
 
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers whose files contain the parameter of this name."""

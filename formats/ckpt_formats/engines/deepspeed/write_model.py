@@ -1,10 +1,10 @@
 """Build the model's files as trees of values: the inverse of `weights`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_formats.core.checkpoint import MODEL, Parameter
-from ckpt_formats.core.layout import split
+from ckpt_formats.core.layout import shard
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Size, StdDict, Value
 from ckpt_formats.engines.deepspeed.extras import BUFFERS
@@ -12,11 +12,11 @@ from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     RankShards,
+    SubGroup,
     ds_version,
     flat_order,
     slice_of,
     stage0_entry,
-    sub_groups,
 )
 from ckpt_formats.state_dicts.extras import tensors_for_names
 from ckpt_formats.state_dicts.universal_info import ORIGIN
@@ -25,22 +25,27 @@ _TP_SPECIFIC = ("affine_map", "sub_param_shard_widths")
 """Entries of the info that are valid only at the tensor-parallel degree of the source."""
 
 
-def shards_of_ranks(target: WriteLayout) -> list[dict[str, Parameter]]:
+def shards_of_ranks(target: WriteLayout) -> list[RankShards]:
     """The parameters of each tensor-parallel rank: each state is the rank's shard."""
-    ranks: list[dict[str, Parameter]] = [{} for _ in range(target.tp)]
+    return [shards_of_rank(target, rank) for rank in range(target.tp)]
+
+
+def shards_of_rank(target: WriteLayout, rank: int) -> dict[str, Parameter]:
+    """The parameters of one tensor-parallel rank. Raises `BadRules`, on every rank, if a tensor does not divide."""
+    shards: dict[str, Parameter] = {}
     for name, parameter in target.source.parameters.items():
         if parameter.role == "extra":
             continue
-        rule = target.rule(parameter)
-        for state, tensor in parameter.states.items():
-            if rule is None or tensor.shape != parameter.weight.shape:
-                shards = [tensor] * target.tp
-            else:
-                shards = split(name, tensor, rule, target.tp, target.padded_rows)
-            for rank, shard in enumerate(shards):
-                rank_parameter = ranks[rank].setdefault(name, replace(parameter, states={}))
-                ranks[rank][name] = replace(rank_parameter, states={**rank_parameter.states, state: shard})
-    return ranks
+        rule, shape = target.rule(parameter), parameter.weight.shape
+        if rule is None:
+            shards[name] = parameter
+            continue
+        states = {
+            state: shard(name, tensor, rule, target.tp, rank, target.padded_rows) if tensor.shape == shape else tensor
+            for state, tensor in parameter.states.items()
+        }
+        shards[name] = replace(parameter, states=states)
+    return shards
 
 
 def model_file(target: WriteLayout, shards: RankShards, rank: str) -> dict[str, Value]:
@@ -66,7 +71,9 @@ def model_file(target: WriteLayout, shards: RankShards, rank: str) -> dict[str, 
     }
 
 
-def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
+def model3_file(
+    target: WriteLayout, shards: RankShards, groups: Sequence[SubGroup], dp_rank: int, rank: str
+) -> dict[str, Value]:
     """The model file of one rank at stage 3: complete buffers, slices of frozen parameters, other tensors empty."""
     module = StdDict()
     empty = Tensor((0,), target.dtype, ())
@@ -74,13 +81,7 @@ def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
         module[name] = parameter.states[MODEL] if parameter.role == "buffer" else empty
     aliases = {alias: name for alias, name in target.source.aliases.items() if name in shards}
     module.update((alias, empty) for alias in aliases)
-    own = target.of_rank(rank).get(BUFFERS)
-    buffers = (
-        {str(name): tensors_for_names(value, target.source.parameters) for name, value in own.items()}
-        if isinstance(own, dict)
-        else {}
-    )
-    module.update({name: value for name, value in buffers.items() if name in module})
+    module.update({name: value for name, value in _own_buffers(target, rank).items() if name in module})
     module.update(_extra_states(target, rank))
     frozen = {name: p for name, p in shards.items() if p.role == "frozen"}
     slices = {n: slice_of(p.states[MODEL], chunk(p.weight.size, target.dp), dp_rank) for n, p in frozen.items()}
@@ -88,12 +89,24 @@ def model3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
         "module": module,
         "buffer_names": [name for name, p in shards.items() if p.role == "buffer"],
         "optimizer": None,
-        "param_shapes": [_shapes(shards, [p.name for p in members]) for _, members in sub_groups(target, shards)],
+        "param_shapes": [_shapes(shards, [p.name for p in group.members]) for group in groups],
         "frozen_param_shapes": _shapes(frozen, frozen),
         "shared_params": aliases if dp_rank == 0 else {},
         "frozen_param_fragments": _ordered(slices),
         **_other_items(target, rank),
     }
+
+
+def rank_items(target: WriteLayout, rank: str) -> dict[str, Value]:
+    """The items of a model file that depend on the rank's own items in the source."""
+    return {**_own_buffers(target, rank), **_extra_states(target, rank), **_other_items(target, rank)}
+
+
+def _own_buffers(target: WriteLayout, rank: str) -> dict[str, Value]:
+    """The buffers in which this rank of the source differs from the first one."""
+    own = target.of_rank(rank).get(BUFFERS)
+    items = own.items() if isinstance(own, dict) else ()
+    return {str(name): tensors_for_names(value, target.source.parameters) for name, value in items}
 
 
 def _extra_states(target: WriteLayout, rank: str) -> dict[str, Value]:

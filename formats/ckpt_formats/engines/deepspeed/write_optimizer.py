@@ -1,15 +1,20 @@
 """Build the optimizer's files as trees of values: the inverse of `zero12`, `zero3` and `stage0`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Literal
+
+import numpy as np
 
 from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import Counts
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob, from_fragments, read
+from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob, read
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk, parameter_offsets, round_robin
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
@@ -18,36 +23,84 @@ from ckpt_formats.state_dicts.extras import tensors_for_names
 RankShards = Mapping[str, Parameter]
 """The parameters of one tensor-parallel rank: each state is the rank's shard."""
 
+_FRAGMENT_ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def zero12_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
+@dataclass(frozen=True)
+class FlatGroup:
+    """A group of the optimizer at stages 1 and 2: what the files of all data-parallel ranks share."""
+
+    members: tuple[Parameter, ...]
+    """The parameters in the order of the flat buffer."""
+    sizes: Counts
+    """The number of elements of each parameter: (members,) int64."""
+    paddings: tuple[int, ...]
+    """The number of zero elements after each parameter."""
+    offsets: Counts
+    """The first element of each parameter in the flat buffer, and last its length: (members + 1,) int64."""
+    state: Mapping[str, Value]
+    """The optimizer's state of the first parameter."""
+    vectors: frozenset[str]
+    """The names of the states that have the shape of the parameter."""
+
+    def within(self, low: int, high: int) -> range:
+        """The parameters that may have an element from `low` to `high`, by number; of others, only empty ones."""
+        first = int(np.searchsorted(self.offsets[1:], low, "right"))
+        return range(first, max(first, int(np.searchsorted(self.offsets[:-1], high, "left"))))
+
+
+def flat_groups(target: WriteLayout, shards: RankShards) -> list[FlatGroup]:
+    """The groups at stages 1 and 2. Raises `Unsupported` if the parameters of one have different states."""
+    groups = []
+    for group in target.source.groups:
+        members = tuple(shards[name] for name in flat_order(target, group))
+        paddings = tuple(alignment(target, members))
+        offsets = np.array(parameter_offsets([p.weight.shape for p in members], paddings), np.int64)
+        sizes, state = np.array([p.weight.size for p in members], np.int64), state_of(members)
+        groups.append(FlatGroup(members, sizes, paddings, offsets, state, frozenset(vectors_of(members[0]))))
+    return groups
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """A sub-group of stage 3, which has one vector for each state."""
+
+    group: int
+    """The number of its group of the optimizer."""
+    members: tuple[Parameter, ...]
+    state: Mapping[str, Value]
+    """The optimizer's state of the first parameter."""
+    vectors: frozenset[str]
+    """The names of the states that have the shape of the parameter."""
+
+
+Ranges = Literal["values", "lengths"]
+"""Whether a file is laid out, or has only what differs between ranks in its size: its vectors have lengths alone."""
+
+
+def zero12_file(
+    target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int, rank: str, ranges: Ranges = "values"
+) -> dict[str, Value]:
     """The optimizer file of one rank at stages 1 and 2: its equal part of the flat buffer of every group."""
     stripped = not target.own_bf16  # only `BF16_Optimizer` saves masters with the padding at the end of the buffer
     state: dict[int, Value] = {}
     masters, paddings, mappings = [], [], []
-    alignments = []
-    for g, group in enumerate(target.source.groups):
-        names = flat_order(target, group)
-        members = [shards[name] for name in names]
-        aligned = alignment(target, members)
-        offsets = parameter_offsets([p.weight.shape for p in members], aligned)
-        total = offsets[-1]
+    for g, group in enumerate(groups):
+        total = int(group.offsets[-1])
         length = -(-total // (2 * target.dp)) * 2
         low, high = dp_rank * length, (dp_rank + 1) * length
         padding = length - min(max(total - low, 0), length)
-        end = high - padding if stripped else high
-        masters.append(_flat(members, MASTER, offsets, low, end))
-        complete = stripped and group.options.get("use_muon")
+        masters.append(_flat(group, MASTER, low, high - padding if stripped else high, ranges))
+        complete = stripped and target.source.groups[g].options.get("use_muon")
         # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
         gather = _complete_tensors if complete else _flat
         state[g] = {
-            name: gather(members, name, offsets, low, high) if name in vectors_of(members[0]) else value
-            for name, value in state_of(members).items()
+            name: gather(group, name, low, high, ranges) if name in group.vectors else value
+            for name, value in group.state.items()
         }
         paddings.append(padding if stripped else target.dp * length - total)
-        alignments.append(aligned)
-        mappings.append(_mapping(names, members, offsets, low, high))
+        mappings.append(_mapping(group, low, high))
     last = target.dp - 1
     common: dict[str, Value] = {
         "base_optimizer_state": {"state": state, "param_groups": param_groups(target.source.groups)},
@@ -60,24 +113,26 @@ def zero12_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str
     if target.own_bf16:
         return _file(target, {"clip_grad": clip_grad(target), **common}, rank)
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (target.stage,))
+    alignments = [list(group.paddings) if ranges == "values" else [] for group in groups]
     items = {**scaler_items(target), **common, "zero_stage": stage, "param_alignment_paddings": alignments}
     return _file(target, items, rank)
 
 
-def zero3_file(target: WriteLayout, shards: RankShards, dp_rank: int, rank: str) -> dict[str, Value]:
+def zero3_file(
+    target: WriteLayout, groups: Sequence[SubGroup], dp_rank: int, rank: str, ranges: Ranges = "values"
+) -> dict[str, Value]:
     """The optimizer file of one rank at stage 3: its slices of all parameters of a sub-group in one vector."""
     state: dict[int, Value] = {}
     masters: list[Tensor] = []
     options = param_groups(target.source.groups)
-    for group in options:
-        group["params"] = []
-    for g, members in sub_groups(target, shards):
-        s = len(masters)
-        options[g]["params"].append(s)
-        masters.append(_slices(members, MASTER, target.dp, dp_rank))
+    for one in options:
+        one["params"] = []
+    for s, group in enumerate(groups):
+        options[group.group]["params"].append(s)
+        masters.append(_slices(group.members, MASTER, target.dp, dp_rank, ranges))
         state[s] = {
-            name: _slices(members, name, target.dp, dp_rank) if name in vectors_of(members[0]) else value
-            for name, value in state_of(members).items()
+            name: _slices(group.members, name, target.dp, dp_rank, ranges) if name in group.vectors else value
+            for name, value in group.state.items()
         }
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,))
     items = {key: value for key, value in scaler_items(target).items() if key != "clip_grad"}
@@ -106,9 +161,9 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
         members = [shards[name] for name in group.names]
         if fused:
             offsets = parameter_offsets([p.weight.shape for p in members])
-            flats.append(_flat(members, MASTER, offsets, 0, offsets[-1]))
+            flats.append(_concatenated(members, MASTER, offsets))
             state[g] = {
-                name: _flat(members, name, offsets, 0, offsets[-1]) if name in vectors_of(members[0]) else value
+                name: _concatenated(members, name, offsets) if name in vectors_of(members[0]) else value
                 for name, value in state_of(members).items()
             }
             continue
@@ -130,8 +185,8 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
     )
 
 
-def sub_groups(target: WriteLayout, shards: RankShards) -> list[tuple[int, list[Parameter]]]:
-    """The sub-groups of stage 3 as (number of the group, parameters).
+def sub_groups(target: WriteLayout, shards: RankShards) -> list[SubGroup]:
+    """The sub-groups of stage 3. Raises `Unsupported` if the parameters of one have different states.
 
     A sub-group ends as soon as the slices of one rank reach `sub_group_size` elements.
     """
@@ -141,16 +196,17 @@ def sub_groups(target: WriteLayout, shards: RankShards) -> list[tuple[int, list[
         members = [shards[name] for name in group.names]
         sizes = [chunk(p.weight.size, target.dp) for p in members]
         limit = configured if isinstance(configured, (int, float)) else 10**9
+        total = sum(sizes)
         elements, current = 0, list[Parameter]()
         for one, size in zip(members, sizes, strict=True):
             current.append(one)
             elements += size
-            if elements >= limit and limit < sum(sizes):
+            if elements >= limit and limit < total:
                 closed.append((g, current))
                 elements, current = 0, []
         if current:
             closed.append((g, current))
-    return closed
+    return [SubGroup(g, tuple(members), state_of(members), frozenset(vectors_of(members[0]))) for g, members in closed]
 
 
 def flat_order(target: WriteLayout, group: Group) -> list[str]:
@@ -197,6 +253,11 @@ def with_source_items(target: WriteLayout, items: dict[str, Value], rank: str) -
         if key not in known
     }
     return {**items, **remaining}
+
+
+def rank_items(target: WriteLayout, rank: str) -> dict[str, Value]:
+    """The items of an optimizer file at stage 3 that depend on the rank's own items in the source."""
+    return with_source_items(target, {}, rank)
 
 
 def _file(target: WriteLayout, items: dict[str, Value], rank: str) -> dict[str, Value]:
@@ -249,43 +310,64 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
     return {**unshare_states({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
-def _flat(members: Sequence[Parameter], state: str, offsets: Sequence[int], low: int, high: int) -> Tensor:
+def _flat(group: FlatGroup, state: str, low: int, high: int, ranges: Ranges) -> Tensor:
     """Elements `low` to `high` of the group's flat buffer, (high - low,), with zeros between parameters."""
+    dtype = group.members[0].states[state].dtype
+    if ranges == "lengths":
+        return Tensor((max(high - low, 0),), dtype, ())
     spans: list[tuple[int, int, Tensor]] = []
-    for one, offset in zip(members, offsets, strict=False):
-        tensor = one.states[state]
+    for i in group.within(low, high):
+        tensor, offset = group.members[i].states[state], int(group.offsets[i])
         spans.append((offset, offset + tensor.size, tensor))
-    return _vector(spans, low, high, members[0].states[state].dtype)
+    return _vector(spans, low, high, dtype)
 
 
-def _complete_tensors(members: Sequence[Parameter], state: str, offsets: Sequence[int], low: int, high: int) -> Tensor:
+def _complete_tensors(group: FlatGroup, state: str, low: int, high: int, ranges: Ranges) -> Tensor:
     """One vector of all parameters that have an element between `low` and `high`, each of them complete."""
     spans: list[tuple[int, int, Tensor]] = []
     at = 0
-    for one, offset in zip(members, offsets, strict=False):
-        tensor = one.states[state]
+    for i in group.within(low, high):
+        tensor, offset = group.members[i].states[state], int(group.offsets[i])
         if offset < high and low < offset + tensor.size:
             spans.append((at, at + tensor.size, tensor))
             at += tensor.size
-    return _vector(spans, 0, at, members[0].states[state].dtype)
+    dtype = group.members[0].states[state].dtype
+    return Tensor((at,), dtype, ()) if ranges == "lengths" else _vector(spans, 0, at, dtype)
 
 
-def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int) -> Tensor:
+def _concatenated(members: Sequence[Parameter], state: str, offsets: Sequence[int]) -> Tensor:
+    """One vector of all parameters."""
+    tensors = [one.states[state] for one in members]
+    spans = [(offset, offset + tensor.size, tensor) for tensor, offset in zip(tensors, offsets, strict=False)]
+    return _vector(spans, 0, offsets[-1], tensors[0].dtype)
+
+
+def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int, ranges: Ranges) -> Tensor:
     """One vector of this rank's slices of all parameters of a sub-group, each as long as on all other ranks."""
-    fragments, at = [], 0
-    dtype = members[0].states[state].dtype
+    fragments: list[Fragment] = []
+    at, dtype = 0, members[0].states[state].dtype
     for one in members:
         tensor = one.states[state]
         size = chunk(prod(tensor.shape), dp)
-        part = slice_of(tensor, size, rank)
-        fragments += [Fragment(f.box.shift((at,)), f.blob) for f in part.fragments]
+        if ranges == "values":
+            _add_range(fragments, tensor, rank * size, (rank + 1) * size, at)
         at += size
-    return from_fragments((at,), fragments, dtype)
+    return Tensor((at,), dtype, tuple(fragments))
 
 
 def slice_of(tensor: Tensor, size: int, rank: int) -> Tensor:
     """A rank's slice of a tensor at stage 3, (size,), padded with zeros."""
     return _vector([(0, tensor.size, tensor)], rank * size, (rank + 1) * size, tensor.dtype)
+
+
+def _add_range(fragments: list[Fragment], tensor: Tensor, low: int, high: int, at: int) -> None:
+    """Add elements `low` to `high` of a flattened tensor at element `at` of a vector, with zeros behind its end."""
+    middle = max(low, min(high, tensor.size))
+    end = at + middle - low
+    if low < middle:
+        fragments.append(Fragment(Box((at,), (end,)), FlatRangeBlob(tensor, low, middle)))
+    if middle < high:
+        fragments.append(Fragment(Box((end,), (at + high - low,)), ZeroBlob((high - middle,), tensor.dtype)))
 
 
 def _vector(spans: Sequence[tuple[int, int, Tensor]], low: int, high: int, dtype: DType) -> Tensor:
@@ -307,15 +389,14 @@ def _vector(spans: Sequence[tuple[int, int, Tensor]], low: int, high: int, dtype
     return Tensor((max(high - low, 0),), dtype, tuple(fragments))
 
 
-def _mapping(
-    names: Sequence[str], members: Sequence[Parameter], offsets: Sequence[int], low: int, high: int
-) -> StdDict:
+def _mapping(group: FlatGroup, low: int, high: int) -> StdDict:
+    """Where each parameter with elements from `low` to `high` is in the rank's vector: (start, length) by name."""
     mapping = StdDict()
-    address = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-    for name, one, offset in zip(names, members, offsets, strict=False):
+    for i in group.within(low, high):
+        one, offset = group.members[i], int(group.offsets[i])
         a, b = max(offset, low), min(offset + one.weight.size, high)
         if a < b:
-            mapping[name] = Record(address, (b - a, a - low), new=True)
+            mapping[one.name] = Record(_FRAGMENT_ADDRESS, (b - a, a - low), new=True)
     return mapping
 
 

@@ -17,6 +17,7 @@ from ckpt_formats.engines.fsdp_ranks.lookups import class_of, parts, subclass
 
 _SHARDED = ("DTensor", "ShardedTensor")
 _NUMBER = re.compile(r"(?<=rank)([_-]?)(\d{1,6})(?!.*rank[_-]?\d)", re.IGNORECASE)
+_PLAIN = frozenset((TensorRef, bool, int, float, str, bytes, type(None)))
 _MAX_DEPTH = 40
 _MAX_NAMED = 3
 
@@ -71,7 +72,8 @@ def _sharded_tensors(root: Mapping[str, Value]) -> Iterator[tuple[str, Record]]:
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += reversed([(f"{name}.{key}" if name else str(key), item) for key, item in items])
+            inner = [(key, item) for key, item in items if type(item) not in _PLAIN]
+            waiting += reversed([(f"{name}.{key}" if name else str(key), item) for key, item in inner])
 
 
 def _flat_names(root: Mapping[str, Value]) -> Iterator[str]:

@@ -28,7 +28,7 @@ class ModelFiles:
     aliases: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[SourceFile, ...] = ()
-    seals: tuple[Seal, ...] = ()
+    seals: Sequence[Seal] = ()
     notices: tuple[Notice, ...] = ()
 
 

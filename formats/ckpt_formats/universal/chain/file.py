@@ -30,7 +30,10 @@ FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
 """The name of a member's folder: its step, and a number if it was written again."""
 SEGMENT_FOLDER = re.compile(r"gradients-\d{10,20}(\.\d{1,6})?")
 """The name of a segment's folder: the step where it begins, and a number if that name existed already."""
+TIP_FOLDER = re.compile(r"tip-\d{10,20}")
+"""The name of the folder of a tip: the step of its state."""
 _MAX_BYTES = 1 << 28
+_MAX_PATH = 4096
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
 
@@ -76,11 +79,41 @@ class LoggedSteps:
 
 
 @dataclass(frozen=True)
+class AppendedFrom:
+    """The checkpoint that the last member was appended from."""
+
+    content: str
+    """The content id of that member."""
+    path: str
+    """Relative to the folder of the chain."""
+
+
+@dataclass(frozen=True)
+class Tip:
+    """The last member's state, stored once more without a parent: so it can be read alone."""
+
+    folder: str
+    content: str
+    """The content id of that member."""
+    stored_nbytes: int
+    """The bytes of all files."""
+
+
+@dataclass(frozen=True)
 class ChainIndex:
     """All of `chain.json`."""
 
     members: tuple[Member, ...]
     segments: tuple[LoggedSteps, ...] = ()
+    appended_from: AppendedFrom | None = None
+    """Where the last member's values can be read without a replay, as long as they are there; None: not known."""
+    tip: Tip | None = None
+
+    def with_members(self, members: tuple[Member, ...], segments: tuple[LoggedSteps, ...]) -> "ChainIndex":
+        """Other members and segments. What is known of the last member stays if it has the same content."""
+        if not members or not self.members or members[-1].content != self.members[-1].content:
+            return ChainIndex(members, segments)
+        return ChainIndex(members, segments, self.appended_from, self.tip)
 
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members from its base to the one at this step. Empty if there is no such step."""
@@ -110,7 +143,9 @@ def dump(chain: ChainIndex) -> bytes:
     ]
     fields = {"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY}
     segments = {"segments": [asdict(segment) for segment in chain.segments]} if chain.segments else {}
-    return sealed_json.dump({**fields, "members": members, **segments})
+    source = {} if chain.appended_from is None else {"appended_from": asdict(chain.appended_from)}
+    tip = {} if chain.tip is None else {"tip": asdict(chain.tip)}
+    return sealed_json.dump({**fields, "members": members, **segments, **source, **tip})
 
 
 def load(path: Path) -> ChainIndex:
@@ -140,7 +175,7 @@ def load(path: Path) -> ChainIndex:
         fits = member.parent == (None if member.kind == "base" else before.content)
         check.true(fits, f"members: the parent of {member.folder} is not {before.folder}")
     _check_segments(members, segments, check)
-    return ChainIndex(members, segments)
+    return ChainIndex(members, segments, _appended_from(fields, check), _tip(fields, check))
 
 
 def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ...], check: FieldReader) -> None:
@@ -153,6 +188,26 @@ def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ..
         at_first = segment.parent is None or contents.get(segment.first) == segment.parent
         check.true(at_first, f"segments: {segment.folder} does not begin at a member")
         check.true(segment.step is None or segment.first <= segment.step, f"segments: {segment.folder} ends too early")
+
+
+def _appended_from(fields: Any, check: FieldReader) -> AppendedFrom | None:
+    if fields.get("appended_from") is None:
+        return None
+    source = check.mapping(fields, "appended_from")
+    content, path = check.text(source, "content"), check.text(source, "path")
+    check.true(_CONTENT.fullmatch(content) is not None, "appended_from: a content id")
+    check.true(0 < len(path) <= _MAX_PATH and "\0" not in path, f"appended_from: path {path!r:.100}")
+    return AppendedFrom(content, path)
+
+
+def _tip(fields: Any, check: FieldReader) -> Tip | None:
+    if fields.get("tip") is None:
+        return None
+    tip = check.mapping(fields, "tip")
+    folder, content = check.text(tip, "folder"), check.text(tip, "content")
+    check.true(TIP_FOLDER.fullmatch(folder) is not None, f"tip: folder {folder!r:.100}")
+    check.true(_CONTENT.fullmatch(content) is not None, "tip: a content id")
+    return Tip(folder, content, check.natural(tip, "stored_nbytes"))
 
 
 def _segment(row: Any, check: FieldReader) -> LoggedSteps:

@@ -16,7 +16,10 @@ from ckpt_formats.universal.chain.file import ChainIndex
 
 LOCK = "chain.lock"
 _DRAFT = f"{index.NAME}.tmp"
-_STAGED = re.compile(rf"\.({index.FOLDER.pattern}){re.escape(PARTIAL)}")
+REPLAYED = ".replayed{}.tmp"
+"""Where `compact` keeps the values of states that it replayed, while it runs."""
+_REPLAYED = re.compile(r"\.replayed\d{1,6}\.tmp")
+_STAGED = re.compile(rf"\.({index.FOLDER.pattern}|{index.TIP_FOLDER.pattern}){re.escape(PARTIAL)}")
 
 
 @contextmanager
@@ -66,13 +69,14 @@ def leftovers(run: Path, chain: ChainIndex | None, resumed: str | None = None) -
     """
     named = {resumed and f".{resumed}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
     named |= {one.folder for one in (chain.segments if chain else ())}
+    named |= {chain.tip.folder} if chain and chain.tip else set()
     entries = (entry for entry in sorted(run.iterdir()) if _is_of_chain(entry.name) and entry.name not in named)
     return [entry for entry in entries if not is_growing(entry)]
 
 
 def _is_of_chain(name: str) -> bool:
     """Whether a file of this name may be part of a chain, or a leftover of one."""
-    patterns = (index.FOLDER, index.SEGMENT_FOLDER, _STAGED)
+    patterns = (index.FOLDER, index.SEGMENT_FOLDER, index.TIP_FOLDER, _STAGED, _REPLAYED)
     return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
 
 

@@ -1,13 +1,18 @@
 """Open the stored states of a chain as checkpoints."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
 from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.identity import Identities, Identity, recording
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.format import read_lineage
+from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, lineage_of_parent
 
 
 def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
@@ -37,6 +42,47 @@ def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     except CkptError as error:
         add_hint(run, chain, member, error)
         raise
+
+
+@dataclass(frozen=True)
+class OpenedMembers:
+    """The members of a chain, the last first. Each manifest was loaded once, and ancestors are shared."""
+
+    states: Mapping[str, Checkpoint | CkptError]
+    """By folder: the checkpoint, or why it cannot be opened."""
+    identities: Identities
+    """Those of all files, when they were first opened."""
+
+    def open(self, member: Member) -> Checkpoint:
+        """The checkpoint of a member. Raises as `open_member`, without a hint."""
+        state = self.states[member.folder]
+        if isinstance(state, CkptError):
+            raise state
+        return state
+
+
+def open_members(run: Path, chain: ChainIndex) -> OpenedMembers:
+    """Open all members of a chain."""
+    loaded, states = Loaded(), dict[str, Checkpoint | CkptError]()
+    ancestors: tuple[Ancestor, ...] = ()
+    with recording() as identities:
+        for member in reversed(chain.members):
+            folder = run / member.folder
+            try:
+                _check_place(run, member, loaded)
+                known = lineage_of_parent(ancestors)
+                is_parent = known is not None and known[-1].folder == folder
+                ancestors = known if known is not None and is_parent else lineage(folder, loaded)
+                checkpoint = read_lineage(ancestors, loaded)
+            except CkptError as error:
+                states[member.folder], ancestors = error, ()
+                continue
+            for file in checkpoint.files:
+                if file.path not in identities:
+                    with suppress(OSError):  # a missing file is reported when it is read
+                        identities[file.path] = Identity.of(file.path.stat())
+            states[member.folder] = replace(checkpoint, identities=identities)
+    return OpenedMembers(states, identities)
 
 
 def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> None:
@@ -69,16 +115,21 @@ def _opens(run: Path, member: Member) -> bool:
 
 
 def _open(run: Path, member: Member) -> Checkpoint:
+    _check_place(run, member, Loaded())
+    return identified(lambda: Universal().read(run / member.folder, ReadOptions()))
+
+
+def _check_place(run: Path, member: Member, loaded: Loaded) -> None:
+    """Raise `Incomplete` if the folder of a member is missing, `Corrupt` if another checkpoint is in its place."""
     folder = run / member.folder
     if not folder.is_dir():
         raise Incomplete(f"the folder of step {member.step} is missing", where=folder)
-    content = manifest.load(folder / manifest.NAME).content
+    content = loaded.manifest(folder / manifest.NAME).content
     if content != member.content:
         raise Corrupt(
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
-    return identified(lambda: Universal().read(folder, ReadOptions()))
 
 
 def _is_inside(where: str, folder: Path) -> bool:

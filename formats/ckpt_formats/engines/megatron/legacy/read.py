@@ -112,7 +112,7 @@ def _rank_state(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk
             key = (number, local)
             states = {MODEL: local_tensor, **optimized.states.get(key, {})}
             for state, tensor in states.items():
-                for name, part in naming.tensors(local, tensor):
+                for name, part in naming.tensors(local, tensor, is_weight=state == MODEL):
                     copy = copies.setdefault(name, LocalCopy({}, dict(optimized.values.get(key, {}))))
                     if copy.states.setdefault(state, part) is not part:
                         raise Corrupt(f"the rank has `{name}` twice", where=file.model.path)

@@ -55,9 +55,7 @@ def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Para
 
 def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tensor:
     """One full state from its shards. Without a rule, each rank has the full state."""
-    if rule is None:
-        return shards[0] if len(shards) == 1 else merge(name, shards, Rule(".*", "replicated"))
-    return merge(name, shards, rule)
+    return merge(name, shards, rule or Rule(".*", "replicated"))
 
 
 def require_copies(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:

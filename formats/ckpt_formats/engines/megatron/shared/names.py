@@ -99,8 +99,10 @@ class Naming:
             return f"{match[1]}.local_experts.{expert}.{match[2]}.{match[3]}"
         return name
 
-    def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, name: str, tensor: Tensor, *, is_weight: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the full model that a chunk's tensor contains: several if it has several experts.
+
+        An optimizer state that is a single number, such as the step, is that of each expert.
 
         Raises: Corrupt if the shape does not fit the number of experts, Unsupported if it is not contiguous.
         """
@@ -108,6 +110,12 @@ class Naming:
         match = _JOINED.fullmatch(name)
         if match is None:
             yield name, tensor
+            return
+        names = [
+            f"{match[1]}.local_experts.{self.first_expert + i}.linear_fc{match[2]}.weight" for i in range(self.experts)
+        ]
+        if tensor.shape == () and not is_weight:
+            yield from ((expert, tensor) for expert in names)
             return
         if len(tensor.shape) != 2 or not self.experts:
             raise Corrupt(f"`{name}` of shape {list(tensor.shape)} does not contain {self.experts} experts")
@@ -119,9 +127,7 @@ class Naming:
         if each * self.experts != total:
             raise Corrupt(f"`{name}` of shape {list(tensor.shape)} is not divisible by {self.experts} experts")
         flat = reshaped(_flat(tensor), 0, shape)
-        for i in range(self.experts):
-            expert = f"{match[1]}.local_experts.{self.first_expert + i}.linear_fc{match[2]}.weight"
-            yield expert, transposed(unstacked(flat, i))
+        yield from ((expert, transposed(unstacked(flat, i))) for i, expert in enumerate(names))
 
 
 def unstack(name: str) -> tuple[str, bool]:

@@ -16,7 +16,7 @@ from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
-from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, expert_of, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.options import LayoutOptions
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
@@ -73,6 +73,7 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
             hint="Only checkpoints of Megatron, and models with a table of names, can be written for it.",
         )
     args = Arguments(record, source.path)
+    _check_experts(source, args)
     parallel = _parallel(source, args, options)
     stages = _stages(source, args, parallel, options)
     layout = layout_of(source, options.rules)
@@ -89,6 +90,19 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     return WriteLayout(
         source, with_parallel(args, parallel, stages, changed), parallel, stages, layout, rows, distributed
     )
+
+
+def _check_experts(source: Checkpoint, args: Arguments) -> None:
+    """Raise `Unsupported` if the model has more experts than its arguments state: no rank would hold them."""
+    stated = args.number("num_experts", default=0)
+    for name, parameter in source.parameters.items():
+        number = expert_of(name) if parameter.role != "extra" else None
+        if number is not None and number >= stated:
+            raise Unsupported(
+                f"`{printable(name)}` is of an expert that the arguments do not have: they state {stated} experts",
+                where=source.path,
+                hint="The arguments (`num_experts`) contradict the tensors: those of another run, perhaps.",
+            )
 
 
 def _parallel(source: Checkpoint, args: Arguments, degrees: LayoutOptions) -> Parallel:

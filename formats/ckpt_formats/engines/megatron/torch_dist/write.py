@@ -7,14 +7,14 @@ this form `fully_reshardable`. Megatron's own error in saving it (see `master_ch
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.files import write_sealed
-from ckpt_formats.core.format import FilePlan, Plan, Receipt
+from ckpt_formats.core.format import FileLayouts, FilePlan, Plan, Receipt, TensorRanges
 from ckpt_formats.core.notices import Notice, unsure
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -51,13 +51,13 @@ def plan(target: WriteLayout) -> Plan:
     optimizer, items, keys = optimizer_of(target, frozen=True), RankExtras(target), Keys(target)
     if optimizer is not None:
         _check_states(optimizer)
-    folder = folder_of(target.source.origin.step)
+    folder, layouts = folder_of(target.source.origin.step), EntryLayouts()
     common = tree_part(f"{folder}/common.pt", CommonState(target, keys, items, optimizer).tree(), (), "common")
     backends = json.dumps(_BACKENDS).encode()
     files = (
         common,
         FilePlan(f"{folder}/metadata.json", (), backends, len(backends), "metadata"),
-        *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, EntryLayouts())),
+        *(part for one in _by_rank(target, keys, items, optimizer) for part in one.parts(folder, layouts)),
     )
     return Plan(files, tuple(map(Notice, _losses(target))), unsure(_remarks(target, items, optimizer)))
 
@@ -78,6 +78,22 @@ def write_index(folder: Path, receipts: Sequence[Receipt]) -> None:
     write_metadata(folder, [receipt for receipt in receipts if "items" in receipt.entry], named=False)
 
 
+@dataclass(frozen=True)
+class _Blocks(FileLayouts):
+    """The tensors of a file follow from its entries: they are made when somebody asks for them."""
+
+    def lay_out(self, file: FilePlan) -> FilePlan:
+        assert isinstance(file.content, ItemsContent)
+        tensors = tuple(block_of(entry) for entry in file.content.entries if entry.box is not None)
+        return replace(file, tensors=tensors, layouts=None)
+
+    def names(self, file: FilePlan) -> Sequence[str]:
+        return [parameter.name for parameter in file.parameters]
+
+    def ranges(self, file: FilePlan) -> Sequence[TensorRanges]:
+        return self.lay_out(file).ranges()
+
+
 @dataclass
 class _RankFiles:
     """The entries that one rank writes."""
@@ -94,6 +110,7 @@ class _RankFiles:
         for entry, parameter in self.entries:
             by_file[loads.give(range(_FILES_PER_RANK), layouts.of(entry).nbytes)].append((entry, parameter))
         rank = {"rank": self.number, "tp": self.place.tp, "pp": self.place.pp}
+        blocks = _Blocks()
         for k, pairs in enumerate(by_file):
             if pairs:
                 yield FilePlan(
@@ -103,7 +120,7 @@ class _RankFiles:
                     loads.nbytes[k],
                     "data",
                     rank,
-                    tuple(block_of(entry) for entry, _ in pairs if entry.box is not None),
+                    layouts=blocks,
                 )
 
 

@@ -1,0 +1,269 @@
+"""All goals of speed in one run: `python benchmarks/goals.py --rounds 5`, on a quiet machine.
+
+Each line is a command of ours, what it is held against (in the same rounds, in turn), and its goal. All programs read
+through a warm page cache; outputs are removed, and what the last program left is flushed, outside the timed part.
+Figures are medians of user + system seconds and of wall seconds of whole commands, start included. Sources:
+
+    start     a sample, and a chain of two of its states
+    convert   a Llama with Adam's states in the format of each engine, --gigabytes each (`resharding.py`)
+    reshard   ZeRO to four tensor-parallel ranks, --reshard-gigabytes
+    compress  a state of real training: `trajectory.py` makes it, or --state FILE
+    many      20,000 parameters, 80,000 tensors, from `torch.save` (`many_tensors.py`)
+    chain     the trained state, moved a little at each step, 5 and 30 members
+    plan      ZeRO-3 of 10,240 parameters for 1,024 ranks (`planning.py`)
+
+`--only compress` runs one section. Nothing is asserted: misses are printed as such, and written down in docs/log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import compress
+import many_tensors
+from measure import Run, in_turn, measure, medians, size, warm
+from resharding import INSTALLED
+from states import default_folder, state_path
+
+HERE = Path(__file__).resolve().parent
+SAMPLE = next((HERE.parent / "sample_checkpoints").glob("deepspeed-*-zero1-bf16-dp2"))
+CKPT = (sys.executable, "-m", "ckpt_cli")
+FORMATS = ("deepspeed", "megatron-legacy", "megatron", "dcp", "hf", "torch", "universal")
+SECTIONS = ("start", "convert", "reshard", "compress", "many", "chain", "plan")
+_COPY = 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +'
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a command may take."""
+
+    name: str
+    command: tuple[str, ...]
+    text: str
+    """The goal, in words."""
+    limit: Callable[[Mapping[str, Run]], float]
+    """The most wall seconds, given the medians of all programs of the section."""
+    cpu: Callable[[Mapping[str, Run]], float] = field(default=lambda runs: float("inf"))
+    """The most CPU seconds."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Programs that are run in turn, and the goals of some of them."""
+
+    goals: tuple[Goal, ...]
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the goals are held against, by name."""
+
+
+def ckpt(*arguments: object) -> tuple[str, ...]:
+    return (*CKPT, *map(str, arguments))
+
+
+def seconds(limit: float) -> Callable[[Mapping[str, Run]], float]:
+    return lambda runs: limit
+
+
+def times(factor: float, other: str, more: float = 0.0) -> Callable[[Mapping[str, Run]], float]:
+    return lambda runs: factor * runs[other].wall + more
+
+
+def copy(source: Path, out: Path, flushed: bool = True) -> tuple[str, ...]:
+    return ("bash", "-c", _COPY, "-", str(source), str(out)) if flushed else ("cp", "-r", str(source), str(out))
+
+
+def start(made: Path, out: Path) -> Iterator[Section]:
+    chain = made / "start.chain"
+    for step in (1, 2):
+        measure(ckpt("append", chain, SAMPLE, "--step", step))
+    measure(ckpt("convert", SAMPLE, made / "tiny"))
+    yield Section(
+        (
+            Goal("--help", ckpt("--help"), "0.1 s", seconds(0.1)),
+            Goal("inspect, tiny", ckpt("inspect", made / "tiny"), "0.25 s", seconds(0.25)),
+            Goal("log", ckpt("log", chain), "0.25 s", seconds(0.25)),
+        )
+    )
+
+
+def convert(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
+    for form in FORMATS:
+        source = _written(made, form, gigabytes)
+        name, copied = f"convert {form} to universal", f"cp + fsync, {form}"
+        goal = Goal(name, ckpt("convert", source, out), "1.2 x cp + fsync + 0.3 s", times(1.2, copied, 0.3))
+        yield Section((goal,), {copied: copy(source, out)})
+        _remove(source)
+
+
+def reshard(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
+    source, rules = _written(made, "deepspeed", gigabytes), made / "rules.toml"
+    from resharding import RULES
+
+    rules.write_text(RULES)
+    command = ckpt("convert", source, out, "--to", "deepspeed", "--tp", 4, "--dp", 1, "--rules", rules)
+    goal = Goal("zero to tp 4", command, "1.5 x cp", times(1.5, "cp"))
+    yield Section((goal,), {"cp": copy(source, out, flushed=False), "cp + fsync": copy(source, out)})
+    _remove(source)
+
+
+def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator[Section]:
+    source = compress.make(state, int(gigabytes * 1e9), made / "state.pt")
+    small = made / "small"
+    measure(ckpt("compress", source, small))
+    print(f"ratio of ckpt compress: {size(source) / size(small):.3f}, goal 1.42", flush=True)
+    programs = compress.programs(source, out, made, 2)
+    zstd = next(name for name in programs if name.startswith("zstd -T"))
+    others = {zstd: tuple(programs[zstd].command), "cp + fsync": copy(source, out)}
+    goals = [
+        Goal(
+            "compress, checked",
+            ckpt("compress", source, out),
+            f"wall of {zstd}, CPU 0.7 of it",
+            times(1.0, zstd),
+            lambda runs: 0.7 * runs[zstd].cpu,
+        ),
+        Goal("decompress", ckpt("decompress", small, out), "1.5 x cp + fsync", times(1.5, "cp + fsync")),
+    ]
+    if _installed("zipnn"):
+        others["ZipNN"] = tuple(programs["ZipNN"].command)
+        goals.append(Goal("compress", ckpt("compress", source, out), "half of ZipNN", times(0.5, "ZipNN")))
+    yield Section(tuple(goals), others)
+    _remove(source)
+
+
+def many(made: Path, out: Path) -> Iterator[Section]:
+    folder = made / "many"
+    folder.mkdir()
+    # In a process of its own: a child's peak memory is at least ours.
+    code = f"import many_tensors; from pathlib import Path; many_tensors.make(Path({str(folder)!r}), 20_000)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=HERE)
+    source, first, second = folder / many_tensors.KINDS["torch"], made / "first", made / "second"
+    for target in (first, second):
+        measure(ckpt("convert", source, target))
+    yield Section(
+        (
+            Goal("inspect, 20,000", ckpt("inspect", first), "0.5 s", seconds(0.5)),
+            Goal("verify, 20,000", ckpt("verify", first), "1 s", seconds(1.0)),
+            Goal("diff, 20,000", ckpt("diff", first, second), "1.5 s", seconds(1.5)),
+            Goal("from torch, 20,000", ckpt("convert", source, out), "3 s", seconds(3.0)),
+            Goal("to dcp, 20,000", ckpt("convert", first, out, "--to", "dcp"), "3 s", seconds(3.0)),
+        )
+    )
+
+
+def chain(made: Path, out: Path, state: Path) -> Iterator[Section]:
+    """Members are states of real training, one after another."""
+    steps = sorted(state.parent.glob("*.pt"))
+    for length in (5, 30):
+        run = made / f"{length}.chain"
+        for number in range(length):
+            measure(ckpt("append", run, steps[number % len(steps)], "--step", number))
+    short, long, last = made / "5.chain", made / "30.chain", steps[-1]
+    plain = made / "last"
+    measure(ckpt("restore", long, plain))
+    again = ("append", long, last, "--step", 99, "--dry-run")
+    yield Section(
+        (
+            Goal("append --dry-run at 30", ckpt(*again), "as at 5 + 5 %", times(1.05, "at 5")),
+            Goal("verify 30", ckpt("verify", long), "6 x verify of 5 + 10 %", times(6.6, "verify 5")),
+            Goal("restore the last", ckpt("restore", long, out), "2 x cp + fsync with a tip", times(2.0, "cp + fsync")),
+        ),
+        {
+            "at 5": ckpt("append", short, last, "--step", 99, "--dry-run"),
+            "verify 5": ckpt("verify", short),
+            "cp + fsync": copy(plain, out),
+        },
+    )
+
+
+def plan() -> Iterator[str]:
+    command = [sys.executable, str(HERE / "planning.py"), "--one", "zero3", "1024", "10240"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    figures = json.loads(done.stdout)
+    for name, goal, unit in (("plan", 5.0, "CPU s"), ("convert", 10.0, "CPU s"), ("peak", 200.0, "MB")):
+        reached = "reached" if figures[name] <= goal else "MISSED"
+        yield f"plan ZeRO-3, 1,024 x 10,240: {name:8} {figures[name]:8.2f} {unit}, goal {goal:g}: {reached}"
+
+
+def _written(made: Path, form: str, gigabytes: float) -> Path:
+    """A checkpoint in a format, made in a process of its own, which has the model in memory."""
+    target = made / form
+    if form in ("torch", "dcp"):
+        source = _written(made, "universal", gigabytes)
+        measure(ckpt("convert", source, target, "--to", form))
+        _remove(source)
+        return target.with_suffix(".pt") if form == "torch" and not target.exists() else target
+    code = f"import resharding; from pathlib import Path; resharding.make(Path({str(made)!r}), {gigabytes}, [{form!r}])"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE)
+    warm(target) if target.is_dir() else None
+    return target
+
+
+def _installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def report(section: Section, rounds: int, scratch: Path) -> Iterator[str]:
+    """Run the programs of a section in turn, and compare."""
+    commands = {goal.name: goal.command for goal in section.goals} | dict(section.others)
+    runs, _ = in_turn(commands, rounds, scratch, INSTALLED)
+    middle = {name: medians(of_one) for name, of_one in runs.items()}
+    for name in section.others:
+        yield f"{name:34} {middle[name].wall:7.2f} s {middle[name].cpu:7.2f} CPU s"
+    for goal in section.goals:
+        run, limit, cpu = middle[goal.name], goal.limit(middle), goal.cpu(middle)
+        reached = "reached" if run.wall <= limit and run.cpu <= cpu else "MISSED"
+        yield (
+            f"{goal.name:34} {run.wall:7.2f} s {run.cpu:7.2f} CPU s {run.process / 1e6:6.0f} MB"
+            f"  goal {goal.text} = {limit:.2f} s, ratio {run.wall / limit:.2f}: {reached}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--reshard-gigabytes", type=float, default=4.0)
+    parser.add_argument("--state", type=Path, default=state_path(default_folder()), help="a state of real training")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--scratch", type=Path, help="where everything goes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ckpt-goals-", dir=options.scratch) as folder:
+        made, scratch = Path(folder) / "made", Path(folder) / "scratch"
+        made.mkdir()
+        scratch.mkdir()
+        out = scratch / "out"
+        makers: dict[str, Callable[[], Iterator[Section]]] = {
+            "start": lambda: start(made, out),
+            "convert": lambda: convert(made, out, options.gigabytes),
+            "reshard": lambda: reshard(made, out, options.reshard_gigabytes),
+            "compress": lambda: compressed(made, out, options.state, options.gigabytes),
+            "many": lambda: many(made, out),
+            "chain": lambda: chain(made, out, options.state),
+        }
+        for name in options.only:
+            print(f"-- {name}", flush=True)
+            if name == "plan":
+                print("\n".join(plan()), flush=True)
+                continue
+            for section in makers[name]():
+                for line in report(section, options.rounds, scratch):
+                    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

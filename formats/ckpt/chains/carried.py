@@ -1,0 +1,111 @@
+"""States of a chain replayed one after another, each from the one before, so that each delta is decoded once.
+
+The values of a state are in a file while they are needed: until it is written again, and the next state was replayed.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt.chains.verify_deltas import DeltaKey, delta_key
+from ckpt.pipeline import Resources, seals_error
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.errors import NoSpace, OutputError
+from ckpt_formats.core.files import Evidence, Reader, verify_seals
+from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.tensor import FileBlob
+from ckpt_formats.core.transfer import as_bytes
+from ckpt_formats.universal.entry import ALIGNMENT
+from ckpt_formats.universal.replay import DeltaBlob, StateArrays, StoredDelta, chunk_of, stored_delta
+from ckpt_formats.universal.write_replayed import with_plain, write_at
+
+
+@dataclass(frozen=True, eq=False)
+class CarriedState:
+    """The values of a state that was replayed."""
+
+    checkpoint: Checkpoint
+    """The state; what was in deltas is read from the file."""
+    path: Path
+    blobs: Mapping[DeltaKey, Mapping[str, FileBlob]] = field(default_factory=dict)
+    """Of each delta, the values of its states."""
+
+
+def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resources: Resources) -> CarriedState:
+    """Replay a state to a file at `path`, from the one `before` where that is on the way. Each value is checked.
+
+    Raises `Corrupt` for damaged deltas, `OutputError` if the file cannot be written.
+    """
+    blobs, at = dict[DeltaKey, Mapping[str, FileBlob]](), 0
+    tasks, parameters = list[tuple[StoredDelta, Mapping[str, FileBlob]]](), dict[str, Parameter]()
+    for name, parameter in checkpoint.parameters.items():
+        own = [tensor.fragments[0].blob for tensor in parameter.states.values()]
+        delta = next((one for blob in own if (one := stored_delta(blob)) is not None), None)
+        if delta is None:
+            parameters[name] = parameter
+            continue
+        values = dict[str, FileBlob]()
+        for state, dtype in delta.form.items():
+            values[state] = FileBlob.packed(path, at, delta.shape, dtype)
+            at += values[state].span + -values[state].span % ALIGNMENT
+        blobs[delta_key(delta)] = values
+        tasks.append((delta, values))
+        plain = {id(blob): values[blob.state] for blob in own if isinstance(blob, DeltaBlob)}
+        parameters[name] = with_plain(parameter, plain)
+    known = {} if before is None else before.blobs
+    try:
+        _write(path, tasks, known, checkpoint, resources)
+    except OSError as error:
+        kind, hint = (NoSpace, "Free some.") if error.errno in FULL else (OutputError, None)
+        text = "no space left on the disk" if kind is NoSpace else f"cannot be written: {error.strerror or error}"
+        raise kind(text, where=path.parent, hint=hint) from error
+    return CarriedState(replace(checkpoint, parameters=parameters), path, blobs)
+
+
+def _write(
+    path: Path,
+    tasks: list[tuple[StoredDelta, Mapping[str, FileBlob]]],
+    known: Mapping[DeltaKey, Mapping[str, FileBlob]],
+    checkpoint: Checkpoint,
+    resources: Resources,
+) -> None:
+    evidence = list[Evidence]()
+    with (
+        path.open("wb", buffering=0) as out,
+        interruptible(lambda nbytes: None) as count,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
+
+        def write(task: tuple[StoredDelta, Mapping[str, FileBlob]]) -> tuple[Evidence, ...]:
+            delta, values = task
+            way, start = _way(delta, known)
+            with Reader(max_files=resources.files, identities=checkpoint.identities) as reader:
+                for index in range(delta.chunking.count):
+                    begin, stop = delta.chunking.range(index)
+                    states: StateArrays = {s: chunk_of(blob, begin, stop, {}, reader) for s, blob in start.items()}
+                    for one in way:
+                        states = one.decoded(index, states, reader)
+                    for state, blob in values.items():
+                        write_at(out.fileno(), as_bytes(states[state]).data, blob.offset + begin * blob.dtype.itemsize)
+                    count(sum(array.nbytes for array in states.values()))
+                return reader.evidence()
+
+        for one in run_tasks(pool, write, tasks, 2 * resources.workers):
+            evidence += one
+    broken = list(verify_seals(evidence, Reader(check=False, identities=checkpoint.identities)))
+    if broken:
+        raise seals_error(broken)
+
+
+def _way(
+    delta: StoredDelta, known: Mapping[DeltaKey, Mapping[str, FileBlob]]
+) -> tuple[list[StoredDelta], Mapping[str, FileBlob]]:
+    """The deltas to decode, the first of them first, and the known values that it stands on; none for a base."""
+    way, above = [delta], delta.parent
+    while above is not None and delta_key(above) not in known:
+        way.append(above)
+        above = above.parent
+    return way[::-1], {} if above is None else known[delta_key(above)]

@@ -1,0 +1,326 @@
+"""The universal format as others see it: reads, plans and writes checkpoints."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_formats.containers.json_checks import FieldReader
+from ckpt_formats.containers.sealed_json import hash_number
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
+from ckpt_formats.core.encoding import EncodingOptions, Level
+from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.universal import columns, manifest, original
+from ckpt_formats.universal.check_index import Pack
+from ckpt_formats.universal.index import TYPES, Index, index_of, join
+from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
+from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.single_file import is_single
+from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
+from ckpt_formats.universal.tables import Tables
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.delta_plan import DeltaBase
+
+_NO_PARAMETERS: Mapping[str, Parameter] = {}
+"""Those of the parent of a base."""
+PACK_NBYTES = 64 << 20
+"""Bytes of values in one pack: enough for few files, and few enough to be written again after a crash."""
+_SINGLE_FILE = "checkpoint.ucp"
+"""The name of a single file before it is renamed to the target."""
+_HEADER_NBYTES = 16 << 20
+"""About as many bytes the header of a pack may have: other readers parse all of it."""
+_HEADER_ENTRY = 128
+"""About as many bytes an entry of a header has, besides its name."""
+
+
+@dataclass(frozen=True)
+class DeltaContent:
+    """How a parameter is to be stored as a delta."""
+
+    earlier: Parameter | None
+    """The parent's parameter of the same name; None for one that needs no parent."""
+    codec: Mapping[str, Any]
+    """The configuration of the delta codec."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """What is known of the steps from the parent to this state: the fields of `StepInfo`."""
+
+
+@dataclass(frozen=True)
+class PackContent:
+    """How the states of the parameters of a pack are to be stored."""
+
+    number: int
+    encoding: EncodingOptions | None = None
+    """How values are encoded; None: they are stored as they are."""
+    deltas: Mapping[str, DeltaContent] = field(default_factory=dict)
+    """The parameters that are stored as deltas, by name."""
+    errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
+    """The figures of states that are approximate already, by parameter and state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Universal(WritableFormat):
+    """The universal format: states in packs of safetensors, an index of columns, and a manifest."""
+
+    name = "universal"
+    summary = "all states in safetensors files of about 64 MiB, an index, and a JSON manifest"
+    needs_model = False
+
+    codec: str | None = None
+    """The codec of the states: `auto` is the best one for each, else the text of one, such as `planes:level=max`."""
+    level: Level = "default"
+    """The level of compression: a higher one needs more time."""
+    check: bool = True
+    """Whether encoded values are decoded and compared before they are stored."""
+    content: str | None = None
+    """The content id that the result must have, if it is known: that of the source, if no values change."""
+    pack_nbytes: int = PACK_NBYTES
+    """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
+    single_file: bool = False
+    """Whether everything is in one file. A target whose name ends in `.ucp` is."""
+
+    @property
+    def parent(self) -> Parent | None:
+        """The parent of the deltas that are written; None if none are."""
+        return None
+
+    @property
+    def encoding(self) -> EncodingOptions | None:
+        """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
+        if self.codec is None:
+            return None
+        return EncodingOptions.of(self.codec, self.level, self.check)
+
+    def detect(self, path: Path) -> bool:
+        return path.is_file() if is_single(path) else (path / manifest.NAME).is_file()
+
+    def for_target(self, target: Path) -> WritableFormat:
+        return replace(self, single_file=True) if is_single(target) else self
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        return read_lineage(lineage(path), Loaded())
+
+    def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.universal.pack import check_state_names, check_storable  # they import the codecs
+
+        for parameter in source.parameters.values():
+            check_storable(parameter)
+        check_state_names(source.parameters.values())
+        if self.single_file:
+            _check_header(source)
+        packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
+        files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
+        return Plan(files, single_file=_SINGLE_FILE if self.single_file else None)
+
+    def _pack(self, number: int, parameters: tuple[Parameter, ...], source: Checkpoint) -> FilePlan:
+        keys = ((p.name, state) for p in parameters for state in p.states) if source.errors else ()
+        errors = {key: source.errors[key] for key in keys if key in source.errors}
+        return FilePlan(pack_file(number), parameters, PackContent(number, self.encoding, errors=errors))
+
+    def bases(self, file: FilePlan, transfer: Transfer) -> "dict[str, DeltaBase]":
+        """What the parameters of a pack are to be encoded against, by name."""
+        return {}
+
+    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+        from base64 import b64encode
+
+        from ckpt_formats.universal.pack import write_pack
+
+        content = file.content
+        assert isinstance(content, PackContent)
+        path = folder / file.file
+        path.parent.mkdir(exist_ok=True)
+        bases = self.bases(file, transfer)
+        written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
+        pack, index = written.pack, index_of(written.entries)
+        header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
+        data_nbytes = pack.nbytes - pack.header_nbytes
+        data = Seal(Path(file.file), pack.header_nbytes, data_nbytes, "xxh3-128", written.data, "data")
+        entry = {
+            "pack": [pack.nbytes, pack.header_nbytes, pack.header],
+            "index": b64encode(index.dump()).decode(),
+            "tables": index.tables.to_json(),
+        }
+        return Receipt(file.file, pack.nbytes, (header, data), entry, transfer.reader.evidence())
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        from base64 import b64decode
+
+        check = FieldReader(folder)
+        indexes = [
+            Index(
+                columns.load(b64decode(receipt.entry["index"]), TYPES, folder),
+                Tables.of_json(receipt.entry["tables"], check),
+            )
+            for receipt in receipts
+        ]
+        result = Manifest(
+            source.origin,
+            join(indexes),
+            tuple(Pack(*receipt.entry["pack"]) for receipt in receipts),
+            source.groups,
+            source.aliases,
+            source.extras,
+            WRITTEN_BY,
+            None,
+            source.original,
+        )
+        if result.entries.with_deltas():
+            result = replace(result, parent=self.parent)
+        if self.content not in (None, result.content):
+            raise _changed(result, source)
+        if self.single_file:
+            _write_single_file(folder, result)
+            return
+        data, (original_fields, form) = result.entries.dump(), original.dump(source.original)
+        (folder / manifest.INDEX).write_bytes(data)
+        if form is not None:
+            (folder / original.NAME).write_bytes(form)
+        draft = folder / f"{manifest.NAME}.tmp"
+        draft.write_bytes(manifest.dump(result, data, original_fields))
+        os.replace(draft, folder / manifest.NAME)
+
+
+def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
+    """The checkpoint that is the last of a lineage. What another one had `loaded` is shared with it.
+
+    Raises `Incomplete` or `Corrupt` if a file of the lineage is missing or has another length.
+    """
+    parameters: Mapping[str, Parameter] = _NO_PARAMETERS
+    files = list[SourceFile]()
+    for ancestor in ancestors:
+        folder, entries = ancestor.folder, ancestor.manifest.entries
+        key = folder, id(parameters)
+        if key not in loaded.parameters:
+            loaded.parameters[key] = StoredParameters(folder, entries, entries.numbers.keys(), parameters)
+        parameters = loaded.parameters[key]
+        packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
+        files += packs
+    path, stated = ancestors[-1].folder, ancestors[-1].manifest
+    errors = state_errors(stated.entries)
+    return Checkpoint(
+        path,
+        stated.origin,
+        parameters,
+        stated.groups,
+        stated.extras,
+        stated.aliases,
+        (*files, *_form_of(path, stated)),
+        StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
+        _notices(errors),
+        digests=StateDigests(stated.entries),
+        errors=errors,
+        original=stated.original,
+    )
+
+
+def _write_single_file(folder: Path, result: Manifest) -> None:
+    """Put the packs in a folder together, with the index and the manifest behind them."""
+    from ckpt_formats.universal import write_single_file as single
+
+    packs = [(folder / pack_file(number), pack) for number, pack in enumerate(result.packs)]
+    draft, (fields, form) = single.draft(result.entries, packs), original.dump(result.original)
+    index, nbytes = draft.index.dump(), 0
+    last = () if form is None else (form,)
+    for _ in range(2):  # the header has the length of the manifest, and the manifest the checksum of the header
+        header = draft.header(single.lengths(len(index), nbytes, None if form is None else len(form)))
+        stated = replace(result, entries=draft.index, packs=(draft.pack(header),))
+        text = manifest.dump(stated, index, fields)
+        nbytes = len(text)
+    single.write(folder / _SINGLE_FILE, header, draft.pieces, (*last, index, text))
+
+
+def _check_header(source: Checkpoint) -> None:
+    """Raise `Unsupported` if the header of a single file would be larger than other programs read."""
+    from ckpt_formats.universal.write_single_file import MAX_HEADER
+
+    entries = sum(
+        _text_nbytes(parameter.name) + _text_nbytes(state) + _HEADER_ENTRY
+        for parameter in source.parameters.values()
+        for state in parameter.states
+    )
+    if entries > MAX_HEADER:
+        raise Unsupported(
+            "one file cannot hold so many states: its header would be too large for the safetensors library",
+            hint="Give a target whose name does not end in .ucp: it will be a folder.",
+        )
+
+
+def _packs(parameters: Iterable[Parameter], limit: int) -> Iterator[tuple[Parameter, ...]]:
+    """Parameters in their order, cut where a pack has reached `limit` bytes of values, or its header its own limit."""
+    pack, nbytes, header = list[Parameter](), 0, 0
+    for parameter in parameters:
+        entries = sum(_text_nbytes(parameter.name) + _text_nbytes(state) + _HEADER_ENTRY for state in parameter.states)
+        if pack and (nbytes + parameter.nbytes > limit or header + entries > _HEADER_NBYTES):
+            yield tuple(pack)
+            pack, nbytes, header = [], 0, 0
+        pack.append(parameter)
+        nbytes += parameter.nbytes
+        header += entries
+    if pack:
+        yield tuple(pack)
+
+
+def _text_nbytes(text: str) -> int:
+    """The most bytes that a text has in JSON."""
+    return len(text) if text.isascii() and text.isprintable() else 12 * len(text)
+
+
+def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
+    """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
+    if is_single(ancestor.folder):  # `manifest.load` has compared its length
+        return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
+    paths = (pack_path(ancestor.folder, number) for number in range(len(ancestor.manifest.packs)))
+    stated = zip(paths, ancestor.manifest.packs, strict=True)
+    return tuple(SourceFile(path, _length(path, pack.nbytes, "pack"), "all") for path, pack in stated)
+
+
+def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:
+    """The file with the form of the original file. Those of ancestors are not read."""
+    form = original.seal(stated.original)
+    if form is not None and not is_single(path):
+        yield SourceFile(form.path, _length(form.path, form.nbytes, "form of the original file"), "form")
+
+
+def _length(path: Path, stated: int, what: str) -> int:
+    """The length of a file, which is the one that the manifest states."""
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        raise Incomplete(f"a {what} of the checkpoint is missing", where=path) from None
+    except OSError as error:
+        raise unreadable(error, path) from error
+    if nbytes != stated:
+        raise Corrupt(f"the {what} has {nbytes} bytes, the manifest says {stated}", where=path)
+    return nbytes
+
+
+def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
+    """The error for values that are not those that were once written. It names the first state that differs."""
+    differing = (
+        (entry.name, name)
+        for entry in result.entries
+        for name, state in entry.states.items()
+        if source.digests.get((entry.name, name)) not in (None, state.digest)
+    )
+    name, state = next(differing, ("the checkpoint", "as a whole"))
+    return Corrupt(
+        f"{printable(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path
+    )
+
+
+def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
+    if not errors:
+        return ()
+    kinds = ", ".join(sorted({state for _, state in errors}))
+    text = f"approximate: {len(errors)} states are not bit for bit what was saved ({kinds}); `--json` has the errors"
+    return (Notice(text, weight=Weight.LOST),)

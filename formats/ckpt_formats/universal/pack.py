@@ -1,0 +1,296 @@
+"""Write a pack: the states of several parameters, one after another, in one safetensors file."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs import NotApplicable
+from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import MASTER, MODEL, ErrorFigures, Parameter
+from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS
+from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.errors import Unsupported, at_tensor
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.transfer import SLAB, Transfer, as_bytes
+from ckpt_formats.universal.check_index import Pack
+from ckpt_formats.universal.chunked import ChunkDigests, chunk_digests
+from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
+from ckpt_formats.universal.encode_state import choose, flat, write_coded
+from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
+from ckpt_formats.universal.manifest import VERSION
+from ckpt_formats.universal.model_copy import ModelCopy
+from ckpt_formats.universal.pack_file import PackFile
+from ckpt_formats.universal.read_states import DELTA
+from ckpt_formats.universal.write_delta import write_delta
+from ckpt_formats.universal.write_replayed import (
+    are_written_together,
+    is_aligned,
+    spill_states,
+    stored_delta_of,
+    write_together,
+)
+
+_SLOT_NBYTES = 64
+"""Bytes of an entry in the header, without its name, shape and offsets, are fewer than this."""
+_SLOT_RESERVE = 64
+"""Bytes by which the header entry of an encoded state may be longer than that of the plain state."""
+_SMALL_NBYTES = 1 << 20
+"""Bytes of a state that is read at once."""
+_MAX_STATE_NAMES = 1 << 16
+"""As many as the column `state.name` of the index can number."""
+PAGE = 4096
+"""The data of a pack begins at a multiple of this."""
+_METADATA = {"ckpt": f"universal {VERSION}"}
+
+
+@dataclass(frozen=True)
+class WrittenPack:
+    """A pack that was written."""
+
+    pack: Pack
+    entries: tuple[ParameterEntry, ...]
+    data: int
+    """The XXH3-128 of all bytes behind the header."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A parameter of the pack, as far as it is written."""
+
+    parameter: Parameter
+    copy: ModelCopy | None
+    delta: DeltaEntry | None
+    written: dict[str, StateEntry]
+
+    @property
+    def alone(self) -> Parameter:
+        """The parameter without the states of its delta. A state that is stored alone is read without the delta."""
+        in_delta = () if self.delta is None else self.delta.states
+        states = {state: tensor for state, tensor in self.parameter.states.items() if state not in in_delta}
+        return replace(self.parameter, states=states)
+
+    def remaining(self, copies: bool, aligned: bool) -> list[str]:
+        """The states that are still to be written. A copy comes after its master, so it is aligned only as that is."""
+        return [
+            state
+            for state, tensor in self.parameter.states.items()
+            if state not in self.written
+            and (self.copy is not None and state == MODEL) == copies
+            and (is_aligned(tensor) and (not copies or is_aligned(self.parameter.states[MASTER]))) == aligned
+        ]
+
+
+def write_pack(
+    path: Path,
+    number: int,
+    parameters: Sequence[Parameter],
+    transfer: Transfer,
+    coding: EncodingOptions | None = None,
+    bases: Mapping[str, DeltaBase] | None = None,
+    errors: Mapping[tuple[str, str], ErrorFigures] | None = None,
+) -> WrittenPack:
+    """Write all states: plain, in encoded chunks, or as deltas, for parameters in `bases`, where these are smaller.
+
+    The order is that of the parameters and their states; then the model's copies; then, in this order again, states
+    and copies whose length is no multiple of 8, the largest elements first. A copy is not stored if it is the rounded
+    master, which is known only when the master was written. `errors`: the figures of states that were approximate
+    before.
+    """
+    reserve = _SLOT_RESERVE if coding is not None else 0
+    with ExitStack() as stack, PackFile(path, number, _header_nbytes(parameters, reserve)) as out:
+        drafts = []
+        for place, parameter in enumerate(parameters):
+            # The same name when an interrupted command is run again, so that no file stays.
+            spill = path.with_suffix(f".{place}.replayed")
+            parameter = stack.enter_context(_readable(spill, parameter, coding, transfer))
+            with at_tensor(printable(parameter.name)):
+                draft = _begin(out, parameter, transfer, coding, (bases or {}).get(parameter.name))
+            drafts.append(draft)
+            for state in draft.remaining(copies=False, aligned=True):
+                _write_state(out, draft, state, transfer, coding)
+        for copies, aligned in ((True, True), (False, False), (True, False)):
+            late = [(draft, state) for draft in drafts for state in draft.remaining(copies, aligned)]
+            if not aligned:
+                late.sort(key=lambda item: -item[0].parameter.states[item[1]].dtype.itemsize)
+            for draft, state in late:
+                _write_state(out, draft, state, transfer, coding)
+        entries = tuple(_entry(draft, errors or {}) for draft in drafts)
+        header = header_bytes(stored_slots(entries, out.header_nbytes), _METADATA, out.header_nbytes)
+        data = out.finish(header)
+        header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
+        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries, data)
+
+
+def check_storable(parameter: Parameter) -> None:
+    """Raise `Unsupported` for states that a safetensors file cannot store."""
+    for state, tensor in parameter.states.items():
+        if tensor.dtype.name not in SAFETENSORS_TAGS:
+            raise Unsupported(
+                f"tensor `{printable(parameter.name)}`: its state `{printable(state)}` is of type "
+                f"{tensor.dtype.name}, which "
+                "safetensors, and so the universal format, does not have",
+                hint="Leave the tensor out with --skip, or convert to torch.",
+            )
+
+
+def check_state_names(parameters: Iterable[Parameter]) -> None:
+    """Raise `Unsupported` for more names of states than the index can number."""
+    if len({state for parameter in parameters for state in parameter.states}) > _MAX_STATE_NAMES:
+        raise Unsupported(
+            f"more than {_MAX_STATE_NAMES:,} names of states, which the universal format cannot number",
+            hint="Leave tensors out with --skip, or convert to torch.",
+        )
+
+
+def _begin(
+    out: PackFile,
+    parameter: Parameter,
+    transfer: Transfer,
+    coding: EncodingOptions | None,
+    base: DeltaBase | None,
+) -> _Draft:
+    """The parameter, with what is written of several states at once: those of a delta, and those of a replay."""
+    if base is not None and DELTA not in parameter.states:
+        options = coding or EncodingOptions()
+        plan = plan_delta(parameter, base, options, transfer)
+        if plan is not None:
+            mark = out.mark()
+            try:
+                return _as_delta(out, parameter, plan, options, transfer)
+            except NotApplicable:  # although the codec could encode the sampled chunks
+                out.rollback(mark)
+    copy = ModelCopy.of(parameter)
+    replay = stored_delta_of(parameter) if coding is None else None
+    written = {} if replay is None else write_together(out, parameter, replay, copy, transfer)
+    return _Draft(parameter, copy, None, written)
+
+
+def _as_delta(
+    out: PackFile, parameter: Parameter, plan: DeltaPlan, coding: EncodingOptions, transfer: Transfer
+) -> _Draft:
+    copy = None if MODEL in plan.after else ModelCopy.of(parameter)
+    where = f"tensor {printable(parameter.name)}"
+    delta, written = write_delta(out, plan, copy, coding.check, transfer, where)
+    return _Draft(parameter, copy, delta, written)
+
+
+def _write_state(out: PackFile, draft: _Draft, state: str, transfer: Transfer, coding: EncodingOptions | None) -> None:
+    with at_tensor(printable(draft.parameter.name)):
+        _write_values(out, draft, state, transfer, coding)
+
+
+def _write_values(out: PackFile, draft: _Draft, state: str, transfer: Transfer, coding: EncodingOptions | None) -> None:
+    copy, tensor = draft.copy, draft.parameter.states[state]
+    if state == MODEL and copy is not None and copy.derived:
+        draft.written[MODEL] = copy.state()
+        return
+    follower = copy if state == MASTER else None
+    alone = draft.parameter if coding is None else draft.alone
+    choice = None if coding is None else choose(alone, state, coding, transfer)
+    if coding is None or choice is None:
+        draft.written[state] = _write_plain(out, tensor, transfer, follower)
+    else:
+        passing = None if follower is None else follower.passing(transfer)
+        draft.written[state] = write_coded(out, alone, state, choice, coding.check, transfer, passing)
+
+
+def _write_plain(out: PackFile, tensor: Tensor, transfer: Transfer, copy: ModelCopy | None = None) -> StateEntry:
+    start = out.position
+    if tensor.nbytes <= _SMALL_NBYTES:
+        values = transfer.whole(tensor)
+        out.write(as_bytes(values).data)
+        if copy is not None:
+            copy.compare_whole(values, transfer)
+        return StateEntry(NAMES[tensor.dtype], tensor.shape, chunk_digests(values), out.since(start))
+    chunking, digests = Chunking.default(tensor.shape), ChunkDigests(tensor)
+    vector, copied = flat(tensor), None if copy is None else flat(copy.tensor)
+    step = max(1, SLAB // (chunking.chunk_size * max(tensor.dtype.itemsize, 4))) * chunking.chunk_size
+    for first in range(0, tensor.size, step):
+        box = Box((first,), (min(first + step, tensor.size),))
+        values = transfer.fetch(vector, box)
+        out.write(as_bytes(values).data)
+        digests.add(values)
+        if copy is not None and copied is not None:
+            copy.compare(box, values, transfer, copied)
+    return StateEntry(NAMES[tensor.dtype], tensor.shape, digests.digests(), out.since(start))
+
+
+def _entry(draft: _Draft, errors: Mapping[tuple[str, str], ErrorFigures]) -> ParameterEntry:
+    """The entry of a parameter, with the error figures of its source for states that have none of their own."""
+    parameter, states = draft.parameter, {name: draft.written[name] for name in draft.parameter.states}
+    for name, state in states.items():
+        if state.error is None and (parameter.name, name) in errors:
+            states[name] = replace(state, error=errors[parameter.name, name])
+    return ParameterEntry(parameter.name, parameter.role, states, parameter.values, draft.delta)
+
+
+@contextmanager
+def _readable(
+    spill: Path, parameter: Parameter, coding: EncodingOptions | None, transfer: Transfer
+) -> Iterator[Parameter]:
+    """The parameter, with states that can be written one after another without a replay of the deltas for each.
+
+    Where they are not all written at once, they are at `spill` while the block runs.
+    """
+    replay = stored_delta_of(parameter)
+    at_once = coding is None and replay is not None and are_written_together(parameter, replay)
+    if replay is None or replay.chunking.count < 2 or at_once:
+        yield parameter
+        return
+    try:
+        yield spill_states(spill, parameter, replay, transfer)
+    finally:
+        spill.unlink(missing_ok=True)
+
+
+def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
+    """The space for the header: enough for all states, wherever they will be, so each as if it came last."""
+    names, nbytes = _SlotNames(), len(header_bytes((), _METADATA))
+    offset_digits = len(str(sum(parameter.nbytes for parameter in parameters)))
+    for parameter in parameters:
+        for state, tensor in parameter.states.items():
+            name = len(json.dumps(names.add(parameter.name, state)))
+            nbytes += name + len(str(tensor.shape)) + 2 * offset_digits + _SLOT_NBYTES + reserve
+    return -(-nbytes // PAGE) * PAGE
+
+
+def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
+    """The entries of the header for what is stored, by offset. Encoded states and deltas are tensors of uint8."""
+    slots, names = [], _SlotNames()
+    for entry in entries:
+        for name, state in entry.states.items():
+            if state.extent is None:
+                continue
+            dtype, shape = (DTYPES[state.dtype], state.shape)
+            if state.chunks is not None:
+                dtype, shape = np.dtype(np.uint8), (state.extent.nbytes,)
+            slots.append(TensorSlot(names.add(entry.name, name), dtype, shape, state.extent.offset - header_nbytes))
+        if entry.delta is not None:
+            extent = entry.delta.extent
+            text = names.add(entry.name, DELTA)
+            slots.append(TensorSlot(text, np.dtype(np.uint8), (extent.nbytes,), extent.offset - header_nbytes))
+    return sorted(slots, key=lambda slot: (slot.offset, slot.nbytes))
+
+
+@dataclass(frozen=True)
+class _SlotNames:
+    """Names in the header, each once. They are for other readers: ours takes names from the index."""
+
+    used: set[str] = field(default_factory=set)
+
+    def add(self, parameter: str, state: str) -> str:
+        """The name of a state."""
+        text = f"{parameter}/{state}".encode("utf-8", "backslashreplace").decode()
+        while text in self.used:
+            text += "_"
+        self.used.add(text)
+        return text

@@ -1,0 +1,152 @@
+"""Put the packs of a checkpoint together in one file."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
+from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.files import write_all
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.universal.check_index import Pack
+from ckpt_formats.universal.entry import ALIGNMENT
+from ckpt_formats.universal.index import CODED, Index
+from ckpt_formats.universal.pack import PAGE, stored_slots
+from ckpt_formats.universal.single_file import FileRange
+
+MAX_HEADER = 100_000_000
+"""Bytes of a header: the safetensors library reads no larger one."""
+_ORIGINAL, _INDEX, _MANIFEST = "ckpt.original", "ckpt.index", "ckpt.manifest"
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The file as far as it is known before its index and its manifest are."""
+
+    index: Index
+    """With the offsets in the file."""
+    header_nbytes: int
+    data_nbytes: int
+    slots: tuple[TensorSlot, ...]
+    pieces: tuple[FileRange, ...]
+    """The ranges of the packs, in the order in which they are in the file."""
+
+    @property
+    def begin(self) -> int:
+        """Where the states end, and the last entries begin."""
+        return self.header_nbytes + self.data_nbytes
+
+    def header(self, lengths: Mapping[str, int]) -> bytes:
+        """The header for last entries of these lengths, by name and in their order."""
+        slots, places, at = list(self.slots), {}, self.data_nbytes
+        for name, nbytes in lengths.items():
+            slots.append(TensorSlot(name, np.dtype(np.uint8), (nbytes,), at))
+            places[name.partition(".")[2]] = f"{self.header_nbytes + at} {nbytes}"
+            at += nbytes
+        metadata = {"ckpt": "universal 1"} | {
+            name: places[name] for name in ("index", "manifest", "original") if name in places
+        }
+        return header_bytes(slots, metadata, self.header_nbytes)
+
+    def pack(self, header: bytes) -> Pack:
+        """What the manifest states of the file as a pack."""
+        return Pack(self.begin, self.header_nbytes, hash_text(xxhash.xxh3_128_intdigest(header)))
+
+
+def draft(index: Index, packs: Sequence[tuple[Path, Pack]]) -> Draft:
+    """Put packs together: the aligned states of all, then all others, so that the former stay aligned."""
+    tails = _tails(index, [pack for _, pack in packs])
+    bodies = [
+        FileRange(path, pack.header_nbytes, tail - pack.header_nbytes)
+        for (path, pack), tail in zip(packs, tails, strict=True)
+    ]
+    rests = [FileRange(path, tail, pack.nbytes - tail) for (path, pack), tail in zip(packs, tails, strict=True)]
+    pieces, data_nbytes = (*bodies, *rests), sum(piece.nbytes for piece in (*bodies, *rests))
+    begins = np.cumsum([0, *(piece.nbytes for piece in pieces)])[:-1]
+    relative = _moved(index, tails, [pack for _, pack in packs], begins)
+    slots = tuple(stored_slots(relative, 0))
+    longest = dict.fromkeys((_ORIGINAL, _INDEX, _MANIFEST), 1 << 62)
+    header_nbytes = -(-len(Draft(relative, 0, data_nbytes, slots, pieces).header(longest)) // PAGE) * PAGE
+    return Draft(
+        _moved(index, tails, [pack for _, pack in packs], begins + header_nbytes),
+        header_nbytes,
+        data_nbytes,
+        slots,
+        pieces,
+    )
+
+
+def lengths(index: int, manifest: int, original: int | None) -> dict[str, int]:
+    """The lengths of the last entries by name, in their order."""
+    return ({} if original is None else {_ORIGINAL: original}) | {_INDEX: index, _MANIFEST: manifest}
+
+
+def write(path: Path, header: bytes, pieces: Sequence[FileRange], last: Sequence[bytes]) -> None:
+    """Write the file front to back."""
+    with path.open("wb", buffering=0) as out:
+        write_all(out, header)
+        for piece in pieces:
+            _copy(piece, out)
+        for data in last:
+            write_all(out, data)
+
+
+def _tails(index: Index, packs: Sequence[Pack]) -> list[int]:
+    """Where the states begin in each pack that are not aligned."""
+    tails = [pack.nbytes for pack in packs]
+    for numbers, offsets, lengths in _extents(index):
+        odd = lengths % ALIGNMENT != 0
+        for number in range(len(packs)):
+            rows = odd & (numbers == number)
+            if rows.any():
+                tails[number] = min(tails[number], int(offsets[rows].min()))
+    return tails
+
+
+def _extents(index: Index) -> Iterator[tuple[Array, Array, Array]]:
+    """The packs, offsets and lengths of what is stored."""
+    stored = index.columns["state.storage"] <= CODED
+    for table, rows in (("state", stored), ("delta", slice(None))):
+        yield tuple(index.columns[f"{table}.{key}"][rows] for key in ("pack", "offset", "nbytes"))  # type: ignore[misc]
+
+
+def _moved(index: Index, tails: Sequence[int], packs: Sequence[Pack], begins: Array) -> Index:
+    """The index with all states in pack 0. `begins`: where each piece begins in it, (2 x packs,) int64."""
+    columns = dict(index.columns)
+    headers = np.array([pack.header_nbytes for pack in packs], np.int64)
+    tail, count = np.array(tails, np.int64), len(packs)
+    stored = columns["state.storage"] <= CODED
+    for table, rows in (("state", np.flatnonzero(stored)), ("delta", np.arange(len(columns["delta.pack"])))):
+        numbers, offsets = columns[f"{table}.pack"][rows], columns[f"{table}.offset"][rows].astype(np.int64)
+        is_tail = offsets >= tail[numbers]
+        moved = np.where(
+            is_tail, offsets - tail[numbers] + begins[count + numbers], offsets - headers[numbers] + begins[numbers]
+        )
+        new = columns[f"{table}.offset"].copy()
+        new[rows] = moved
+        columns[f"{table}.offset"] = new
+        columns[f"{table}.pack"] = np.zeros_like(columns[f"{table}.pack"])
+    return Index(columns, index.tables)
+
+
+def _copy(piece: FileRange, out: BinaryIO) -> None:
+    """Copy a range to the end of a file, within the kernel where it can."""
+    with piece.path.open("rb", buffering=0) as source:
+        at, end = piece.offset, piece.end
+        while at < end:
+            try:
+                done = os.copy_file_range(source.fileno(), out.fileno(), min(_BLOCK, end - at), at)
+            except (OSError, AttributeError):
+                data = os.pread(source.fileno(), min(_BLOCK, end - at), at)
+                write_all(out, data)  # raises the error again if the disk is full
+                done = len(data)
+            if not done:
+                raise Corrupt("the file ends too early", where=piece.path)
+            at += done
