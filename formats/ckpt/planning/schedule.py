@@ -128,7 +128,8 @@ def _steps(run: RunCosts, seconds: float, lowest: int) -> int:
 
 
 def _steps_to_write(run: RunCosts, step: float, step_nbytes: float, rates: DataRates) -> int:
-    """The steps in which a base can be written beside the log. Raises `Unsupported` if the log alone is too much."""
+    """The steps from a base to the next in which all bytes can be written: k t + C >= (S + k G) / W for bases of S
+    bytes, steps of G bytes and the write rate W. Raises `Unsupported` if the log alone is too much."""
     lowest = max(1, math.ceil(run.base_delay / step))
     if rates.write_rate is None:
         return lowest
@@ -140,7 +141,7 @@ def _steps_to_write(run: RunCosts, step: float, step_nbytes: float, rates: DataR
             where="write_rate",
             hint="Log to a faster or local disk, store gradients with the codec int8 or bf16, or plan bases alone.",
         )
-    steps = (rates.base_nbytes or 0.0) / free
+    steps = ((rates.base_nbytes or 0.0) - rates.write_rate * run.base_stall) / free
     if steps > 1 << 53:
         raise Unsupported(
             "the log leaves no write rate for bases", where="write_rate", hint="Log to a faster or local disk."
