@@ -98,13 +98,12 @@ def _rates(options: PlanOptions, recorded: "RecordedCosts | None") -> DataRates:
     """What the user states, and else what the chain states."""
     base, step, parameters = options.state, options.gradients, options.parameters
     replay_rate = options.replay_rate
+    step_nbytes = None if step is None else float(step)
     if recorded is not None:
         base = recorded.base_nbytes if base is None else base
-        step_nbytes = recorded.step_nbytes if step is None else float(step)
+        step_nbytes = recorded.step_nbytes if step_nbytes is None else step_nbytes
         parameters = float(recorded.parameters) if parameters is None else parameters
         replay_rate = recorded.replay_rate if replay_rate is None else replay_rate
-    else:
-        step_nbytes = step
     return DataRates(base, step_nbytes, options.write, options.read, parameters, replay_rate, options.cores)
 
 

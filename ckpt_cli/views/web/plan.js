@@ -49,14 +49,16 @@ function chart() {
   const all = Object.values(facts.curves).flat(), seconds = all.map(([steps]) => steps * facts.run.step);
   const low = smallest(seconds), high = Math.max(largest(seconds), low * 1.0001);
   const shownWaste = schedules.map((name) => facts[name].waste), bands = Object.values(facts.simulated);
-  const top = clamp(Math.max(2.5 * largest(shownWaste), ...bands.map((one) => 1.1 * one.high)), 0.001, 1);
+  const most = clamp(Math.max(2.5 * largest(shownWaste), ...bands.map((one) => 1.1 * one.high)), 1e-6, 1);
+  const power = 10 ** Math.floor(Math.log10(most / 4)), rung = [1, 2, 5, 10].find((n) => n * power >= most / 4) * power;
+  const lines = Math.min(Math.ceil(most / rung), Math.floor(1 / rung + 1e-9)), top = lines * rung;
   const across = (s) => LEFT + Math.log(s / low) / Math.log(high / low) * (WIDE - LEFT - RIGHT);
   const up = (w) => TALL - BOTTOM - clamp(w, 0, top) / top * (TALL - TOP - BOTTOM);
   const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${TALL}`, role: "group", "aria-label": "Waste over the interval between bases" });
   const grid = svg("g", { class: "axis", "aria-hidden": "true" });
-  for (let i = 0; i <= 4; i += 1) {
-    const y = up(top * i / 4);
-    grid.append(svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, percent(top * i / 4)));
+  for (let i = 0; i <= lines; i += 1) {
+    const y = up(rung * i);
+    grid.append(svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, percent(rung * i)));
   }
   for (const s of ticks(low, high)) grid.append(svg("line", { x1: across(s), x2: across(s), y1: TOP, y2: TALL - BOTTOM }), svg("text", { x: across(s), y: TALL - BOTTOM + 18, "text-anchor": "middle" }, duration(s)));
   grid.append(svg("text", { x: (LEFT + WIDE - RIGHT) / 2, y: TALL - 6, "text-anchor": "middle" }, "interval between bases, in time of steps"));

@@ -88,9 +88,16 @@ def plan_schedule(run: RunCosts, log: LogCosts | None = None, rates: DataRates |
     logged = None if log is None else logged_schedule(run, log, *best_logged(run, log, lowest_logged), rates)
     applying = replace(rates, cores=1.0).replay_parts[1]
     plan = FailurePlan(
-        *(run, log, rates, bases, logged),
-        *(bases_schedule(run, _steps(run, one(run), lowest), rates) for one in (young_seconds, daly_seconds)),
-        *(lowest, lowest_logged, None if applying is None else math.ceil(applying / slow_step)),
+        run=run,
+        log=log,
+        rates=rates,
+        bases=bases,
+        logged=logged,
+        young=bases_schedule(run, _steps(run, young_seconds(run), lowest), rates),
+        daly=bases_schedule(run, _steps(run, daly_seconds(run), lowest), rates),
+        min_base_steps=lowest,
+        min_logged_steps=lowest_logged,
+        replay_cores=None if applying is None else math.ceil(applying / slow_step),
     )
     if plan.best.waste > _HOPELESS:
         raise Unsupported(
@@ -119,7 +126,7 @@ def logged_schedule(run: RunCosts, log: LogCosts, base_steps: int, flush_steps: 
 def _schedule(
     run: RunCosts, base_steps: int, flush_steps: int | None, seconds: float, nbytes: float | None
 ) -> Schedule:
-    waste = 1 - base_steps * run.step / seconds
+    waste = max(0.0, 1 - base_steps * run.step / seconds)  # rounding can take it below 0
     return Schedule(base_steps, flush_steps, waste, seconds, None if nbytes is None else nbytes * DAY / seconds)
 
 

@@ -55,7 +55,8 @@ def simulate(
         Unsupported: There are too few or too many failures.
     """
     timeline = _Timeline(run, log, base_steps, flush_steps)
-    walls, steps, redone, recoveries = [], [], 0.0, 0.0
+    walls, steps = list[float](), list[int]()
+    redone = recoveries = 0.0
     done = base = 0
     recovery = 0.0
     for gap in gaps:

@@ -43,7 +43,7 @@ def expected_seconds_logged(run: RunCosts, log: LogCosts, steps: int, flush: int
     recovery = (run.restart + log.replay * run.base_delay / step) / run.mtbf
     if recovery + count * replay + max(last, each) / run.mtbf > _MAX_EXPONENT:
         return math.inf
-    flushes = count if replay == 0 else math.expm1(count * replay) / math.expm1(replay)
+    flushes = count if count < 2 or replay == 0 else math.expm1(count * replay) / math.expm1(replay)
     work = flushes * math.expm1(each / run.mtbf) + math.exp(count * replay) * math.expm1(last / run.mtbf)
     return run.mtbf * math.exp(recovery) * work
 
