@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
     from ckpt.pipeline import Resources, Result
+    from ckpt.planning.costs import DataRates, LogCosts, RunCosts
+    from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
     from ckpt.rename import use_names
     from ckpt_formats.core.checkpoint import Checkpoint, Parameter
     from ckpt_formats.core.errors import (
@@ -57,6 +59,8 @@ _NAMES = {
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources", "Result"),
+    "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
+    "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
     "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
     "ckpt_formats.core.errors": (
@@ -100,11 +104,13 @@ __all__ = [
     "Checkpoint",
     "CkptError",
     "Corrupt",
+    "DataRates",
     "DeepSpeed",
     "DeepSpeedUniversal",
     "DeltaPolicy",
     "Diff",
     "Evaluation",
+    "FailurePlan",
     "FilePlan",
     "Finding",
     "Flax",
@@ -112,6 +118,7 @@ __all__ = [
     "Incomplete",
     "Job",
     "Locked",
+    "LogCosts",
     "Megatron",
     "MegatronLegacy",
     "NoSpace",
@@ -125,7 +132,9 @@ __all__ = [
     "Result",
     "Retention",
     "Rule",
+    "RunCosts",
     "Safetensors",
+    "Schedule",
     "Tensor",
     "Torch",
     "Universal",
@@ -137,6 +146,7 @@ __all__ = [
     "ema_weights",
     "merge_lora",
     "open",
+    "plan_schedule",
     "save",
     "use_names",
     "verify",
