@@ -450,11 +450,11 @@ def _chunks_are_valid(seal: Seal, expected: bytes, evidence: Iterable[Evidence],
 
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
-    if seal.kind == "crc32":
-        return _crc(seal, evidence, reader)
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
+    if seal.kind == "crc32":
+        return _crc(seal, evidence, reader)
     if seal.chunk_nbytes or seal.leaves is not None:
         return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
     state = xxhash.xxh3_128()
