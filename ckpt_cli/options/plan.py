@@ -61,7 +61,7 @@ def plan_options(command: F) -> F:
         click.option("--trace-column", metavar="NAME", help="FILE is CSV with a header; this column has the times."),
         click.option(
             "--simulate",
-            type=click.IntRange(2, 10_000_000),
+            type=click.IntRange(2, 1_000_000),
             is_flag=False,
             flag_value=20_000,
             metavar="[N]",

@@ -411,7 +411,7 @@ def test_a_trace_that_is_none_is_refused_with_its_line(
 
 def test_a_trace_that_is_too_large_or_absent_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
-        file.truncate((1 << 26) + 1)
+        file.truncate((1 << 25) + 1)
     with pytest.raises(Unsafe):
         read_gaps(tmp_path / "huge")
     with pytest.raises(NotFound):

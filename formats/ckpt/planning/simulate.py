@@ -13,7 +13,7 @@ import numpy as np
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt_formats.core.errors import Unsupported
 
-MAX_FAILURES = 10_000_000
+MAX_FAILURES = 1_000_000
 _BATCH = 20
 """Failures of one run, of which the spread is stated."""
 

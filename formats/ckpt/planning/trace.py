@@ -8,6 +8,7 @@ import csv
 import math
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.text import printable
 
-_MAX_NBYTES = 1 << 26
+_MAX_NBYTES = 1 << 25
 _MAX_LENGTH = 64
 """Characters of a time."""
 _HINT = (
@@ -28,7 +29,7 @@ def read_gaps(path: Path, column: str | None = None) -> list[float]:
     """The seconds between the failures of a trace, in order of time.
 
     Args:
-        path: The file, at most 64 MiB of UTF-8.
+        path: The file, at most 32 MiB of UTF-8.
         column: The name of a column of a CSV file with a header; None: one time a line.
 
     Raises:
@@ -61,11 +62,11 @@ def read_gaps(path: Path, column: str | None = None) -> list[float]:
 def _cells(text: str, column: str | None, path: Path) -> Iterator[tuple[int, str]]:
     """The numbers of lines, and the text of the time in each."""
     if column is None:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(StringIO(text, newline=None), 1):  # no list: a file may be all line ends
             if line.strip() and not line.lstrip().startswith("#"):
                 yield number, line.strip()
         return
-    rows = csv.reader(text.splitlines(), strict=True)
+    rows = csv.reader(StringIO(text, newline=None), strict=True)
     try:
         header = [name.strip() for name in next(rows, [])]
         if header.count(column) != 1:
