@@ -38,7 +38,7 @@ def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     last earlier step that can be restored, if there is one.
     """
     try:
-        return _open(run, member)
+        return open_one(run, member)
     except CkptError as error:
         add_hint(run, chain, member, error)
         raise
@@ -108,13 +108,14 @@ def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
 
 def _opens(run: Path, member: Member) -> bool:
     try:
-        _open(run, member)
+        open_one(run, member)
     except CkptError:
         return False
     return True
 
 
-def _open(run: Path, member: Member) -> Checkpoint:
+def open_one(run: Path, member: Member) -> Checkpoint:
+    """The index of one state. Raises as `open_member`, without a hint."""
     _check_place(run, member, Loaded())
     return identified(lambda: Universal().read(run / member.folder, ReadOptions()))
 
