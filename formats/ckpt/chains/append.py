@@ -142,7 +142,8 @@ def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None 
     """Remove what interrupted runs left in a chain's folder, except the folder `continued`. Returns a note for each."""
     leftovers = folder.leftovers(run, chain, continued)
     folder.remove(leftovers)
-    return tuple(Notice(f"removed {printable(path.name)}, which an interrupted run left behind") for path in leftovers)
+    names = (printable(str(path.relative_to(run))) for path in leftovers)
+    return tuple(Notice(f"removed {name}, which an interrupted run left behind") for name in names)
 
 
 def folder_name(step: int) -> str:

@@ -33,7 +33,8 @@ from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint, warnings_for
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
-from ckpt_formats.universal.unchanged import EarlierMember, shared_packs
+from ckpt_formats.universal.shared_packs import shared_packs
+from ckpt_formats.universal.unchanged import EarlierMember
 
 
 @dataclass(frozen=True)

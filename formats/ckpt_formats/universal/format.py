@@ -23,13 +23,14 @@ from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
+from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
-from ckpt_formats.universal.unchanged import EarlierMember, with_packs
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
+    from ckpt_formats.universal.unchanged import EarlierMember
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -93,7 +94,7 @@ class Universal(WritableFormat):
     single_file: bool = False
     """Whether everything is in one file. A target whose name ends in `.ucp` is."""
 
-    unchanged: EarlierMember | None = None
+    unchanged: "EarlierMember | None" = None
     """An earlier member of the chain, next to which the target will be: states that it has are not stored again."""
 
     def identity(self) -> object:
@@ -181,7 +182,8 @@ class Universal(WritableFormat):
             )
             for receipt in receipts
         ]
-        index, packs = with_packs(join(indexes), [Pack(*receipt.entry["pack"]) for receipt in receipts], self.unchanged)
+        own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
+        index, packs = with_packs(join(indexes), own, () if self.unchanged is None else self.unchanged.packs)
         result = Manifest(
             source.origin,
             index,

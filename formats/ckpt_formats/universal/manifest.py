@@ -100,10 +100,10 @@ class PackFiles:
         owner = self.packs[number].owner
         if owner is None:
             return pack_path(self.checkpoint, number)
-        return self._beside / owner.folder / pack_file(owner.number)
+        return self._siblings / owner.folder / pack_file(owner.number)
 
     @cached_property
-    def _beside(self) -> Path:
+    def _siblings(self) -> Path:
         """The folder in which the checkpoint's own is. If that is reached by a link, the other members may not be
         next to the link."""
         folder = self.checkpoint

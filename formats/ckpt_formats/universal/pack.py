@@ -30,7 +30,8 @@ from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.pack_file import PackFile
 from ckpt_formats.universal.read_states import DELTA
-from ckpt_formats.universal.unchanged import EarlierMember, SharedStates, is_own
+from ckpt_formats.universal.shared_packs import is_own
+from ckpt_formats.universal.unchanged import EarlierMember, SharedStates
 from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import (
     are_written_together,
@@ -119,8 +120,8 @@ def write_pack(
         )
         shared: SharedStates = {}
         if earlier is not None:
-            kept = list(readable)
-            shared, readable = _shared(kept, earlier, bases or {}, coding, transfer), iter(kept)
+            own = list(readable)
+            shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
         out = stack.enter_context(PackFile(path, number, _header_nbytes(parameters, reserve, shared)))
         drafts = []
         for parameter in readable:
@@ -137,8 +138,8 @@ def write_pack(
             for draft, state in late:
                 _write_state(out, draft, state, transfer, coding)
         entries = tuple(_entry(draft, errors or {}) for draft in drafts)
-        own = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
-        header = header_bytes(stored_slots(own, out.header_nbytes), _METADATA, out.header_nbytes)
+        stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
+        header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
         data = out.finish(header)
         header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
         return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries, data)

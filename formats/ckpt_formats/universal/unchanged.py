@@ -15,21 +15,17 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.universal.chain.file import SharedPacks
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.chunked import is_digest
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.entry import Extent, ParameterEntry, StateEntry
-from ckpt_formats.universal.index import Index
-from ckpt_formats.universal.manifest import Manifest, runs
+from ckpt_formats.universal.manifest import Manifest
 from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.stored import StoredSeals
+from ckpt_formats.universal.shared_packs import FIRST, manifest_of
 
 MIN_NBYTES = 1 << 16
 """Bytes of a pack that a new pack must share with it. For fewer, a reader would have to open one more file, and
 `compact` to keep one, for nothing much."""
-_FIRST = 1 << 31
-"""Packs of other members have numbers from this on until all packs of the new member are written."""
 
 SharedStates = Mapping[str, Mapping[str, StateEntry]]
 """Entries of states that are not stored again: by parameter and state."""
@@ -40,13 +36,15 @@ class EarlierMember:
     """A member of a chain whose packs a later one may name: `checkpoint` as it was read, with its manifest."""
 
     checkpoint: Checkpoint
+    only_shared: bool = False
+    """Only what it shares itself: its own packs will be removed, because it is written again."""
 
     @cached_property
     def stated(self) -> Manifest:
         """Its manifest, as it was read with the checkpoint."""
-        seals = self.checkpoint.seals
-        assert isinstance(seals, StoredSeals)
-        return seals.checkpoints[-1][1]
+        stated = manifest_of(self.checkpoint)
+        assert stated is not None
+        return stated
 
     @cached_property
     def packs(self) -> tuple[Pack, ...]:
@@ -59,12 +57,12 @@ class EarlierMember:
     @property
     def identity(self) -> object:
         """Plain data that differs from that of another member."""
-        return self.checkpoint.path.name, self.stated.content, [repr(pack) for pack in self.packs]
+        return self.checkpoint.path.name, self.only_shared, self.stated.content, [repr(pack) for pack in self.packs]
 
     def shared(
         self, parameters: Sequence[Parameter], whole: frozenset[str], check: bool, transfer: Transfer
     ) -> SharedStates:
-        """The states of a new pack that need not be stored, with the number of the pack counted from `_FIRST`.
+        """The states of a new pack that need not be stored, with the number of the pack counted from `FIRST`.
 
         Of the parameters in `whole`, either all states are shared or none: the others would be in a delta. Without
         `check`, equal checksums of values are enough.
@@ -74,7 +72,9 @@ class EarlierMember:
             entry = self._entry(parameter.name)
             own = None if entry is None else self.checkpoint.parameters.get(parameter.name)
             if entry is not None and own is not None:
-                equal = _equal_states(parameter, entry, own, parameter.name in whole, check, transfer)
+                first = len(self.stated.own_packs) if self.only_shared else 0
+                states = {n: s for n, s in entry.states.items() if s.extent is None or s.extent.pack >= first}
+                equal = _equal_states(parameter, states, own, parameter.name in whole, check, transfer)
                 found[parameter.name] = _usable(equal, parameter, parameter.name in whole)
         nbytes = _nbytes_of_packs(state for states in found.values() for state in states.values())
         large = {number for number, shared in nbytes.items() if shared >= MIN_NBYTES}
@@ -96,45 +96,17 @@ class EarlierMember:
         return None if number is None else index[number]
 
 
-def is_own(state: StateEntry) -> bool:
-    """Whether the bytes of a state are in a pack that is being written."""
-    return state.extent is not None and state.extent.pack < _FIRST
-
-
-def with_packs(index: Index, own: Sequence[Pack], earlier: EarlierMember | None) -> tuple[Index, tuple[Pack, ...]]:
-    """The index with the final numbers of packs of the earlier member, and all packs: the own ones come first."""
-    column = index.columns["state.pack"]
-    used = np.unique(column[column >= _FIRST])
-    if earlier is None or not len(used):
-        return index, tuple(own)
-    final = column.copy()
-    rows = column >= _FIRST
-    final[rows] = len(own) + np.searchsorted(used, column[rows]).astype(column.dtype)
-    packs = tuple(earlier.packs[number - _FIRST] for number in used.tolist())
-    return Index({**index.columns, "state.pack": final}, index.tables), (*own, *packs)
-
-
-def shared_packs(stated: Manifest) -> tuple[SharedPacks, ...]:
-    """The packs of earlier members that a manifest names, by folder, and the bytes of the states that lie in them."""
-    columns, own = stated.entries.columns, len(stated.own_packs)
-    rows = columns["state.pack"] >= own
-    sizes = np.bincount(columns["state.pack"][rows], columns["state.nbytes"][rows], len(stated.packs)).astype(np.int64)
-    found: dict[str, dict[int, int]] = {}
-    for pack, nbytes in zip(stated.packs, sizes.tolist(), strict=True):
-        if pack.owner is not None:
-            found.setdefault(pack.owner.folder, {})[pack.owner.number] = nbytes
-    return tuple(
-        SharedPacks(folder, tuple((first, count) for first, count in runs(sorted(packs))), sum(packs.values()))
-        for folder, packs in sorted(found.items())
-    )
-
-
 def _equal_states(
-    parameter: Parameter, entry: ParameterEntry, earlier: Parameter, whole: bool, check: bool, transfer: Transfer
+    parameter: Parameter,
+    entries: Mapping[str, StateEntry],
+    earlier: Parameter,
+    whole: bool,
+    check: bool,
+    transfer: Transfer,
 ) -> dict[str, StateEntry]:
     equal = dict[str, StateEntry]()
     for name, tensor in parameter.states.items():
-        stated = entry.states.get(name)
+        stated = entries.get(name)
         if stated is None or not _may_be_shared(tensor, stated):
             if whole:
                 return {}
@@ -202,4 +174,4 @@ def _named(state: StateEntry) -> StateEntry:
     extent = state.extent
     if extent is None:
         return state
-    return replace(state, extent=Extent(_FIRST + extent.pack, extent.offset, extent.nbytes))
+    return replace(state, extent=Extent(FIRST + extent.pack, extent.offset, extent.nbytes))

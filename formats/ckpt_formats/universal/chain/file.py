@@ -147,6 +147,11 @@ class ChainIndex:
                 result.setdefault(one.folder, []).append(one)
         return result
 
+    def folders_of(self, member: Member) -> set[str]:
+        """The folders that a member needs: its own, those of its ancestors, and those in which states of these lie."""
+        needed = self.upto(member.step)
+        return {one.folder for one in needed} | {shared.folder for one in needed for shared in one.shared}
+
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members from its base to the one at this step. Empty if there is no such step."""
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)

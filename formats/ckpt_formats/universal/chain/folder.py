@@ -82,6 +82,18 @@ def leftovers(run: Path, chain: ChainIndex | None, resumed: str | None = None) -
     return [*(entry for entry in entries if not is_growing(entry)), *unused]
 
 
+def kept_nbytes(run: Path, chain: ChainIndex) -> int:
+    """The bytes of the packs that stay of members that were removed."""
+    members = {member.folder for member in chain.members}
+    return sum(
+        path.stat().st_size
+        for name, shared in chain.shared_packs().items()
+        if name not in members
+        for path in (run / name / PACKS).glob("*")
+        if _is_shared(path.name, shared)
+    )
+
+
 def _unused(removed: Path, shared: list[SharedPacks]) -> list[Path]:
     """What the folder of a member that was removed has besides the packs that others need."""
     if not removed.is_dir() or removed.is_symlink():
@@ -94,8 +106,14 @@ def _unused(removed: Path, shared: list[SharedPacks]) -> list[Path]:
 
 
 def _is_shared(name: str, shared: list[SharedPacks]) -> bool:
+    number = pack_number(name)
+    return number is not None and any(one.has(number) for one in shared)
+
+
+def pack_number(name: str) -> int | None:
+    """The number of a pack by the name of its file; None for another file."""
     found = _PACK.fullmatch(name)
-    return found is not None and any(one.has(int(found[1])) for one in shared)
+    return None if found is None else int(found[1])
 
 
 def _is_of_chain(name: str) -> bool:
