@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from ckpt.chains.compact import Retention, compact
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Resources
+from ckpt_codecs import from_config
+from ckpt_codecs.registry import delta_from_config
+from ckpt_formats.containers import typed_json
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
@@ -25,6 +29,7 @@ from ckpt_formats.universal.chain import folder
 from damage import ckpt
 from forged import Change, Forged, forge, number, put, signed
 from held import checkpoint, contents, flip, parameter
+from universal_decoder import ChainReader, UniversalDecoder
 
 TWO = Resources(workers=2)
 BASES = DeltaPolicy(base_every=1)
@@ -260,6 +265,36 @@ def test_a_delta_that_becomes_a_base_names_the_packs_that_it_named(tmp_path: Pat
     assert_states(run, states[2:])
 
 
+def decode(codec: Mapping[str, Any], data: bytes, shape: list[int], dtype: str, base: bytes, base_dtype: str) -> bytes:
+    block = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
+    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], block).tobytes()
+
+
+def decode_delta(
+    codec: object, data: bytes, shape: list[int], before: Mapping[str, bytes], dtypes: Mapping[str, str]
+) -> dict[str, bytes]:
+    types = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+    parent = {name: np.frombuffer(values, types[name]).reshape(shape) for name, values in before.items()}
+    options = typed_json.decode(codec, Path("manifest.json"))
+    assert isinstance(options, dict)
+    decoded = delta_from_config(options).decode(data, parent, tuple(shape), types)
+    return {name: values.tobytes() for name, values in decoded.items()}
+
+
+@pytest.mark.parametrize("policy", [BASES, DeltaPolicy()], ids=["bases", "deltas"])
+def test_the_reader_of_the_page_reads_the_same(tmp_path: Path, policy: DeltaPolicy) -> None:
+    run = tmp_path / "run"
+    states = chain_of(run, 3, policy)
+    if policy is BASES:
+        compact(run, Retention(("2,3",)), DeltaPolicy(), TWO)
+    chain = ChainReader(run, decode, decode_delta)
+    assert any(member.get("shared") for member in chain.members)
+    for state in states[1:]:
+        found = chain.checkpoints[state.step]
+        expected = {key: values for key, (_, _, values) in contents(state).items()}
+        assert {(name, key): found.values(name, key) for name, key in expected} == expected
+
+
 class Stop(BaseException):
     """A kill."""
 
@@ -377,6 +412,8 @@ def test_a_hostile_manifest_is_refused(forgeable: Path, tmp_path: Path, name: st
     forge(user, change)
     with pytest.raises(CkptError, match=message):
         open_checkpoint(user)
+    with pytest.raises((AssertionError, LookupError, ValueError, OSError, TypeError)):
+        UniversalDecoder(user, decode, decode_delta)
 
 
 def test_states_in_a_pack_of_another_member_may_not_overlap(forgeable: Path, tmp_path: Path) -> None:
