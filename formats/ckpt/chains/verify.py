@@ -53,6 +53,7 @@ def verify_chain(
     identified, opened, findings = [*opened[:1], *states], [*opened, *states], [*findings, *of_tip]
     load_kernels()
     count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
+    findings += _headers(members)
     findings += examine(opened, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
@@ -85,6 +86,14 @@ def _torn(views: list[SegmentView]) -> Iterator[Notice]:
         if view.segment is not None and view.logged.step is None:
             for path, reason in view.segment.torn.items():
                 yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
+
+
+def _headers(members: OpenedMembers) -> Iterator[Finding]:
+    """The headers of packs that say otherwise than the index of their member, or of one that has states in them."""
+    for state in members.states.values():
+        if not isinstance(state, CkptError) and isinstance(state.seals, StoredSeals):
+            alone = StoredSeals(state.seals.checkpoints[-1:])
+            yield from checks.contradictions(replace(state, seals=alone))
 
 
 def _replay_findings(

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.pack_file import PackFile
+from ckpt_formats.universal.pack_headers import SlotNames
 from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.shared_packs import is_own
 from ckpt_formats.universal.unchanged import EarlierMember, SharedStates
@@ -290,7 +291,7 @@ def _shared(
 def _header_nbytes(parameters: Sequence[Parameter], reserve: int, shared: SharedStates) -> int:
     """The space for the header: enough for all states that may be stored, wherever they will be, so each as if it came
     last."""
-    names, nbytes = _SlotNames(), len(header_bytes((), _METADATA))
+    names, nbytes = SlotNames(), len(header_bytes((), _METADATA))
     offset_digits = len(str(sum(parameter.nbytes for parameter in parameters)))
     for parameter in parameters:
         for state, tensor in parameter.states.items():
@@ -303,7 +304,7 @@ def _header_nbytes(parameters: Sequence[Parameter], reserve: int, shared: Shared
 
 def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
     """The entries of the header for what is stored, by offset. Encoded states and deltas are tensors of uint8."""
-    slots, names = [], _SlotNames()
+    slots, names = [], SlotNames()
     for entry in entries:
         for name, state in entry.states.items():
             if state.extent is None:
@@ -317,18 +318,3 @@ def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[
             text = names.add(entry.name, DELTA)
             slots.append(TensorSlot(text, np.dtype(np.uint8), (extent.nbytes,), extent.offset - header_nbytes))
     return sorted(slots, key=lambda slot: (slot.offset, slot.nbytes))
-
-
-@dataclass(frozen=True)
-class _SlotNames:
-    """Names in the header, each once. They are for other readers: ours takes names from the index."""
-
-    used: set[str] = field(default_factory=set)
-
-    def add(self, parameter: str, state: str) -> str:
-        """The name of a state."""
-        text = f"{parameter}/{state}".encode("utf-8", "backslashreplace").decode()
-        while text in self.used:
-            text += "_"
-        self.used.add(text)
-        return text

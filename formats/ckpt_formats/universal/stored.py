@@ -11,12 +11,13 @@ import numpy as np
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Seal, SealPart, SealTable
+from ckpt_formats.core.files import Contradiction, Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
 from ckpt_formats.core.state_table import Coding, Places, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, PackFiles
+from ckpt_formats.universal.pack_headers import contradictions
 from ckpt_formats.universal.pack_seals import pack_parts, seal_of, stored_count
 from ckpt_formats.universal.read_states import read_parameter, seals
 
@@ -149,6 +150,10 @@ class StoredSeals(SealTable):
         yield from self._form()
         for folder, stated in self.checkpoints:
             yield from _headers(folder, stated)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for folder, stated in self.checkpoints:
+            yield from contradictions(folder, stated)
 
     def parts(self) -> list[SealPart]:
         first, parts = 0, list[SealPart]()
