@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 
 from ckpt.chains.append import append
 from ckpt.chains.compact import Retention, compact
+from ckpt.chains.trials import Evaluation
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import DeltaPolicy
+from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_codecs import from_config
 from ckpt_codecs.registry import delta_from_config
@@ -23,7 +26,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.core.files import Reader
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import manifest
+from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder
 from damage import ckpt
@@ -125,6 +128,22 @@ def test_after_a_delta_that_shares_nothing_no_base_is_opened(tmp_path: Path, mon
         loaded.clear()
         append(tmp_path / "run", state, None, DeltaPolicy(), TWO)
     assert sum(path.parent.name == "step-0000000001" for path in loaded) <= 1  # as the replay's base
+
+
+def test_a_trial_of_a_bound_and_a_copy_elsewhere_have_all_values(tmp_path: Path) -> None:
+    first, second = run_of(2)
+    append(tmp_path / "run", first, None, BASES, TWO)
+    evaluation = Evaluation((sys.executable, "-c", "print(1.0)", "{}"), 0.5)
+    policy = DeltaPolicy(codec="subspace", evaluation=evaluation)
+    written = append(tmp_path / "run", second, None, policy, TWO)
+    assert written.accepted is not None
+    assert written.member.shared
+    save(open_checkpoint(tmp_path / "run" / written.member.folder), tmp_path / "copy", Universal(), TWO)
+    shutil.rmtree(tmp_path / "run")
+    copied = contents(open_checkpoint(tmp_path / "copy"))
+    assert {key: copied[key] for key in copied if key[0].startswith("still")} == {
+        key: values for key, values in contents(second).items() if key[0].startswith("still")
+    }
 
 
 def test_small_states_alone_are_stored_again(tmp_path: Path) -> None:

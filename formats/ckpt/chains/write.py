@@ -206,7 +206,7 @@ def _write_coded(
             delta_codecs=codecs,
             check=policy.check,
             content=content,
-            unchanged=unchanged,
+            unchanged=unchanged if folder == target else None,  # a trial is not next to the members
         )
         return _write(source, format, folder, step, resources, progress)
 
