@@ -61,7 +61,7 @@ class Transfer:
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
         progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
         """
-        return self._read(tensor.crop(box), slot, counted)
+        return self._read(tensor if box.shape == tensor.shape else tensor.crop(box), slot, counted)
 
     def count(self, nbytes: int) -> None:
         """Count bytes of values that need not be read again."""
