@@ -24,7 +24,6 @@ WITHOUT_OPTION = {
     "content": "the id of a chain's state",
     "single_file": "follows from the name of the target",
     "original": "`ckpt decompress` sets it",
-    "unchanged": "a member of the chain that `ckpt append` writes to",
 }
 """Fields of formats that have no option of `convert`, and why."""
 

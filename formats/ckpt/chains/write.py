@@ -33,6 +33,7 @@ from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint, warnings_for
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
+from ckpt_formats.universal.member_format import ChainMember
 from ckpt_formats.universal.shared_packs import shared_packs
 from ckpt_formats.universal.unchanged import EarlierMember
 
@@ -154,7 +155,7 @@ def write_base(
     notes: tuple[Notice, ...] = ()
     if policy.evaluation is not None:
         notes = (Notice("this state is stored as an exact base, so there is nothing to evaluate"),)
-    exact = Universal(codec=AUTO, check=policy.check, content=content, unchanged=unchanged)
+    exact = ChainMember(codec=AUTO, check=policy.check, content=content, unchanged=unchanged)
     return replace(_write(source, exact, target, step, resources, progress), notes=notes)
 
 

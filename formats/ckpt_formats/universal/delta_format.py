@@ -12,13 +12,14 @@ from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import DeltaContent, PackContent, Universal
+from ckpt_formats.universal import DeltaContent, PackContent
 from ckpt_formats.universal.delta_plan import DeltaBase, sample
 from ckpt_formats.universal.manifest import Parent
+from ckpt_formats.universal.member_format import ChainMember
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delta(Universal):
+class Delta(ChainMember):
     """A checkpoint stored against an earlier one."""
 
     codec: str | None = AUTO

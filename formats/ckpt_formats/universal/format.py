@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,19 +94,14 @@ class Universal(WritableFormat):
     single_file: bool = False
     """Whether everything is in one file. A target whose name ends in `.ucp` is."""
 
-    unchanged: "EarlierMember | None" = None
-    """An earlier member of the chain, next to which the target will be: states that it has are not stored again."""
-
-    def identity(self) -> object:
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unchanged"}
-        return options if self.unchanged is None else (options, self.unchanged.identity)
-
-    def inputs(self) -> tuple[Checkpoint, ...]:
-        return () if self.unchanged is None else (self.unchanged.checkpoint,)
-
     @property
     def parent(self) -> Parent | None:
         """The parent of the deltas that are written; None if none are."""
+        return None
+
+    @property
+    def earlier_member(self) -> "EarlierMember | None":
+        """The earlier member of a chain whose states are not stored again; None if the target is no member."""
         return None
 
     @property
@@ -132,7 +127,7 @@ class Universal(WritableFormat):
             check_storable(parameter)
         check_state_names(source.parameters.values())
         if self.single_file:
-            assert self.unchanged is None, "a single file is no member of a chain"
+            assert self.earlier_member is None, "a single file is no member of a chain"
             _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
@@ -158,7 +153,14 @@ class Universal(WritableFormat):
         path.parent.mkdir(exist_ok=True)
         bases = self.bases(file, transfer)
         written = write_pack(
-            path, content.number, file.parameters, transfer, content.encoding, bases, content.errors, self.unchanged
+            path,
+            content.number,
+            file.parameters,
+            transfer,
+            content.encoding,
+            bases,
+            content.errors,
+            self.earlier_member,
         )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
@@ -183,7 +185,7 @@ class Universal(WritableFormat):
             for receipt in receipts
         ]
         own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
-        index, packs = with_packs(join(indexes), own, () if self.unchanged is None else self.unchanged.packs)
+        index, packs = with_packs(join(indexes), own, () if self.earlier_member is None else self.earlier_member.packs)
         result = Manifest(
             source.origin,
             index,
