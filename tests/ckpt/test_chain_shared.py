@@ -26,7 +26,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.core.files import Reader
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal import Universal, manifest, unchanged
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder
 from damage import ckpt
@@ -144,6 +144,19 @@ def test_a_trial_of_a_bound_and_a_copy_elsewhere_have_all_values(tmp_path: Path)
     assert {key: copied[key] for key in copied if key[0].startswith("still")} == {
         key: values for key, values in contents(second).items() if key[0].startswith("still")
     }
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_equal_hashes_alone_are_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
+    """Whoever computes values on purpose finds two with one XXH3: then bits decide, unless checks are off."""
+    first, second = (run for run in run_of(2, thaw=2))
+    append(tmp_path / "run", first, None, BASES, TWO)
+    monkeypatch.setattr(unchanged, "is_digest", lambda values, digests, index: True)
+    policy = DeltaPolicy(base_every=1, check=check)
+    append(tmp_path / "run", second, None, policy, TWO)
+    monkeypatch.undo()
+    opened = open_checkpoint(member(tmp_path / "run", 2))
+    assert (contents(opened) == contents(second)) == check
 
 
 def test_small_states_alone_are_stored_again(tmp_path: Path) -> None:

@@ -126,8 +126,6 @@ def _may_be_shared(tensor: Tensor, stated: StateEntry) -> bool:
 def _is_equal(tensor: Tensor, stated: StateEntry, earlier: Tensor, check: bool, transfer: Transfer) -> bool:
     """Whether a tensor has the values of a stored state. What is damaged there is not equal."""
     values, there, chunking = flat(tensor), flat(earlier), Chunking.default(tensor.shape)
-    # A derived state has no bytes of its own: its base is compared.
-    check = check and stated.extent is not None
     for index in range(chunking.count):
         box = chunking.box(index)
         found = transfer.fetch(values, box, counted=False)
