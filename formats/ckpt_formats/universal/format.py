@@ -22,13 +22,15 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
-from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
+from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
+    from ckpt_formats.universal.unchanged import EarlierMember
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -38,6 +40,10 @@ _SINGLE_FILE = "checkpoint.ucp"
 """The name of a single file before it is renamed to the target."""
 _HEADER_NBYTES = 16 << 20
 """About as many bytes the header of a pack may have: other readers parse all of it."""
+_OWNER_HINT = (
+    "A member of a chain needs the packs of earlier members, next to it. Copy the whole chain; or take the state out "
+    "of it: `ckpt restore CHAIN DST --step N`."
+)
 _HEADER_ENTRY = 128
 """About as many bytes an entry of a header has, besides its name."""
 
@@ -94,6 +100,11 @@ class Universal(WritableFormat):
         return None
 
     @property
+    def earlier_member(self) -> "EarlierMember | None":
+        """The earlier member of a chain whose states are not stored again; None if the target is no member."""
+        return None
+
+    @property
     def encoding(self) -> EncodingOptions | None:
         """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
         if self.codec is None:
@@ -116,6 +127,7 @@ class Universal(WritableFormat):
             check_storable(parameter)
         check_state_names(source.parameters.values())
         if self.single_file:
+            assert self.earlier_member is None, "a single file is no member of a chain"
             _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
@@ -140,7 +152,16 @@ class Universal(WritableFormat):
         path = folder / file.file
         path.parent.mkdir(exist_ok=True)
         bases = self.bases(file, transfer)
-        written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
+        written = write_pack(
+            path,
+            content.number,
+            file.parameters,
+            transfer,
+            content.encoding,
+            bases,
+            content.errors,
+            self.earlier_member,
+        )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
         data_nbytes = pack.nbytes - pack.header_nbytes
@@ -163,10 +184,12 @@ class Universal(WritableFormat):
             )
             for receipt in receipts
         ]
+        own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
+        index, packs = with_packs(join(indexes), own, () if self.earlier_member is None else self.earlier_member.packs)
         result = Manifest(
             source.origin,
-            join(indexes),
-            tuple(Pack(*receipt.entry["pack"]) for receipt in receipts),
+            index,
+            packs,
             source.groups,
             source.aliases,
             source.extras,
@@ -201,7 +224,9 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         folder, entries = ancestor.folder, ancestor.manifest.entries
         key = folder, id(parameters)
         if key not in loaded.parameters:
-            loaded.parameters[key] = StoredParameters(folder, entries, entries.numbers.keys(), parameters)
+            loaded.parameters[key] = StoredParameters(
+                ancestor.manifest.files(folder), entries, entries.numbers.keys(), parameters
+            )
         parameters = loaded.parameters[key]
         packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
         files += packs
@@ -214,7 +239,7 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         stated.groups,
         stated.extras,
         stated.aliases,
-        (*files, *_form_of(path, stated)),
+        (*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
         StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
         _notices(errors),
         digests=StateDigests(stated.entries),
@@ -279,9 +304,31 @@ def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     if is_single(ancestor.folder):  # `manifest.load` has compared its length
         return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
-    paths = (pack_path(ancestor.folder, number) for number in range(len(ancestor.manifest.packs)))
-    stated = zip(paths, ancestor.manifest.packs, strict=True)
-    return tuple(SourceFile(path, _length(path, pack.nbytes, "pack"), "all") for path, pack in stated)
+    files = ancestor.manifest.files(ancestor.folder)
+    return tuple(
+        SourceFile(files.path(number), _pack_length(ancestor, files.path(number), number), "all")
+        for number in range(len(files.packs))
+    )
+
+
+def _pack_length(ancestor: Ancestor, path: Path, number: int) -> int:
+    """The length of a pack, which is the one that the manifest states. Errors about packs of others name a state."""
+    pack = ancestor.manifest.packs[number]
+    try:
+        return _length(path, pack.nbytes, "pack")
+    except (Incomplete, Corrupt) as error:
+        if pack.owner is None:
+            raise
+        index = ancestor.manifest.entries
+        row = int((index.columns["state.pack"] == number).argmax())  # `check_index` checks that there is one
+        name = index.names[int(index.columns["state.parameter"][row])]
+        state = index.tables.states[int(index.columns["state.name"][row])]
+        error.what = (
+            f"`{printable(name)}` {printable(state)} of {ancestor.folder.resolve().name} is in a pack of "
+            f"{pack.owner.folder}: {error.what}"
+        )
+        error.hint = error.hint or _OWNER_HINT
+        raise
 
 
 def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:
