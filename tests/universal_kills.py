@@ -234,6 +234,10 @@ class Campaign:
         work.renew()
         self.points = points(partial(work.do, 2), work.folder)
 
+    def files(self) -> list[str]:
+        """What there is in the folder of the work."""
+        return list(files(self.work.folder))
+
     def kill(self, generator: random.Random) -> None:
         """Kill the work once or twice, look at what there is, and let it come to its end."""
         self.work.renew()
