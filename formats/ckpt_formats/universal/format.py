@@ -12,7 +12,7 @@ from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -23,6 +23,7 @@ from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.pack_seals import pack_parts
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
@@ -143,26 +144,21 @@ class Universal(WritableFormat):
         written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
-        data_nbytes = pack.nbytes - pack.header_nbytes
-        data = Seal(Path(file.file), pack.header_nbytes, data_nbytes, "xxh3-128", written.data, "data")
         entry = {
             "pack": [pack.nbytes, pack.header_nbytes, pack.header],
             "index": b64encode(index.dump()).decode(),
             "tables": index.tables.to_json(),
         }
-        return Receipt(file.file, pack.nbytes, (header, data), entry, transfer.reader.evidence())
+        return Receipt(file.file, pack.nbytes, (header,), entry, transfer.reader.evidence())
+
+    def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
+        """Of a pack, the seal is that of its header; the checksums of all else are in its part of the index."""
+        if not super().is_intact(folder, receipt, reader):
+            return False
+        return not any(part.unequal(reader) for part in pack_parts(folder, _index_of(receipt, folder), 0))
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        from base64 import b64decode
-
-        check = FieldReader(folder)
-        indexes = [
-            Index(
-                columns.load(b64decode(receipt.entry["index"]), TYPES, folder),
-                Tables.of_json(receipt.entry["tables"], check),
-            )
-            for receipt in receipts
-        ]
+        indexes = [_index_of(receipt, folder) for receipt in receipts]
         result = Manifest(
             source.origin,
             join(indexes),
@@ -221,6 +217,14 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         errors=errors,
         original=stated.original,
     )
+
+
+def _index_of(receipt: Receipt, folder: Path) -> Index:
+    """The part of the index for the pack of a receipt."""
+    from base64 import b64decode
+
+    stored = columns.load(b64decode(receipt.entry["index"]), TYPES, folder)
+    return Index(stored, Tables.of_json(receipt.entry["tables"], FieldReader(folder)))
 
 
 def _write_single_file(folder: Path, result: Manifest) -> None:
