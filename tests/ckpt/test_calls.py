@@ -40,6 +40,7 @@ COMMANDS = {
     "append a delta": ("append", "run", "T.pt", "--step", "2"),
     "append another": ("append", "run", "U", "--step", "3"),
     "verify of a chain": ("verify", "run"),
+    "restore": ("restore", "run", "R"),
     "compact": ("compact", "run", "--keep", "2,3"),
 }
 RUN = """
