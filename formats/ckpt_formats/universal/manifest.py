@@ -7,7 +7,7 @@ A manifest may be hostile: every field is checked before it is used.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ def pack_file(number: int) -> str:
     return f"packs/{number:05d}.safetensors"
 
 
+@lru_cache(maxsize=64)  # asked for once for each state
 def pack_path(checkpoint: Path, number: int) -> Path:
     """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
