@@ -26,7 +26,17 @@ from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
 
 Kind = Literal[
-    "coverage", "checksum", "values", "replicas", "copy", "suspicious", "unreadable", "changed", "log", "replay"
+    "coverage",
+    "header",
+    "checksum",
+    "values",
+    "replicas",
+    "copy",
+    "suspicious",
+    "unreadable",
+    "changed",
+    "log",
+    "replay",
 ]
 
 
@@ -94,6 +104,7 @@ def _examine(
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
+    findings += contradictions(checkpoint)
     work: list[tuple[int, _Check]] = [
         (seal.nbytes, partial(_seal, seal, tensors, count))
         for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
@@ -130,6 +141,13 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
     for name, message in checkpoint.dangling_names():
         yield Finding("coverage", message, str(checkpoint.path), (name,))
+
+
+def contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A finding for each file whose header says otherwise than the checkpoint's index."""
+    if isinstance(checkpoint.seals, SealTable):
+        for one in checkpoint.seals.contradictions():
+            yield Finding("header", one.what, str(one.path), () if one.tensor is None else (one.tensor,))
 
 
 def _seals(

@@ -95,9 +95,22 @@ class SealTable(Sequence[Seal]):
     def parts(self) -> Sequence["SealPart"]:
         """All others, in parts that are compared each by itself."""
 
+    def contradictions(self) -> "Iterator[Contradiction]":
+        """What files say of themselves otherwise than these seals do, although all bytes fit."""
+        return iter(())
+
     @abstractmethod
     def of(self, number: int) -> "tuple[Seal, str]":
         """A seal of a part by its number, and the name of the parameter whose values it is of."""
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """What a file says of itself otherwise than what has its checksums: of which tensor, if it is about one."""
+
+    path: Path
+    what: str
+    tensor: str | None = None
 
 
 class SealPart(Protocol):

@@ -63,6 +63,10 @@ class Transfer:
         """
         return self._read(tensor if box.shape == tensor.shape else tensor.crop(box), slot, counted)
 
+    def count(self, nbytes: int) -> None:
+        """Count bytes of values that need not be read again."""
+        self._count_bytes(nbytes)
+
     def whole(self, tensor: Tensor, slot: str = "values") -> Array:
         """All values of a tensor that is within the budget: (shape) of its dtype. Else like `fetch`."""
         return self._read(tensor, slot, True)

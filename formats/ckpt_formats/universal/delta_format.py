@@ -35,10 +35,11 @@ class Delta(Universal):
 
     def identity(self) -> object:
         configurations = {name: codec.config() for name, codec in self.delta_codecs.items()}
-        return self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
+        own = self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
+        return own if self.unchanged is None else (*own, self.unchanged.identity)
 
     def inputs(self) -> tuple[Checkpoint, ...]:
-        return () if self.earlier is None else (self.earlier,)
+        return (*super().inputs(), *(() if self.earlier is None else (self.earlier,)))
 
     def plan(self, source: Checkpoint) -> Plan:
         if self.single_file:

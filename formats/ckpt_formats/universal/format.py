@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,16 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
-from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.manifest import Manifest, PackFiles, Parent, pack_file, pack_path
 from ckpt_formats.universal.pack_seals import pack_parts
+from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
+    from ckpt_formats.universal.unchanged import EarlierMember
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -39,6 +41,10 @@ _SINGLE_FILE = "checkpoint.ucp"
 """The name of a single file before it is renamed to the target."""
 _HEADER_NBYTES = 16 << 20
 """About as many bytes the header of a pack may have: other readers parse all of it."""
+_OWNER_HINT = (
+    "A member of a chain needs the packs of earlier members, next to it. Copy the whole chain; or take the state out "
+    "of it: `ckpt restore CHAIN DST --step N`."
+)
 _HEADER_ENTRY = 128
 """About as many bytes an entry of a header has, besides its name."""
 
@@ -68,6 +74,14 @@ class PackContent:
     """The figures of states that are approximate already, by parameter and state."""
 
 
+@dataclass(frozen=True)
+class _WrittenPacks(PackFiles):
+    """The packs in a folder that is being written: there is no list of them yet."""
+
+    def path(self, number: int) -> Path:
+        return pack_path(self.checkpoint, number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Universal(WritableFormat):
     """The universal format: states in packs of safetensors, an index of columns, and a manifest."""
@@ -88,6 +102,16 @@ class Universal(WritableFormat):
     """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
     single_file: bool = False
     """Whether everything is in one file. A target whose name ends in `.ucp` is."""
+
+    unchanged: "EarlierMember | None" = None
+    """An earlier member of the chain, next to which the target will be: states that it has are not stored again."""
+
+    def identity(self) -> object:
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unchanged"}
+        return options if self.unchanged is None else (options, self.unchanged.identity)
+
+    def inputs(self) -> tuple[Checkpoint, ...]:
+        return () if self.unchanged is None else (self.unchanged.checkpoint,)
 
     @property
     def parent(self) -> Parent | None:
@@ -117,6 +141,7 @@ class Universal(WritableFormat):
             check_storable(parameter)
         check_state_names(source.parameters.values())
         if self.single_file:
+            assert self.unchanged is None, "a single file is no member of a chain"
             _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
@@ -141,7 +166,9 @@ class Universal(WritableFormat):
         path = folder / file.file
         path.parent.mkdir(exist_ok=True)
         bases = self.bases(file, transfer)
-        written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
+        written = write_pack(
+            path, content.number, file.parameters, transfer, content.encoding, bases, content.errors, self.unchanged
+        )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
         entry = {
@@ -155,14 +182,18 @@ class Universal(WritableFormat):
         """Of a pack, the seal is that of its header; the checksums of all else are in its part of the index."""
         if not super().is_intact(folder, receipt, reader):
             return False
-        return not any(part.unequal(reader) for part in pack_parts(folder, _index_of(receipt, folder), 0))
+        parts = pack_parts(_WrittenPacks(folder, ()), _index_of(receipt, folder), 0)
+        own = folder / receipt.file  # other states lie in packs of an earlier member
+        return not any(part.unequal(reader) for part in parts if part.path == own)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         indexes = [_index_of(receipt, folder) for receipt in receipts]
+        own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
+        index, packs = with_packs(join(indexes), own, () if self.unchanged is None else self.unchanged.packs)
         result = Manifest(
             source.origin,
-            join(indexes),
-            tuple(Pack(*receipt.entry["pack"]) for receipt in receipts),
+            index,
+            packs,
             source.groups,
             source.aliases,
             source.extras,
@@ -197,7 +228,9 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         folder, entries = ancestor.folder, ancestor.manifest.entries
         key = folder, id(parameters)
         if key not in loaded.parameters:
-            loaded.parameters[key] = StoredParameters(folder, entries, entries.numbers.keys(), parameters)
+            loaded.parameters[key] = StoredParameters(
+                ancestor.manifest.files(folder), entries, entries.numbers.keys(), parameters
+            )
         parameters = loaded.parameters[key]
         packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
         files += packs
@@ -210,7 +243,7 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         stated.groups,
         stated.extras,
         stated.aliases,
-        (*files, *_form_of(path, stated)),
+        (*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
         StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
         _notices(errors),
         digests=StateDigests(stated.entries),
@@ -283,9 +316,31 @@ def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     if is_single(ancestor.folder):  # `manifest.load` has compared its length
         return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
-    paths = (pack_path(ancestor.folder, number) for number in range(len(ancestor.manifest.packs)))
-    stated = zip(paths, ancestor.manifest.packs, strict=True)
-    return tuple(SourceFile(path, _length(path, pack.nbytes, "pack"), "all") for path, pack in stated)
+    files = ancestor.manifest.files(ancestor.folder)
+    return tuple(
+        SourceFile(files.path(number), _pack_length(ancestor, files.path(number), number), "all")
+        for number in range(len(files.packs))
+    )
+
+
+def _pack_length(ancestor: Ancestor, path: Path, number: int) -> int:
+    """The length of a pack, which is the one that the manifest states. Errors about packs of others name a state."""
+    pack = ancestor.manifest.packs[number]
+    try:
+        return _length(path, pack.nbytes, "pack")
+    except (Incomplete, Corrupt) as error:
+        if pack.owner is None:
+            raise
+        index = ancestor.manifest.entries
+        row = int((index.columns["state.pack"] == number).argmax())  # `check_index` checks that there is one
+        name = index.names[int(index.columns["state.parameter"][row])]
+        state = index.tables.states[int(index.columns["state.name"][row])]
+        error.what = (
+            f"`{printable(name)}` {printable(state)} of {ancestor.folder.resolve().name} is in a pack of "
+            f"{pack.owner.folder}: {error.what}"
+        )
+        error.hint = error.hint or _OWNER_HINT
+        raise
 
 
 def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:
