@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from ckpt_codecs.gradients import gradient_codec
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, OutputError, Unsupported
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
+from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
 from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
-from ckpt_recorder.run import TrackedRun, count_of, plain_run
+from ckpt_recorder.run import TrackedRun, count_of, dtype_name, plain_run
 from ckpt_recorder.writer import WriterSettings
 
 WhenBroken = Literal["warn", "raise"]
@@ -381,15 +383,20 @@ def _check_types(run: TrackedRun) -> None:
             )
 
 
+def _values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values of a tensor; NumPy itself lacks some types of torch."""
+    values, name = tensor.detach().cpu().contiguous(), dtype_name(tensor.dtype)
+    if name not in DTYPES:
+        raise TypeError(f"note() cannot record a tensor of {tensor.dtype}")
+    return values.reshape(-1).view(torch.uint8).numpy().view(DTYPES[name]).reshape(values.shape)
+
+
 def _plain(item: Any) -> Any:
     """The item of a note as plain data."""
     if hasattr(item, "state_dict"):
         item = item.state_dict()
     if isinstance(item, torch.Tensor):
-        array = item.detach().cpu().contiguous()
-        if array.dtype == torch.bfloat16:
-            return {"bfloat16": array.view(torch.int16).numpy()}
-        return array.numpy()
+        return noted_tensor(_values(item))
     if isinstance(item, dict):
         return {key: _plain(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):

@@ -51,6 +51,9 @@ RESUMED = [
     Resumed("plain", "bare.chain", DCP),
     Resumed("scaler_fused", "bare.chain", DCP),
     Resumed("ddp", "based.chain", DCP),
+    Resumed("ddp_topk", "bare.chain", DCP),
+    Resumed("ddp_int8", "based.chain", DCP),
+    Resumed("ddp_topk", "based.chain", DCP, {"shards": 3}),
     Resumed("fsdp2", "bare.chain", DCP),
     Resumed("fsdp2", "based.chain", DCP, {"shards": 3}),
     Resumed("hsdp_2x2", "based.chain", DCP),
@@ -84,6 +87,13 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     done = ckpt("restore", run / chain, tmp_path / "state", "--step", log_of(run)[at])
     assert done.code == 0, done.err
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
+
+
+@pytest.mark.parametrize(("kind", "limit"), {"ddp_topk": 2 * 0.042, "ddp_int8": 1.0, "ddp": 5.0}.items())
+def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limit: float, runs: Path) -> None:
+    """Bytes for each parameter and step. Two ranks send 1 % each, so that 2 % of the average are not zero."""
+    (segment,) = json.loads(ckpt("log", runs / kind / "bare.chain", "--json").out)["segments"]
+    assert limit / 2 < segment["nbytes_per_parameter"] <= limit
 
 
 REFUSED = {"differing": "have different weights", "fsdp1": "have different weights", "zero0": "ZeRO 1, 2 and 3"}
