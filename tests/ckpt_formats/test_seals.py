@@ -28,6 +28,7 @@ from ckpt_formats.core.files import (
     write_sealed,
 )
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.engines.torch_save import Torch
 from held import flip, folder
 
 Sealing = Literal["crc32", "xxh3-128", "chunks"]
@@ -223,7 +224,7 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
         entry = {"a": [1, None, "text"], "b": {"c": 0.5}}
         receipt = Receipt("part", len(content), (written,), entry, evidence)
         stage.note(receipt)
-        assert list(stage.receipts()) == [receipt]
+        assert list(stage.receipts(Torch())) == [receipt]
 
 
 def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:

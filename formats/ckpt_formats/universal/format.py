@@ -12,7 +12,7 @@ from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -22,7 +22,8 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
-from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
+from ckpt_formats.universal.manifest import Manifest, PackFiles, Parent, pack_file, pack_path
+from ckpt_formats.universal.pack_seals import pack_parts
 from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
@@ -71,6 +72,14 @@ class PackContent:
     """The parameters that are stored as deltas, by name."""
     errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
     """The figures of states that are approximate already, by parameter and state."""
+
+
+@dataclass(frozen=True)
+class _WrittenPacks(PackFiles):
+    """The packs in a folder that is being written: there is no list of them yet."""
+
+    def path(self, number: int) -> Path:
+        return pack_path(self.checkpoint, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,26 +173,23 @@ class Universal(WritableFormat):
         )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
-        data_nbytes = pack.nbytes - pack.header_nbytes
-        data = Seal(Path(file.file), pack.header_nbytes, data_nbytes, "xxh3-128", written.data, "data")
         entry = {
             "pack": [pack.nbytes, pack.header_nbytes, pack.header],
             "index": b64encode(index.dump()).decode(),
             "tables": index.tables.to_json(),
         }
-        return Receipt(file.file, pack.nbytes, (header, data), entry, transfer.reader.evidence())
+        return Receipt(file.file, pack.nbytes, (header,), entry, transfer.reader.evidence())
+
+    def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
+        """Of a pack, the seal is that of its header; the checksums of all else are in its part of the index."""
+        if not super().is_intact(folder, receipt, reader):
+            return False
+        parts = pack_parts(_WrittenPacks(folder, ()), _index_of(receipt, folder), 0)
+        own = folder / receipt.file  # other states lie in packs of an earlier member
+        return not any(part.unequal(reader) for part in parts if part.path == own)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        from base64 import b64decode
-
-        check = FieldReader(folder)
-        indexes = [
-            Index(
-                columns.load(b64decode(receipt.entry["index"]), TYPES, folder),
-                Tables.of_json(receipt.entry["tables"], check),
-            )
-            for receipt in receipts
-        ]
+        indexes = [_index_of(receipt, folder) for receipt in receipts]
         own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
         index, packs = with_packs(join(indexes), own, () if self.earlier_member is None else self.earlier_member.packs)
         result = Manifest(
@@ -246,6 +252,14 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         errors=errors,
         original=stated.original,
     )
+
+
+def _index_of(receipt: Receipt, folder: Path) -> Index:
+    """The part of the index for the pack of a receipt."""
+    from base64 import b64decode
+
+    stored = columns.load(b64decode(receipt.entry["index"]), TYPES, folder)
+    return Index(stored, Tables.of_json(receipt.entry["tables"], FieldReader(folder)))
 
 
 def _write_single_file(folder: Path, result: Manifest) -> None:

@@ -61,8 +61,6 @@ class WrittenPack:
 
     pack: Pack
     entries: tuple[ParameterEntry, ...]
-    data: int
-    """The XXH3-128 of all bytes behind the header."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +139,9 @@ def write_pack(
         entries = tuple(_entry(draft, errors or {}) for draft in drafts)
         stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
         header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
-        data = out.finish(header)
+        out.finish(header)
         header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
-        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries, data)
+        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries)
 
 
 def check_storable(parameter: Parameter) -> None:
