@@ -1,0 +1,51 @@
+"""Options of `shadow`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.types import CheckpointPath
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ShadowOptions:
+    """How long the shadow follows, and what it writes."""
+
+    once: bool
+    output: str | None
+    base_every: int | None
+
+
+def shadow_options(command: F) -> F:
+    """The options of `shadow`; the command gets them as one `ShadowOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        options = ShadowOptions(**{field.name: arguments.pop(field.name) for field in fields(ShadowOptions)})
+        if options.output is not None and not options.once:
+            raise click.UsageError("--output needs --once: without it, the shadow does not end.")
+        return command(*args, options=options, **arguments)
+
+    return cast(
+        F,
+        with_options(
+            wrapper,
+            click.option("--once", is_flag=True, help="Go to the last step that all ranks have now, and end there."),
+            click.option(
+                "-o", "--output", type=CheckpointPath(), metavar="OUT", help="With --once: write the state there."
+            ),
+            click.option(
+                "--base-every",
+                type=click.IntRange(1),
+                metavar="N",
+                help="Add a base to CHAIN at the first step, N or more steps after the last base, of which the run "
+                "recorded a fingerprint. It is compared with that first.",
+            ),
+        ),
+    )
