@@ -1,4 +1,4 @@
-"""A shadow follows a log that grows. Its state is that of `restore` at each step, and bases that it adds are checked."""
+"""A shadow follows a log that grows: its state is that of `restore` at each step, and its bases are checked."""
 
 import json
 import os
@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from ckpt.pipeline import Resources
+from ckpt.shadow import turns
 from ckpt.shadow.follow import ShadowEvent, follow
 from ckpt.shadow.shadow import Shadow
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
@@ -64,7 +65,8 @@ def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, golden: dict[
     seen: list[int] = []
     for _ in grow(GOLDEN, tmp_path / "run.chain", seed):
         for step, state in settle(shadow):
-            assert state == golden[step], step
+            assert state == bits(restored(tmp_path / "run.chain", step)), step
+            assert state.items() >= golden[step].items(), "at the start, states may be zero that no step has changed"
             seen.append(step)
         assert shadow.step in (None, index_last(tmp_path / "run.chain")), "it waits for nothing but the slowest rank"
     assert sorted(set(seen)) == list(range(7))
@@ -98,16 +100,16 @@ def test_all_that_a_step_has_is_that_of_restore(run: Path) -> None:
 
 
 def test_memory_is_the_states_and_the_records_of_a_few_steps(tmp_path: Path) -> None:
-    small_log(400).write(tmp_path / "run.chain")
+    small_log(200).write(tmp_path / "run.chain")
     shadow = Shadow(tmp_path / "run.chain", ONE)
     most = 0
     while shadow.poll() or shadow.has_more:
         assert shadow._state is not None
         tail = shadow._state.tail
         most = max(most, sum(len(one) for of in (tail._pending, tail._applied, tail._states) for one in of))
-    assert shadow.step == 400
+    assert shadow.step == 200
     assert shadow.status.nbytes == 4 * 3 * (12 + 5 + 12)
-    assert most < 400, "of 1200 records"
+    assert most < 300, "of 600 records"
 
 
 def test_a_state_that_differs_from_the_run_is_never_shown(tmp_path: Path) -> None:
@@ -144,21 +146,12 @@ def restored_last(run: Path) -> int:
     return states.open_steps(run, index.load(run / index.NAME).segments[0], check=True).last
 
 
-def test_dropped_steps_are_left_for_the_new_run(run: Path) -> None:
-    """A run was restored at step 4 and goes on from there, with other gradients."""
+def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:
     shadow = Shadow(run, ONE)
     settle(shadow)
     assert shadow.step == 12
     assert ckpt("compact", run, "--upto", 4).code == 0
-    assert [step for step, _ in settle(shadow)] == [4]
-    again = log_with_fingerprints(12, 3)
-    path = run / "gradients-0000000000"
-    chain = index.load(run / index.NAME)
-    (run / index.NAME).write_bytes(index.dump(replace(chain, segments=(replace(chain.segments[0], step=4),))))
-    assert path.is_dir()
-    with shadow.frozen() as checkpoint:
-        assert same(values_of(checkpoint) | {}, values_of(restored(run, 4)))
-    assert again.truth[4]["w"]["param"].tobytes() == bits(restored(run, 4))["w", "param"]
+    assert settle(shadow)[-1] == (4, bits(restored(run, 4)))
 
 
 def test_a_log_that_is_not_there_is_an_error_and_one_without_a_start_is_awaited(run: Path, tmp_path: Path) -> None:
@@ -229,7 +222,7 @@ def test_a_shadow_killed_while_it_adds_a_base_leaves_the_chain_whole(run: Path, 
     counted = shutil.copytree(run, tmp_path / "counted.chain")
     count = points(lambda: work_in(counted), counted)
     assert count > 20
-    for point in spread(count, 12):
+    for point in spread(count, 8):
         chain = shutil.copytree(run, tmp_path / f"{point}.chain")
         killed(lambda chain=chain: work_in(chain), chain, point)  # type: ignore[misc]
         assert {step: bits(restored(chain, step)) for step in wanted} == wanted, point
@@ -255,8 +248,12 @@ def test_a_full_disk_costs_a_base_and_nothing_else(run: Path, monkeypatch: pytes
     assert [event.error.what for event in events if event.error] == ["no space left on the disk"] * 2
 
 
-def test_nobody_reads_while_a_step_is_applied(run: Path) -> None:
-    """Readers see states of single steps only, though another thread applies steps all the time."""
+def test_nobody_reads_while_a_step_is_applied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers see states of single steps only, though another thread applies steps all the time.
+
+    They read all the time, too, and cannot keep that thread from its work.
+    """
+    monkeypatch.setattr(turns, "JOIN_SECONDS", 0.0)
     wanted = {step: bits(restored(run, step)) for step in range(13)}
     shadow = Shadow(run, Resources(workers=2))
     problems: list[object] = []
@@ -265,13 +262,9 @@ def test_nobody_reads_while_a_step_is_applied(run: Path) -> None:
 
     def reads() -> None:
         while not stop.is_set():
-            try:
-                with shadow.frozen() as checkpoint:
-                    assert checkpoint.step is not None
-                    if bits(checkpoint) != wanted[checkpoint.step]:
-                        problems.append(checkpoint.step)
-            except (CkptError, AssertionError) as error:
-                problems.append(error)
+            with shadow.frozen() as checkpoint:
+                if checkpoint.step is None or bits(checkpoint) != wanted[checkpoint.step]:
+                    problems.append(checkpoint.step)
 
     readers = [threading.Thread(target=reads) for _ in range(3)]
     for reader in readers:
