@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,9 +20,13 @@ from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_cli import notes
 from ckpt_cli.options.shadow import ShadowOptions
 from ckpt_cli.progress import on_terminal, progress_bar
+from ckpt_cli.reading import shadow_token
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, data, say
 from ckpt_formats.core.text import format_nbytes, printable
+
+if TYPE_CHECKING:
+    from ckpt.shadow.server import Server
 
 _REDRAW_SECONDS, _LINE_SECONDS = 0.2, 30.0
 """How often the line on a terminal changes, and how often a line is printed elsewhere."""
@@ -62,6 +66,12 @@ def follow(chain: Path, options: ShadowOptions, resources: Resources, as_json: b
     """Follow until a signal ends it: SIGINT (Ctrl-C) or SIGTERM."""
     load_kernels()
     shadow = Shadow(chain, resources, base_every=options.base_every)
+    server = None if options.listen is None else _listen(shadow, options)
+    if server is not None:
+        if as_json:
+            _print_event({"event": "listening", "address": f"tcp://{server.address}"})
+        else:
+            say(f"listening on tcp://{server.address}")
     line = _Line()
 
     def report(event: ShadowEvent) -> None:
@@ -73,13 +83,28 @@ def follow(chain: Path, options: ShadowOptions, resources: Resources, as_json: b
         else:
             line.show(status_text(event.status), is_last=event.kind == "waiting")
 
-    with _stopped_by_signals() as stop:
-        following.follow(shadow, report, stop)
+    try:
+        with _stopped_by_signals() as stop:
+            following.follow(shadow, report, stop)
+    finally:
+        if server is not None:
+            server.close()
     if as_json:
         _print_event({"event": "stopped", **status_json(shadow.status)})
         return
     line.end()
     say(f"stopped: {status_text(shadow.status)}")
+
+
+def _listen(shadow: Shadow, options: ShadowOptions) -> "Server":
+    from ckpt.shadow.server import Server, tls_of
+    from ckpt.shadow.wire import parse_address
+
+    assert options.listen is not None
+    tls = None
+    if options.tls_certificate is not None and options.tls_key is not None:
+        tls = tls_of(Path(options.tls_certificate), Path(options.tls_key))
+    return Server(shadow, parse_address(options.listen), shadow_token(), tls)
 
 
 def status_text(status: ShadowStatus) -> str:

@@ -286,12 +286,11 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     for _ in range(20):
         next(writer)
     command = [sys.executable, "-m", "ckpt_cli", "shadow", str(tmp_path / "run.chain"), "--json", "--workers", "1"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    for _ in writer:
-        time.sleep(0.002)
-    yield child
-    child.kill()
-    child.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for _ in writer:
+            time.sleep(0.002)
+        yield child
+        child.kill()
 
 
 def test_the_command_reports_what_it_does_until_a_signal(process: "subprocess.Popen[str]") -> None:

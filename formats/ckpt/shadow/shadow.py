@@ -143,12 +143,15 @@ class Shadow:
         return member
 
     @contextmanager
-    def frozen(self) -> Iterator[Checkpoint]:
+    def frozen(self, seconds: float | None = None) -> Iterator[Checkpoint]:
         """The state between two steps. Within the context no step is applied; afterwards it must not be read.
 
-        Raises `Incomplete` if there is no state yet, and the error of a step that failed.
+        `seconds`: how long to wait for others; None: without limit. Raises `Incomplete` if that is not enough or if
+        there is no state yet, and the error of a step that failed.
         """
-        with self._turns.reading():
+        with self._turns.reading(seconds) as entered:
+            if not entered:
+                raise Incomplete("the shadow is busy", where=self.path, hint="Try again later.")
             if self._state is None:
                 raise Incomplete("the log of gradients has no complete state yet", where=self.path)
             yield self._state.checkpoint()
