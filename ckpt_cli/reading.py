@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from ckpt_cli import notes
 from ckpt_cli.progress import announced, on_terminal
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -67,13 +69,15 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
 
 
 def open_from_shadow(address: str) -> Checkpoint:
-    """The state of the shadow at `tcp://HOST:PORT`, frozen until the process ends."""
+    """The state of the shadow at `tcp://HOST:PORT`, frozen until the command ends."""
     from ckpt.shadow.client import Credentials, ShadowConnection
     from ckpt.shadow.wire import parse_address
 
     certificate = os.environ.get("CKPT_SHADOW_CERTIFICATE")
     credentials = Credentials(shadow_token(), None if certificate is None else Path(certificate))
-    return ShadowConnection(parse_address(address), credentials).checkpoint
+    connection = ShadowConnection(parse_address(address), credentials)
+    click.get_current_context().call_on_close(connection.close)
+    return connection.checkpoint
 
 
 def shadow_token() -> bytes | None:
