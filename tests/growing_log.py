@@ -41,7 +41,7 @@ def log_with_fingerprints(steps: int, every: int) -> Log:
 def grow(finished: Path, run: Path, seed: int, pieces: int = 40) -> Iterator[None]:
     """Copy a chain to `run`, piece by piece: its segments one after another, ranks in random order.
 
-    Gives after each piece. At the end the two are equal.
+    Gives after each piece. The list is written when a segment begins.
     """
     draw = random.Random(seed)
     chain = index.load(finished / index.NAME)
@@ -67,5 +67,3 @@ def grow(finished: Path, run: Path, seed: int, pieces: int = 40) -> Iterator[Non
                 file.write(contents[name][ends[name] : ends[name] + size])
             ends[name] = min(ends[name] + size, len(contents[name]))
             yield
-    (run / index.NAME).write_bytes((finished / index.NAME).read_bytes())
-    yield

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from ckpt.shadow import wire
-from ckpt.shadow.wire import Kind
+from ckpt.shadow.wire import FrameKind
 
 Peer = Callable[[socket.socket], None]
 
@@ -17,7 +17,7 @@ def log_in(peer: socket.socket, proof: str = "", nonce: str = "11" * wire.NONCE,
     """Read the greeting, and send a login."""
     if hello is None:
         wire.receive(peer, wire.MAX_REQUEST, 5)
-    wire.send(peer, Kind.LOGIN, json.dumps({"nonce": nonce, "proof": proof}).encode(), 5)
+    wire.send(peer, FrameKind.LOGIN, json.dumps({"nonce": nonce, "proof": proof}).encode(), 5)
 
 
 def until_end(peer: socket.socket) -> bytes:
@@ -38,10 +38,10 @@ def sends(content: bytes, logs_in: bool = False) -> Peer:
     def act(peer: socket.socket) -> None:
         if logs_in:
             log_in(peer)
-            assert wire.receive(peer, wire.MAX_STATE, 5)[0] is Kind.STATE
+            assert wire.receive(peer, wire.MAX_STATE, 5)[0] is FrameKind.STATE
         peer.sendall(content)
         answer = until_end(peer)
-        assert bytes([Kind.VALUES]) != answer[4:5], "it got values"
+        assert bytes([FrameKind.VALUES]) != answer[4:5], "it got values"
 
     return act
 
@@ -55,7 +55,7 @@ def frame(kind: int, body: bytes, nbytes: int | None = None, digest: int | None 
 
 
 def _login(content: object) -> bytes:
-    return frame(Kind.LOGIN, json.dumps(content).encode())
+    return frame(FrameKind.LOGIN, json.dumps(content).encode())
 
 
 def _reads_without_end(peer: socket.socket) -> None:
@@ -64,7 +64,7 @@ def _reads_without_end(peer: socket.socket) -> None:
     peer.settimeout(0.5)
     try:
         for _ in range(2000):
-            peer.sendall(frame(Kind.READ, wire.READ.pack(0, 0)))
+            peer.sendall(frame(FrameKind.READ, wire.READ.pack(0, 0)))
     except OSError:
         pass
 
@@ -79,23 +79,23 @@ HOSTILE: dict[str, Peer] = {
     "leaves at once": lambda peer: None,
     "another protocol": sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64)),
     "half a head": sends(b"CKSH\x02"),
-    "too long": sends(wire.HEAD.pack(wire.MAGIC, Kind.LOGIN, 1 << 62, 0)),
-    "longer than it says": sends(frame(Kind.LOGIN, b"{}", nbytes=4000)),
-    "a wrong hash": sends(frame(Kind.LOGIN, b"{}", digest=1)),
+    "too long": sends(wire.HEAD.pack(wire.MAGIC, FrameKind.LOGIN, 1 << 62, 0)),
+    "longer than it says": sends(frame(FrameKind.LOGIN, b"{}", nbytes=4000)),
+    "a wrong hash": sends(frame(FrameKind.LOGIN, b"{}", digest=1)),
     "an unknown kind": sends(frame(77, b"{}")),
-    "no JSON": sends(frame(Kind.LOGIN, b"\xff\xfe")),
-    "deep JSON": sends(frame(Kind.LOGIN, b"[" * 4000)),
+    "no JSON": sends(frame(FrameKind.LOGIN, b"\xff\xfe")),
+    "deep JSON": sends(frame(FrameKind.LOGIN, b"[" * 4000)),
     "numbers": sends(_login(5)),
     "a list": sends(_login(["nonce"])),
     "no texts": sends(_login({"nonce": 1, "proof": []})),
     "no nonce": sends(_login({"nonce": "", "proof": ""})),
-    "reads before its login": sends(frame(Kind.READ, wire.READ.pack(0, 0))),
-    "another kind of login": sends(frame(Kind.HELLO, json.dumps({"nonce": "11" * 32, "proof": ""}).encode())),
-    "no such tensor": sends(frame(Kind.READ, wire.READ.pack(1 << 31, 0)), logs_in=True),
-    "no such chunk": sends(frame(Kind.READ, wire.READ.pack(0, (1 << 32) - 1)), logs_in=True),
-    "a long request": sends(frame(Kind.READ, bytes(9)), logs_in=True),
-    "a short request": sends(frame(Kind.READ, bytes(3)), logs_in=True),
-    "another request": sends(frame(Kind.LOGIN, bytes(8)), logs_in=True),
+    "reads before its login": sends(frame(FrameKind.READ, wire.READ.pack(0, 0))),
+    "another kind of login": sends(frame(FrameKind.HELLO, json.dumps({"nonce": "11" * 32, "proof": ""}).encode())),
+    "no such tensor": sends(frame(FrameKind.READ, wire.READ.pack(1 << 31, 0)), logs_in=True),
+    "no such chunk": sends(frame(FrameKind.READ, wire.READ.pack(0, (1 << 32) - 1)), logs_in=True),
+    "a long request": sends(frame(FrameKind.READ, bytes(9)), logs_in=True),
+    "a short request": sends(frame(FrameKind.READ, bytes(3)), logs_in=True),
+    "another request": sends(frame(FrameKind.LOGIN, bytes(8)), logs_in=True),
     "noise after the login": sends(bytes(range(256)) * 8, logs_in=True),
     "idle after the login": sends(b"", logs_in=True),
     "reads without end": _reads_without_end,
@@ -107,7 +107,7 @@ def noise(seed: int) -> Peer:
     """A peer that sends a valid login, or a frame, with some of its bytes changed."""
     draw = random.Random(seed)
     content = bytearray(
-        draw.choice([_login({"nonce": "11" * 32, "proof": ""}), frame(Kind.READ, wire.READ.pack(0, 0)), bytes(64)])
+        draw.choice([_login({"nonce": "11" * 32, "proof": ""}), frame(FrameKind.READ, wire.READ.pack(0, 0)), bytes(64)])
     )
     for _ in range(draw.randrange(1, 6)):
         content[draw.randrange(len(content))] = draw.randrange(256)

@@ -1,7 +1,7 @@
 """Options of `shadow`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -25,6 +25,8 @@ class ShadowOptions:
     listen: str | None
     tls_certificate: str | None
     tls_key: str | None
+    token: bytes | None = None
+    """What readers must know, from the environment."""
 
 
 def shadow_options(command: F) -> F:
@@ -32,13 +34,18 @@ def shadow_options(command: F) -> F:
 
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
-        options = ShadowOptions(**{field.name: arguments.pop(field.name) for field in fields(ShadowOptions)})
+        names = (field.name for field in fields(ShadowOptions) if field.name != "token")
+        options = ShadowOptions(**{name: arguments.pop(name) for name in names})
         if options.output is not None and not options.once:
             raise click.UsageError("--output needs --once: without it, the shadow does not end.")
         if options.listen is not None and options.once:
             raise click.UsageError("--listen and --once exclude each other: with --once, the shadow ends.")
         if (options.tls_certificate is None) != (options.tls_key is None):
             raise click.UsageError("--tls-certificate and --tls-key belong together.")
+        if options.listen is not None:
+            from ckpt_cli.reading import shadow_token
+
+            options = replace(options, token=shadow_token())
         return command(*args, options=options, **arguments)
 
     listening = with_options(

@@ -20,7 +20,6 @@ from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_cli import notes
 from ckpt_cli.options.shadow import ShadowOptions
 from ckpt_cli.progress import on_terminal, progress_bar
-from ckpt_cli.reading import shadow_token
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, data, say
 from ckpt_formats.core.text import format_nbytes, printable
@@ -104,7 +103,7 @@ def _listen(shadow: Shadow, options: ShadowOptions) -> "Server":
     tls = None
     if options.tls_certificate is not None and options.tls_key is not None:
         tls = tls_of(Path(options.tls_certificate), Path(options.tls_key))
-    return Server(shadow, parse_address(options.listen), shadow_token(), tls)
+    return Server(shadow, parse_address(options.listen), options.token, tls)
 
 
 def status_text(status: ShadowStatus) -> str:

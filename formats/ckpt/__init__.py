@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt.opening import open
     from ckpt.pipeline import Resources, Result
     from ckpt.rename import use_names
+    from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint, Parameter
     from ckpt_formats.core.errors import (
         BadRules,
@@ -58,6 +59,7 @@ _NAMES = {
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources", "Result"),
     "ckpt.rename": ("use_names",),
+    "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
     "ckpt_formats.core.errors": (
         "BadRules",
@@ -126,6 +128,7 @@ __all__ = [
     "Retention",
     "Rule",
     "Safetensors",
+    "Shadow",
     "Tensor",
     "Torch",
     "Universal",

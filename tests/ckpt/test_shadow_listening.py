@@ -20,7 +20,7 @@ from ckpt.shadow import described, server, wire
 from ckpt.shadow.client import Credentials, ShadowConnection
 from ckpt.shadow.server import Server, tls_of
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import Address, Kind, parse_address
+from ckpt.shadow.wire import FrameKind, NetworkAddress, parse_address
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.tensor import ArrayBlob
 from damage import ckpt
@@ -29,7 +29,7 @@ from growing_log import bits, log_with_fingerprints
 from shadow_peers import HOSTILE, log_in
 
 TOKEN = b"a token that is long enough"
-HERE = Address("127.0.0.1", 0)
+HERE = NetworkAddress("127.0.0.1", 0)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Listening:
     server: Server
 
     @property
-    def address(self) -> Address:
+    def address(self) -> NetworkAddress:
         return self.server.address
 
     def go_to(self, step: int) -> None:
@@ -179,7 +179,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_other_machines_need_a_token_and_tls(listening: Listening, certificate: tuple[Path, Path]) -> None:
     tls = tls_of(*certificate)
-    everywhere = Address("0.0.0.0", 0)
+    everywhere = NetworkAddress("0.0.0.0", 0)
     for token, context in ((None, None), (TOKEN, None), (None, tls)):
         with pytest.raises(Unsupported, match="needs a token and TLS"):
             Server(listening.shadow, everywhere, token, context)
@@ -194,7 +194,7 @@ def test_tls_is_spoken_with_whom_the_certificate_is_trusted(
     trusted = Credentials(TOKEN, certificate[0])
     with ShadowConnection(with_tls.address, trusted) as connection:
         assert bits(connection.checkpoint) == bits(restored(listening.run, 7))
-    monkeypatch.setattr(Address, "is_loopback", False)
+    monkeypatch.setattr(NetworkAddress, "is_loopback", False)
     with pytest.raises(Unsafe, match="not trusted"):
         ShadowConnection(with_tls.address, Credentials(TOKEN))
     with pytest.raises((Unsafe, NotFound)):
@@ -204,18 +204,18 @@ def test_tls_is_spoken_with_whom_the_certificate_is_trusted(
 
 def test_addresses(tmp_path: Path) -> None:
     for text, host, port in (("7077", "localhost", 7077), ("[::1]:80", "::1", 80), ("tcp://a.b:1/", "a.b", 1)):
-        assert parse_address(text) == Address(host, port)
+        assert parse_address(text) == NetworkAddress(host, port)
     for text in ("", "tcp://", "host:", "host:70000", ":80", "host:x", "host:-1"):
         with pytest.raises(Unsupported):
             parse_address(text)
     assert ckpt("inspect", "tcp://localhost:1").code == 10
-    assert [Address(host, 1).is_loopback for host in ("::1", "127.9.9.9", "localhost", "10.0.0.1", "x")] == [
+    assert [NetworkAddress(host, 1).is_loopback for host in ("::1", "127.9.9.9", "localhost", "10.0.0.1", "x")] == [
         *(True, True, True),
         *(False, False),
     ]
 
 
-def hostile_shadow(answer: Callable[[socket.socket], None]) -> Iterator[Address]:
+def hostile_shadow(answer: Callable[[socket.socket], None]) -> Iterator[NetworkAddress]:
     """The address of a listener that answers one reader in its own way."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -226,17 +226,17 @@ def hostile_shadow(answer: Callable[[socket.socket], None]) -> Iterator[Address]
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield Address("127.0.0.1", listener.getsockname()[1])
+        yield NetworkAddress("127.0.0.1", listener.getsockname()[1])
         thread.join(5)
 
 
 def _hello(peer: socket.socket) -> None:
     hello = {"protocol": 1, "nonce": "00" * 32, "token": False}
-    wire.send(peer, Kind.HELLO, json.dumps(hello).encode(), 5)
+    wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), 5)
     wire.receive(peer, wire.MAX_REQUEST, 5)
 
 
-def _send_and(kind: Kind, body: bytes) -> Callable[[socket.socket], None]:
+def _send_and(kind: FrameKind, body: bytes) -> Callable[[socket.socket], None]:
     def answer(peer: socket.socket) -> None:
         _hello(peer)
         wire.send(peer, kind, body, 5)
@@ -255,16 +255,16 @@ def _then(content: bytes) -> Callable[[socket.socket], None]:
 ANSWERS: dict[str, Callable[[socket.socket], None]] = {
     "nothing": lambda peer: None,
     "no frame": lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64)),
-    "no JSON": lambda peer: wire.send(peer, Kind.HELLO, b"\xff", 5),
+    "no JSON": lambda peer: wire.send(peer, FrameKind.HELLO, b"\xff", 5),
     "another protocol": lambda peer: wire.send(
-        peer, Kind.HELLO, json.dumps({"protocol": 9, "nonce": "", "token": False}).encode(), 5
+        peer, FrameKind.HELLO, json.dumps({"protocol": 9, "nonce": "", "token": False}).encode(), 5
     ),
-    "too long": _then(wire.HEAD.pack(wire.MAGIC, Kind.STATE, 1 << 60, 0)),
-    "a wrong hash": _then(wire.HEAD.pack(wire.MAGIC, Kind.STATE, 1, 0) + b"x"),
-    "no state": _send_and(Kind.STATE, b"[]"),
-    "deep": _send_and(Kind.STATE, b"[" * 100_000),
-    "an error without sense": _send_and(Kind.ERROR, b"{}"),
-    "another frame": _send_and(Kind.VALUES, b"12345678"),
+    "too long": _then(wire.HEAD.pack(wire.MAGIC, FrameKind.STATE, 1 << 60, 0)),
+    "a wrong hash": _then(wire.HEAD.pack(wire.MAGIC, FrameKind.STATE, 1, 0) + b"x"),
+    "no state": _send_and(FrameKind.STATE, b"[]"),
+    "deep": _send_and(FrameKind.STATE, b"[" * 100_000),
+    "an error without sense": _send_and(FrameKind.ERROR, b"{}"),
+    "another frame": _send_and(FrameKind.VALUES, b"12345678"),
 }
 
 
@@ -279,8 +279,8 @@ def test_a_hostile_shadow_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch
 def test_values_that_were_damaged_on_the_way_are_refused(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     send = wire.send
 
-    def send_damaged(peer: socket.socket, kind: Kind, body: bytes, seconds: float) -> None:
-        if kind is not Kind.VALUES:
+    def send_damaged(peer: socket.socket, kind: FrameKind, body: bytes, seconds: float) -> None:
+        if kind is not FrameKind.VALUES:
             return send(peer, kind, body, seconds)
         import xxhash
 
@@ -318,7 +318,7 @@ def test_a_login_is_needed_before_anything_is_sent(listening: Listening) -> None
         assert json.loads(hello).keys() == {"protocol", "nonce", "token"}
         log_in(peer, hello=bytes(hello))
         kind, body = wire.receive(peer, wire.MAX_STATE, 5)
-        assert kind is Kind.ERROR
+        assert kind is FrameKind.ERROR
         assert b"w" not in json.loads(body)["kind"].encode()
         assert peer.recv(1) == b""
     with_token.close()

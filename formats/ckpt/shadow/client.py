@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from ckpt.shadow import described, wire
-from ckpt.shadow.wire import ERRORS, Address, Kind, PeerGone
+from ckpt.shadow.wire import ERRORS, FrameKind, NetworkAddress, PeerGone
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
@@ -50,7 +50,7 @@ class ShadowConnection:
     checkpoint: The frozen state.
     """
 
-    def __init__(self, address: Address, credentials: Credentials = Credentials()) -> None:
+    def __init__(self, address: NetworkAddress, credentials: Credentials = Credentials()) -> None:
         """Connect, with TLS unless the shadow is on this machine and no certificate is given.
 
         Raises `NotFound` if nobody listens, `Unsupported` if the token is refused, `Unsafe` for a certificate that is
@@ -61,7 +61,7 @@ class ShadowConnection:
         self._socket = _connect(address, credentials, self._where)
         try:
             self._log_in(credentials)
-            content = self._receive(Kind.STATE, wire.MAX_STATE)
+            content = self._receive(FrameKind.STATE, wire.MAX_STATE)
             history = (ReadFromShadow(str(address), os.urandom(16).hex()),)
             self.checkpoint: Checkpoint = described.load(content, Path(self._where), self._blob, history)
         except BaseException:
@@ -82,10 +82,10 @@ class ShadowConnection:
         """A chunk of a tensor, (size,) of its type. Raises `Corrupt`, and `Incomplete` if the shadow is gone."""
         with self._lock:
             try:
-                wire.send(self._socket, Kind.READ, wire.READ.pack(tensor, index), SECONDS)
+                wire.send(self._socket, FrameKind.READ, wire.READ.pack(tensor, index), SECONDS)
             except PeerGone as error:
                 raise Incomplete(error.what, where=self._where) from None
-            body = self._receive(Kind.VALUES, wire.CHUNK_NBYTES)
+            body = self._receive(FrameKind.VALUES, wire.CHUNK_NBYTES)
         if len(body) != size * dtype.itemsize:
             raise Corrupt("the shadow sent a chunk of another size", where=self._where)
         return np.frombuffer(body, dtype)
@@ -94,7 +94,7 @@ class ShadowConnection:
         return _ShadowBlob(self, number, shape, dtype, Box.whole(shape))
 
     def _log_in(self, credentials: Credentials) -> None:
-        hello = self._receive(Kind.HELLO, wire.MAX_REQUEST)
+        hello = self._receive(FrameKind.HELLO, wire.MAX_REQUEST)
         try:
             fields = json.loads(hello)
             protocol, nonce, demands = fields["protocol"], bytes.fromhex(fields["nonce"]), bool(fields["token"])
@@ -108,18 +108,18 @@ class ShadowConnection:
         proof = b"" if credentials.token is None else wire.proof(credentials.token, nonce, own)
         login = json.dumps({"nonce": own.hex(), "proof": proof.hex()})
         try:
-            wire.send(self._socket, Kind.LOGIN, login.encode(), SECONDS)
+            wire.send(self._socket, FrameKind.LOGIN, login.encode(), SECONDS)
         except PeerGone as error:
             raise Incomplete(error.what, where=self._where) from None
 
-    def _receive(self, expected: Kind, max_nbytes: int) -> bytearray:
+    def _receive(self, expected: FrameKind, max_nbytes: int) -> bytearray:
         try:
             kind, body = wire.receive(self._socket, max(max_nbytes, wire.MAX_REQUEST), SECONDS)
         except PeerGone as error:
             raise Incomplete(error.what, where=self._where, hint="Is the shadow still there?") from None
         except Corrupt as error:
             raise Corrupt(error.what, where=self._where) from None
-        if kind is Kind.ERROR:
+        if kind is FrameKind.ERROR:
             raise self._error(body)
         if kind is not expected:
             raise Corrupt(f"the shadow sent {kind.name} instead of {expected.name}", where=self._where)
@@ -137,7 +137,7 @@ class ShadowConnection:
 _TOKEN_HINT = "The command takes it from CKPT_SHADOW_TOKEN, or from the file that CKPT_SHADOW_TOKEN_FILE names."
 
 
-def _connect(address: Address, credentials: Credentials, where: str) -> socket.socket:
+def _connect(address: NetworkAddress, credentials: Credentials, where: str) -> socket.socket:
     try:
         plain = socket.create_connection((address.host, address.port), SECONDS)
     except OSError as error:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt.shadow import described, wire
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import Address, Kind, PeerGone
+from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
 from ckpt_formats.core.files import Reader
@@ -36,7 +36,7 @@ class Server:
     """Listens for readers of a shadow, each in a thread, until it is closed."""
 
     def __init__(
-        self, shadow: Shadow, address: Address, token: bytes | None = None, tls: ssl.SSLContext | None = None
+        self, shadow: Shadow, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
         """Listen at once. Raises `Unsupported` for an address of other machines without a token and TLS.
 
@@ -56,7 +56,7 @@ class Server:
             self._socket = socket.create_server((address.host, address.port), family=family)
         except OSError as error:
             raise Unsupported(f"cannot listen on {address}: {error.strerror or error}") from None
-        self.address = Address(address.host, self._socket.getsockname()[1])
+        self.address = NetworkAddress(address.host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Server:
                     raise
                 except CkptError as error:
                     fields = {"kind": wire.error_name(error), "what": error.what, "hint": error.hint}
-                    wire.send(peer, Kind.ERROR, json.dumps(fields).encode(), LOGIN_SECONDS)
+                    wire.send(peer, FrameKind.ERROR, json.dumps(fields).encode(), LOGIN_SECONDS)
         finally:
             with suppress(OSError):
                 peer.close()
@@ -104,7 +104,7 @@ class Server:
         """Raise `Unsupported` unless the peer speaks the protocol and knows the token."""
         nonce = os.urandom(wire.NONCE)
         hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
-        wire.send(peer, Kind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
+        wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
         kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
         refused = Unsupported("the token is missing, or is not the shadow's")
         try:
@@ -112,7 +112,7 @@ class Server:
             client_nonce, given = bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["proof"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise refused from None
-        if kind is not Kind.LOGIN or len(client_nonce) != wire.NONCE:
+        if kind is not FrameKind.LOGIN or len(client_nonce) != wire.NONCE:
             raise refused
         if self._token is not None and not hmac.compare_digest(given, wire.proof(self._token, nonce, client_nonce)):
             raise refused
@@ -122,14 +122,14 @@ class Server:
         with self._shadow.frozen(WAIT_SECONDS) as checkpoint, Reader(check=False) as reader:
             tensors = [tensor for _, _, tensor in checkpoint.tensors()]
             content = described.dump(checkpoint)
-            wire.send(peer, Kind.STATE, content, WAIT_SECONDS)
+            wire.send(peer, FrameKind.STATE, content, WAIT_SECONDS)
             end = time.monotonic() + FROZEN_SECONDS
             while (seconds := min(IDLE_SECONDS, end - time.monotonic())) > 0:
                 kind, body = wire.receive(peer, wire.READ.size, seconds)
-                if kind is not Kind.READ or len(body) != wire.READ.size:
+                if kind is not FrameKind.READ or len(body) != wire.READ.size:
                     raise Corrupt("not a request")
                 number, index = wire.READ.unpack(body)
-                wire.send(peer, Kind.VALUES, _values(tensors, number, index, reader), WAIT_SECONDS)
+                wire.send(peer, FrameKind.VALUES, _values(tensors, number, index, reader), WAIT_SECONDS)
 
 
 def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:

@@ -41,7 +41,7 @@ MIN_TOKEN = 16
 """The minimum length of a token in bytes."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     HELLO = 1
@@ -52,7 +52,7 @@ class Kind(IntEnum):
     ERROR = 6
 
 
-KINDS = frozenset(Kind)
+KINDS = frozenset(FrameKind)
 
 
 class PeerGone(CkptError):
@@ -60,7 +60,7 @@ class PeerGone(CkptError):
 
 
 @dataclass(frozen=True)
-class Address:
+class NetworkAddress:
     """Where a shadow listens."""
 
     host: str
@@ -81,13 +81,13 @@ class Address:
             return False
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> NetworkAddress:
     """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `Unsupported`."""
     host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
         raise Unsupported(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
-    return Address(host, int(port))
+    return NetworkAddress(host, int(port))
 
 
 def check_token(token: bytes) -> bytes:
@@ -102,7 +102,7 @@ def proof(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     return hmac.new(token, b"ckpt-shadow-1" + server_nonce + client_nonce, hashlib.sha256).digest()
 
 
-def send(peer: socket.socket, kind: Kind, body: bytes | memoryview, seconds: float) -> None:
+def send(peer: socket.socket, kind: FrameKind, body: bytes | memoryview, seconds: float) -> None:
     """Send a frame within so many seconds. Raises `PeerGone`."""
     head = HEAD.pack(MAGIC, kind, len(body), xxhash.xxh3_64_intdigest(body))
     try:
@@ -113,7 +113,7 @@ def send(peer: socket.socket, kind: Kind, body: bytes | memoryview, seconds: flo
         raise PeerGone(f"the connection ended: {error}") from None
 
 
-def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[Kind, bytearray]:
+def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[FrameKind, bytearray]:
     """The kind and the body of the next frame, complete within so many seconds.
 
     Raises `PeerGone`, and `Corrupt` if it is no frame, is longer than `max_nbytes` or does not have its hash.
@@ -127,7 +127,7 @@ def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[Kind,
     body = _receive(peer, nbytes, deadline)
     if xxhash.xxh3_64_intdigest(body) != digest:
         raise Corrupt("a frame does not have its hash: it was damaged on the way")
-    return Kind(kind), body
+    return FrameKind(kind), body
 
 
 def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:
