@@ -16,7 +16,10 @@ from pathlib import Path
 
 GOALS = {(80_000, "inspect"): 0.5, (80_000, "verify"): 1.0, (80_000, "diff"): 1.5, (1_000_000, "inspect"): 3.0}
 PEAK_MB = {(1_000_000, "inspect"): 300}
-SIDE, HEADER = 8, 4096
+SIDE, HEADER = 8, 16 << 20
+EACH = 20_000
+"""Parameters in a pack: all of them are in its header."""
+STATES = ("param", "exp_avg", "exp_avg_sq", "step")
 
 
 def make(folder: Path, states: int) -> None:
@@ -42,7 +45,8 @@ def make(folder: Path, states: int) -> None:
         "parameter.values": np.zeros(count),
         "state.parameter": np.repeat(np.arange(count), 4),
         "state.name": np.tile(np.arange(4), count),
-        "state.offset": HEADER + np.cumsum(nbytes) - nbytes,
+        "state.pack": np.repeat(np.arange(count) // EACH, 4),
+        "state.offset": HEADER + (np.cumsum(nbytes) - nbytes) % (EACH * int(nbytes[:4].sum())),
         "state.nbytes": nbytes,
         "state.rank": np.tile([2, 2, 2, 0], count),
         "state.dims": np.full(6 * count, SIDE),
@@ -53,18 +57,37 @@ def make(folder: Path, states: int) -> None:
             columns[name] = np.zeros(4 * count if name.startswith("state.") else 0)
     index = Index(
         {name: columns[name].astype(TYPES[name]) for name in TYPES},
-        Tables(("param", "exp_avg", "exp_avg_sq", "step"), ("float32",)),
+        Tables(STATES, ("float32",)),
     )
-    total = HEADER + int(nbytes.sum())
-    header = hash_text(xxhash.xxh3_128_intdigest(bytes(HEADER)))
     group = Group({"lr": 0.001}, tuple(names))
-    made = manifest.Manifest(Origin("torch"), index, (Pack(total, HEADER, header),), (group,))
     (folder / "packs").mkdir(parents=True)
-    with open(folder / manifest.pack_file(0), "wb") as pack:
-        pack.truncate(total)
+    packs = []
+    for number, first in enumerate(range(0, count, EACH)):
+        own = names[first : first + EACH]
+        header, total = _header(own), HEADER + len(own) * int(nbytes[:4].sum())
+        packs.append(Pack(total, HEADER, hash_text(xxhash.xxh3_128_intdigest(header))))
+        with open(folder / manifest.pack_file(number), "wb") as pack:
+            pack.write(header)
+            pack.truncate(total)
+    made = manifest.Manifest(Origin("torch"), index, tuple(packs), (group,))
     data = index.dump()
     (folder / manifest.INDEX).write_bytes(data)
     (folder / manifest.NAME).write_bytes(manifest.dump(made, data, None))
+
+
+def _header(names: list[str]) -> bytes:
+    """The header of a pack with the states of these parameters."""
+    import numpy as np
+
+    from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
+
+    slots, at = [], 0
+    for name in names:
+        for state in STATES:
+            shape = () if state == "step" else (SIDE, SIDE)
+            slots.append(TensorSlot(f"{name}/{state}", np.dtype("<f4"), shape, at))
+            at += slots[-1].nbytes
+    return header_bytes(slots, {"ckpt": "universal 1"}, HEADER)
 
 
 def measure(*arguments: object) -> tuple[float, float]:

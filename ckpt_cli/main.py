@@ -39,6 +39,7 @@ COMMANDS = {
     "shadow": "ckpt_cli.commands.shadow:shadow",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
+    "plan": "ckpt_cli.commands.plan:plan",
     "average": "ckpt_cli.commands.average:average",
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",

@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,26 @@ def points(work: Callable[[], object], folder: Path) -> int:
 def killed(work: Callable[[], object], folder: Path, point: int) -> bool:
     """Do the work until its change number `point`, from 0, and no further; False if it made fewer."""
     return _run(work, folder, point, lambda: os._exit(KILLED)) is None
+
+
+def killed_after(work: Callable[[], object], seconds: float) -> bool:
+    """Do the work, which is sent SIGKILL after a time, wherever it is then; False if it was at its end before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(FAILED)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)  # it is not reaped before, so the number is no other process's
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the work ended with {code}"
+    return code != 0
 
 
 def interrupted(work: Callable[[], object], folder: Path, point: int) -> None:

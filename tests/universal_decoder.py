@@ -17,7 +17,7 @@ import xxhash
 
 from universal_reader import CODED, DERIVED, ITEMSIZE, UniversalReader, chunk_form, read_sealed
 
-MEMBER_FOLDER = re.compile(r"step-[0-9]{10,20}(\.[0-9]{1,6})?")
+MEMBER = re.compile(r"step-([0-9]{10,20})(\.[0-9]{1,6})?")
 
 
 class UniversalDecoder(UniversalReader):
@@ -31,6 +31,18 @@ class UniversalDecoder(UniversalReader):
         for name, entry in self.entries.items():
             for state in entry["states"]:
                 self.values(name, state)
+
+    def _pack(self, number):
+        """The file of a pack: in this folder, or in that of an earlier member of the chain, which is next to it."""
+        folder, number = self.manifest["packs"][number][3:] or ("", number)
+        return (self.folder.resolve().parent / folder if folder else self.folder) / f"packs/{number:05d}.safetensors"
+
+    def _check_packs(self):
+        packs, own = self.manifest["packs"], step_of(self.folder.resolve().name, math.inf)
+        owners = [tuple(pack[3:]) for pack in packs if len(pack) != 3]
+        assert (sorted(packs, key=len), len(set(owners))) == (packs, len(owners))
+        assert all(-1 < step_of(folder, -1) < own and number >= 0 for folder, number in owners)
+        super()._check_packs()
 
     def decoded(self, parameter, name):
         states = self.entries[parameter]["states"]
@@ -105,17 +117,31 @@ class ChainReader:
         previous = None
         for member in self.members:
             assert "losses" not in member
-            assert MEMBER_FOLDER.fullmatch(member["folder"])
+            assert MEMBER.fullmatch(member["folder"])
             assert member["kind"] in ("base", "delta")
             assert member["parent"] == (None if member["kind"] == "base" else previous["content"])
             assert previous is None or previous["step"] < member["step"]
             checkpoint = UniversalDecoder(Path(folder) / member["folder"], decode, decode_delta)
             assert checkpoint.manifest["content"] == member["content"]
+            self._check_shared(member, checkpoint.manifest["packs"])
             states = [state for entry in checkpoint.entries.values() for state in entry["states"].items()]
             assert {name for name, state in states if state["error"] is not None} == set(member["errors"])
             self.checkpoints[member["step"]] = checkpoint
             previous = member
         assert len({member["folder"] for member in self.members}) == len(self.members)
+
+    @staticmethod
+    def _check_shared(member, packs):
+        """The list names all packs of earlier members that the manifest names."""
+        stated = {
+            (one["folder"], n) for one in member.get("shared", ()) for a, k in one["packs"] for n in range(a, a + k)
+        }
+        assert stated == {tuple(pack[3:]) for pack in packs if len(pack) == 5}
+
+
+def step_of(folder, default):
+    """The step in the name of a member's folder; `default` for another name."""
+    return int(found[1]) if (found := MEMBER.fullmatch(folder)) else default
 
 
 def elements(values, dtype, shape, start):

@@ -64,12 +64,14 @@ class UniversalReader:
         return values
 
     def decoded(self, parameter, name):
-        """The values of a state that is not plain."""
         raise NotImplementedError(f"{parameter}/{name}: {self.entries[parameter]['states'][name]['codec']}")
 
     def stored_bytes(self, row):
-        pack = self.folder / f"packs/{row['pack']:05d}.safetensors"
-        return pack.read_bytes()[row["offset"] : row["offset"] + row["nbytes"]]
+        return self._pack(row["pack"]).read_bytes()[row["offset"] : row["offset"] + row["nbytes"]]
+
+    def _pack(self, number):
+        assert len(self.manifest["packs"][number]) == 3  # `universal_decoder.py` reads those of chains
+        return self.folder / f"packs/{number:05d}.safetensors"
 
     def _read_index(self, columns):
         ends, blob, tables = [0, *columns["parameter.ends"]], bytes(columns["parameter.names"]), self.manifest
@@ -102,6 +104,7 @@ class UniversalReader:
             entries[row["parameter"]]["delta"] = delta = row | tables["deltas"][row["codec"]]
             states = [entries[row["parameter"]]["states"][name] for name in delta["states"]]
             itemsize = sum(ITEMSIZE[state["dtype"]] for state in states)
+            assert len(tables["packs"][row["pack"]]) == 3
             delta["chunks"] = take_chunks(coded, row, states[0]["shape"], itemsize)
             assert chunk_form(states[0]["shape"])[0] * itemsize <= 2**26
         assert [*dims, *hashes, *coded] == []
@@ -117,7 +120,7 @@ class UniversalReader:
             assert sum(count for _, count in runs) <= len(self.entries)
 
     def _check_packs(self):
-        """The ranges of each pack follow one another, and its header describes the same as the index."""
+        """The ranges of each own pack follow one another; the headers of all describe the same as the index."""
         slots, used = [[] for _ in self.manifest["packs"]], set()
         for name, entry in self.entries.items():
             stored = [(key, row) for key, row in entry["states"].items() if row["storage"] in (PLAIN, CODED)]
@@ -128,16 +131,18 @@ class UniversalReader:
                 used.add(text)
                 form = ("U8", [row["nbytes"]]) if "chunks" in row else (TAGS[row["dtype"]], row["shape"])
                 slots[row["pack"]].append((row["offset"], row["nbytes"], text, *form))
-        for number, (nbytes, begin, digest) in enumerate(self.manifest["packs"]):
-            path, expected, at = self.folder / f"packs/{number:05d}.safetensors", {}, begin
+        for number, (nbytes, begin, digest, *owner) in enumerate(self.manifest["packs"]):
+            path, expected, at = self._pack(number), {}, begin
             assert 8 < begin <= nbytes == path.stat().st_size
             raw = path.read_bytes()[:begin]
             assert (checksum(raw), struct.unpack("<Q", raw[:8])) == (digest, (begin - 8,))
             for offset, length, text, tag, shape in sorted(slots[number]):
-                assert offset == at
-                at += length
+                assert offset >= at if owner else offset == at
+                at = offset + length
                 expected[text] = {"dtype": tag, "shape": shape, "data_offsets": [offset - begin, at - begin]}
-            assert (at, parse_json(raw[8:])) == (nbytes, {"__metadata__": {"ckpt": "universal 1"}, **expected})
+            found, wanted = parse_json(raw[8:]), {"__metadata__": {"ckpt": "universal 1"}, **expected}
+            assert (expected and at <= nbytes) if owner else (at, found) == (nbytes, wanted)
+            assert all(slot in found.values() for slot in wanted.values())  # an owner has others, too, by other names
 
     def _content_id(self):
         order, names = sorted(self.entries), list(self.entries)
@@ -226,7 +231,6 @@ def read_columns(path, stated):
 
 
 def read_sealed(path):
-    """The JSON object in a file whose first line is the checksum of all bytes after it."""
     raw = path.read_bytes()
     assert raw.startswith(b'{"checksum":"%s",\n' % checksum(raw[57:]).encode())
     return parse_json(raw)
@@ -234,12 +238,8 @@ def read_sealed(path):
 
 def parse_json(raw):
     """JSON without duplicate keys, and without `NaN` and `Infinity`, which are in no empty list."""
-
-    def unique(pairs):
-        assert len(dict(pairs)) == len(pairs)
-        return dict(pairs)
-
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=[].index)
+    once = lambda pairs: dict(pairs) if len(dict(pairs)) == len(pairs) else [].index(pairs)  # noqa: E731
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_constant=[].index)
 
 
 def checksum(data):

@@ -11,8 +11,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_BYTES = 1_300_000
-"""Of a wheel: the library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2 (docs/log.md)."""
+MOST_BYTES = 1_400_000
+"""Of a wheel: the library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan` and shared packs past 1.3
+(docs/log.md)."""
 MOST_LIBRARY_BYTES = 500_000
 
 sys.path.insert(0, str(ROOT))

@@ -97,3 +97,66 @@ class WeightsType(click.ParamType[tuple[float, ...]]):
         if not numbers or not all(map(math.isfinite, numbers)):
             self.fail(f"{value!r:.60} is not a list of numbers like 1,2,1", param, ctx)
         return numbers
+
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_NUMBER = r"\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,2})?"
+
+
+class DurationType(click.ParamType[float]):
+    """A duration such as `3h`, `40ms` or `2m30s`, in seconds; a number alone is seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip().lower()
+        if re.fullmatch(_NUMBER, text):
+            return float(text)
+        part = rf"({_NUMBER})\s*(us|ms|min|s|m|h|d)"
+        if not re.fullmatch(rf"(?:{part}\s*){{1,5}}", text):
+            self.fail(f"{value!r:.60} is not a duration like 3h, 2m30s or 40ms", param, ctx)
+        return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(part, text))
+
+
+class RateType(click.ParamType[float]):
+    """Bytes a second, such as `2GB/s`: binary units, as for sizes."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)i?b?(?:/s)?", str(value).strip().lower())
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r:.60} is not a rate like 500MB/s or 2GB/s", param, ctx)
+        return float(match[1]) * _UNITS[match[2]]
+
+
+class CountType(click.ParamType[float]):
+    """A number of parameters such as `350M` or `7e9`: decimal units."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(rf"({_NUMBER})\s*([kmbt]?)(?:/s)?", str(value).strip().lower())
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r:.60} is not a number like 350M, 7B or 7e9", param, ctx)
+        return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+
+
+class ShareType(click.ParamType[float]):
+    """A share such as `1%` or `0.01`."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(%?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r:.60} is not a share like 1% or 0.01", param, ctx)
+        return float(match[1]) / (100 if match[2] else 1)

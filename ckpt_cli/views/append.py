@@ -90,6 +90,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
                 "codecs": list(member.codecs),
                 "raw_nbytes": member.raw_nbytes,
                 "stored_nbytes": member.stored_nbytes,
+                **({"shared_nbytes": member.shared_nbytes} if member.shared else {}),
                 "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
                 "exact": member.exact,
                 "errors": {state: dict(error) for state, error in member.errors.items()},
@@ -103,6 +104,11 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
         f"{printable(str(target))}: step {member.step}, {member.kind}, {format_nbytes(member.stored_nbytes)} for "
         f"{format_nbytes(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
+    if member.shared:
+        folders = ", ".join(one.folder for one in member.shared)
+        report.say(
+            f"not stored again: {format_nbytes(member.shared_nbytes)} of states that did not change, in {folders}"
+        )
     if accepted is not None:
         report.say(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
     resumed = f", {result.resumed} files of them by an earlier run" if result.resumed else ""

@@ -66,7 +66,7 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
                 format_nbytes(member.stored_nbytes),
                 format_nbytes(member.raw_nbytes),
                 f"{member.raw_nbytes / member.stored_nbytes:.2f}",
-                f"reads {format_nbytes(_stored(needed))}{replays}",
+                f"reads {format_nbytes(_read(needed))}{replays}",
                 accuracy(member),
                 ", ".join(member.codecs),
             )
@@ -83,6 +83,9 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
     sizes = f"{format_nbytes(stored)} for {len(chain.members)} states of {format_nbytes(raw)}"
     yield f"total   {sizes}: {times(raw, stored)}"
+    shared = sum(member.shared_nbytes for member in chain.members)
+    if shared:
+        yield f"shared  {format_nbytes(shared)} more, if states that did not change were stored again with each base"
     if chain.tip is not None:
         yield f"tip     {format_nbytes(chain.tip.stored_nbytes)} more: the last state alone, which is restored from it"
 
@@ -122,8 +125,9 @@ def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
         "codecs": list(member.codecs),
         "raw_nbytes": member.raw_nbytes,
         "stored_nbytes": member.stored_nbytes,
+        **({"shared_nbytes": member.shared_nbytes} if member.shared else {}),
         "ratio": round(member.raw_nbytes / member.stored_nbytes, 4),
-        "restore": {"reads_nbytes": _stored(needed), "deltas": len(needed) - 1},
+        "restore": {"reads_nbytes": _read(needed), "deltas": len(needed) - 1},
         "exact": member.exact,
         "errors": {state: dict(error) for state, error in member.errors.items()},
     }
@@ -141,3 +145,8 @@ def _sums(chain: ChainIndex) -> tuple[int, int]:
 
 def _stored(members: Sequence[Member]) -> int:
     return sum(member.stored_nbytes for member in members)
+
+
+def _read(members: Sequence[Member]) -> int:
+    """The bytes that are read to restore the last of some members, from the base on."""
+    return sum(member.stored_nbytes + member.shared_nbytes for member in members)

@@ -68,7 +68,8 @@ def show_result(result: CompactResult, as_json: bool) -> None:
         steps = [member.step for member in result.after.members]
         segments = [{"first": one.first, "last": one.step} for one in result.after.segments]
         logged = {"added": added, "segments": segments} if result.before.segments else {}
-        report.data({"steps": steps, "removed": removed, "freed_nbytes": result.freed, **logged})
+        packs = {"packs_nbytes": result.packs_nbytes[1]} if result.packs_nbytes[1] else {}
+        report.data({"steps": steps, "removed": removed, "freed_nbytes": result.freed, **packs, **logged})
         return
     freed = (
         f"{format_nbytes(result.freed)} freed"
@@ -77,3 +78,7 @@ def show_result(result: CompactResult, as_json: bool) -> None:
     )
     from_log = f", {added} written from the log" if added else ""
     report.say(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
+    if result.packs_nbytes[1]:
+        report.say(
+            f"{format_nbytes(result.packs_nbytes[1])} of removed states stay: states that stay lie in their packs"
+        )

@@ -15,7 +15,7 @@ from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.views import diff_page
+from ckpt_cli.views import diff_page, page
 from ckpt_cli.views.report import data, say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.notices import Weight
@@ -42,7 +42,7 @@ def show(
 ) -> bool:
     """Compare with a progress bar, and show what differs. Returns whether both are the same."""
     if options.html:
-        diff_page.check_place(Path(options.html))
+        page.check_place(Path(options.html), "diff")
     if first.path.resolve() == second.path.resolve():
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
     a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
@@ -50,7 +50,7 @@ def show(
         figures = bool(as_json or options.html or options.by)  # of equal tensors, only these show any
         result = diff_selected(a, b, options.states, options.tensors_only, resources, progress, figures)
     if options.html:
-        diff_page.write(diff_page.page_of(a, b, result), Path(options.html))
+        page.write(diff_page.page_of(a, b, result), Path(options.html), "diff")
     note_differences(a, b, result)
     if as_json:
         data(facts(a, b, result, options.by))

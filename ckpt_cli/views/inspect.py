@@ -1,9 +1,10 @@
 """Show a checkpoint's index, as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -11,12 +12,16 @@ import numpy as np
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
+from ckpt_formats.core.files import SealTable
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.chain.file import SharedPacks
 
 _COLUMNS = 48
 _MAX_FILES = 40
@@ -42,6 +47,7 @@ def print_json(checkpoint: Checkpoint) -> None:
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
                 for s in checkpoint.files
             ],
+            **({"shared": [asdict(one) for one in shared]} if (shared := _shared(checkpoint)) else {}),
         }
     )
 
@@ -71,6 +77,10 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\nstored")
         for line in table(sizes.rows_of(states)):
             click.echo(f"  {line}")
+    if shared := _shared(checkpoint):
+        click.echo("\nin packs of earlier members, whose states did not change since")
+        for one in shared:
+            click.echo(f"  {one.folder}  {format_nbytes(one.nbytes)}")
     click.echo("\nparameters")
     for line in name_tree.lines(states, depth):
         click.echo(f"  {line}")
@@ -247,6 +257,15 @@ def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterato
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
     if count > _MAX_FILES:
         yield f"and {count - _MAX_FILES} more files"
+
+
+def _shared(checkpoint: Checkpoint) -> "tuple[SharedPacks, ...]":
+    """The packs of earlier members of a chain in which states of a checkpoint lie."""
+    if not isinstance(checkpoint.seals, SealTable):
+        return ()
+    from ckpt_formats.universal.shared_packs import shared_packs_of
+
+    return shared_packs_of(checkpoint)
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:

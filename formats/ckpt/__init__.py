@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
     from ckpt.pipeline import Resources, Result
+    from ckpt.planning.costs import DataRates, LogCosts, RunCosts
+    from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint, Parameter
@@ -58,6 +60,8 @@ _NAMES = {
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources", "Result"),
+    "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
+    "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
@@ -102,11 +106,13 @@ __all__ = [
     "Checkpoint",
     "CkptError",
     "Corrupt",
+    "DataRates",
     "DeepSpeed",
     "DeepSpeedUniversal",
     "DeltaPolicy",
     "Diff",
     "Evaluation",
+    "FailurePlan",
     "FilePlan",
     "Finding",
     "Flax",
@@ -114,6 +120,7 @@ __all__ = [
     "Incomplete",
     "Job",
     "Locked",
+    "LogCosts",
     "Megatron",
     "MegatronLegacy",
     "NoSpace",
@@ -127,7 +134,9 @@ __all__ = [
     "Result",
     "Retention",
     "Rule",
+    "RunCosts",
     "Safetensors",
+    "Schedule",
     "Shadow",
     "Tensor",
     "Torch",
@@ -140,6 +149,7 @@ __all__ = [
     "ema_weights",
     "merge_lora",
     "open",
+    "plan_schedule",
     "save",
     "use_names",
     "verify",

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_recorder.gradient_compression import int8, topk
     from ckpt_recorder.huggingface_callback import HuggingFaceCallback
     from ckpt_recorder.lightning_callback import LightningCallback
     from ckpt_recorder.random_states import restore_random_states
@@ -19,8 +20,10 @@ __all__ = [
     "Recorder",
     "RecorderWarning",
     "ResumeState",
+    "int8",
     "restore_random_states",
     "resume",
+    "topk",
 ]
 
 _MODULES = {
@@ -29,8 +32,10 @@ _MODULES = {
     "Recorder": "recorder",
     "RecorderWarning": "recorder",
     "ResumeState": "resumption",
+    "int8": "gradient_compression",
     "restore_random_states": "random_states",
     "resume": "resumption",
+    "topk": "gradient_compression",
 }
 
 

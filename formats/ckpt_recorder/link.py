@@ -42,6 +42,8 @@ class WriterLink:
         self._text = b""
         self._free, self._slots, self._next = settings.slots, settings.slots, 0
         self._is_ready, self._flushes = False, 0
+        self.waited = 0.0
+        """Seconds for which the trainer has waited for free slots."""
         self._reason: str | None = None
         try:
             self._process = _start(ring.file, status)
@@ -70,7 +72,10 @@ class WriterLink:
     def acquire_slot(self) -> int:
         """The index of a free slot. Waits while the writer still needs all slots."""
         self.check()
-        self._wait(lambda: self._free > 0, self._stall_seconds, _STUCK)
+        if self._free == 0:
+            begin = time.monotonic()
+            self._wait(lambda: self._free > 0, self._stall_seconds, _STUCK)
+            self.waited += time.monotonic() - begin
         self._free -= 1
         slot, self._next = self._next, (self._next + 1) % self._slots
         return slot
@@ -98,6 +103,10 @@ class WriterLink:
         """Order a record of tensors' bytes. `sizes`: for each tensor its bytes, and the bytes of an element."""
         fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
         self._send(fields, content)
+
+    def set_flush_steps(self, steps: int) -> None:
+        """Order the writer to flush after so many steps from now on."""
+        self._send({"flush_steps": steps}, b"")
 
     def wait_until_flushed(self) -> None:
         """Wait until all ordered records are on the disk."""

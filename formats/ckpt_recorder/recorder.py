@@ -1,6 +1,7 @@
 """The recorder in the trainer: hooks before each step of the optimizer record its gradients."""
 
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -14,13 +15,16 @@ import torch
 from torch import nn
 
 from ckpt_codecs.gradients import gradient_codec
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, OutputError, Unsupported
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
+from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
+from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
 from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
-from ckpt_recorder.run import TrackedRun, count_of, plain_run
+from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run
 from ckpt_recorder.writer import WriterSettings
 
 WhenBroken = Literal["warn", "raise"]
@@ -36,8 +40,14 @@ class RecorderOptions:
 
     codec: str = "exact"
     """`exact`; or `bf16` or `int8`, which round the gradients: restored states are then approximate."""
-    flush: int = 8
-    """The number of steps between flushes to the disk. Only a crash of the machine loses steps after the last flush."""
+    base: int | Literal["auto"] = 0
+    """The number of steps between states that the log stores; 0: only the one at its start. `"auto"`: the number with
+    the lowest waste for the times that the run measures, and `mtbf`."""
+    flush: int | Literal["auto"] = 8
+    """The number of steps between flushes to the disk, or `"auto"`. Only a crash of the machine loses steps after the
+    last flush."""
+    mtbf: float | None = None
+    """The mean seconds between failures of the whole job. `"auto"` needs it."""
     flush_seconds: float = 10.0
     """The maximum number of seconds between flushes."""
     slots: int = 3
@@ -86,6 +96,7 @@ class Recorder:
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
+        self._intervals = RecorderIntervals(self.options.base, self.options.flush, self.options.mtbf)
         codec = gradient_codec(self.options.codec)
         self.chain = Path(chain)
         self.broken: str | None = None
@@ -96,6 +107,7 @@ class Recorder:
         self._unwrap: Callable[[], None] | None = None
         self._call = 0
         self._last_retry = -1
+        self._buffers: dict[str, torch.Tensor] | None = None
         self._run = self._track_run()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
@@ -103,7 +115,9 @@ class Recorder:
             self.exactness = "approximate"
         self.step = self._first_step() if step is None else step
         self._first = self.step
+        begin = time.monotonic()
         self._begin()
+        self._intervals.base_took(time.monotonic() - begin)
         self._attach()
 
     def __enter__(self) -> "Recorder":
@@ -194,12 +208,12 @@ class Recorder:
         layout, options = segment.layout.ranks[self._rank], self.options
         settings = WriterSettings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
-            *(options.flush, options.flush_seconds),
+            *(self._intervals.flush_steps, options.flush_seconds),
         )
         try:
             self._recording = RankRecording(*(self._run, share, layout, settings, self._rank, options.stall_seconds))
             self._recording.record_notes(self.step, {})
-            self._recording.record_buffers(self.step)
+            self._recording.record_buffers(self.step, self._buffers)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
                 self._recording.record_frozen(self.step)
@@ -282,6 +296,7 @@ class Recorder:
             return
         call, count = self._call, self._run.calls_per_step
         if call == 0:
+            self._store_due_base()
             self._record_due_fingerprint()
         is_last = call == count - 1
         random = is_last and self.options.random_states
@@ -295,15 +310,33 @@ class Recorder:
         self._call = (call + 1) % count
         if is_last:
             self.step += 1
+            recording = self._recording
+            waited = 0.0 if recording is None else recording.waited
+            if self._intervals.step_done(self.step - self._first, waited):
+                self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again. All states belong to one step here."""
         done, every = self.step - self._first, self.options.retry
+        if not self._call and self._intervals.base_due(done) and self._rank == 0:
+            # The base is stored before the next step, after its forward pass, which changes buffers.
+            self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
         if self._call or not every or not done or done % every or self.step == self._last_retry:
             return
         self._last_retry = self.step  # only once, with several optimizers or a skipped step
         if any(ranks.gather(self.broken is not None)):
             self._retry()
+
+    def _store_due_base(self) -> None:
+        """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""
+        if not self._intervals.base_due(self.step - self._first):
+            return
+        begin = time.monotonic()
+        self._record(lambda recording: recording.record_fingerprint(self.step))
+        self._record(lambda recording: recording.record_end(self.step))
+        self._begin_again()
+        self._buffers = None
+        self._intervals.base_took(time.monotonic() - begin)
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
@@ -347,9 +380,13 @@ class Recorder:
 
     def _renew(self) -> None:
         """Start a new segment after groups were added to the optimizer."""
+        self._begin_again(lambda: setattr(self, "_run", self._track_run()))
+
+    def _begin_again(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Start a new segment at the current step; if that fails, continue without the log."""
         self._end(None)
         try:
-            self._run = self._track_run()
+            prepare()
             self._begin()
         except CkptError as error:
             self.broken, self._first = str(error), self.step
@@ -381,15 +418,20 @@ def _check_types(run: TrackedRun) -> None:
             )
 
 
+def _values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values of a tensor; NumPy itself lacks some types of torch."""
+    values, name = tensor.detach().cpu().contiguous(), dtype_name(tensor.dtype)
+    if name not in DTYPES:
+        raise TypeError(f"note() cannot record a tensor of {tensor.dtype}")
+    return values.reshape(-1).view(torch.uint8).numpy().view(DTYPES[name]).reshape(values.shape)
+
+
 def _plain(item: Any) -> Any:
     """The item of a note as plain data."""
     if hasattr(item, "state_dict"):
         item = item.state_dict()
     if isinstance(item, torch.Tensor):
-        array = item.detach().cpu().contiguous()
-        if array.dtype == torch.bfloat16:
-            return {"bfloat16": array.view(torch.int16).numpy()}
-        return array.numpy()
+        return noted_tensor(_values(item))
     if isinstance(item, dict):
         return {key: _plain(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):

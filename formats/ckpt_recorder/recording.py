@@ -168,6 +168,15 @@ class RankRecording:
         self._link.close()
         return self._link.reason
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which training has waited for the writer."""
+        return self._link.waited
+
+    def set_flush_steps(self, steps: int) -> None:
+        """Flush the log after so many steps from now on."""
+        self._link.set_flush_steps(steps)
+
     def wait_until_flushed(self) -> None:
         """Wait until all recorded values are on the disk."""
         self._link.wait_until_flushed()
@@ -237,12 +246,12 @@ class RankRecording:
         if broken is not None:
             raise broken
 
-    def record_buffers(self, step: int) -> None:
-        """Record the buffers that have changed. Only rank 0 does so."""
+    def record_buffers(self, step: int, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Record the buffers that have changed, or of `buffers`, by name, if they are given. Only rank 0 does so."""
         if self._rank:
             return
         rows = []
-        for name, tensor in persistent_buffers(self._run):
+        for name, tensor in persistent_buffers(self._run) if buffers is None else buffers.items():
             content = content_of(tensor)
             digest = xxhash.xxh3_64_intdigest(content)
             if self._buffer_hashes.get(name) != digest:

@@ -1,7 +1,8 @@
 """The writer process of a rank: it encodes the values in the ring and appends them to the rank's file.
 
 `python -m ckpt_recorder.writer RING STATUS TRAINER` starts it, with two descriptors and a process id. It reads orders
-from its standard input: first the settings, then one line of JSON for each record, `{"flush":true}` or `{"end":true}`.
+from its standard input: first the settings, then one line of JSON for each record, `{"flush":true}`,
+`{"flush_steps":N}` or `{"end":true}`.
 If the trainer is killed, the writer writes and flushes all orders, so the file ends with a complete record. It does not
 need torch.
 
@@ -198,10 +199,14 @@ class LogWriter:
         self._file: LogFile | None = None
         self._encoder: Encoder | None = None
         self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._flush_steps = settings.flush_steps
         self._report_errors(self._begin)
 
     def do(self, order: dict[str, Any], data: bytes) -> None:
         """Execute an order. `data`: its bytes."""
+        if "flush_steps" in order:
+            self._flush_steps = order["flush_steps"]
+            return
         if "flush" in order:
             self._report_errors(self._flush)
             self._send("flushed")
@@ -233,7 +238,7 @@ class LogWriter:
         _append(self._file, self._encoder, order, data)
         self._unflushed += order["kind"] == Kind.GRADIENTS
         is_late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
-        if self._unflushed >= self._settings.flush_steps or is_late or order["kind"] == Kind.END:
+        if self._unflushed >= self._flush_steps or is_late or order["kind"] == Kind.END:
             self._flush()
 
     def _flush(self) -> None:

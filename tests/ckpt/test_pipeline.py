@@ -578,6 +578,6 @@ def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:
     with open_staging(tmp_path / "target") as stage:
         stage.begin("the plan")
         assert json.loads(stage.journal.read_text().splitlines()[0]) == {"plan": "the plan"}
-        assert list(stage.receipts()) == []
+        assert list(stage.receipts(Universal())) == []
         stage.discard()
     assert not list(tmp_path.iterdir())

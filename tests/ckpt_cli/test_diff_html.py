@@ -9,9 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +20,8 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import writable
 from damage import NOT_FOUND, OUTPUT, SAMPLES, ckpt
 from held import checkpoint, everything, parameter
+from pages import Page
 
-VOID = {"meta", "input", "br", "img", "link", "hr"}
 NAMES = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(2)>',
@@ -32,38 +30,6 @@ NAMES = [
     "layers.1.a\nb\x1b[31m&amp;",
     "\u2028'`${x}`",
 ]
-
-
-class Page(HTMLParser):
-    """Elements that are opened and closed in order, their attributes, and what is in scripts and styles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.inside: list[tuple[str, str]] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("script", "style"):
-            self.inside.append((self.open[-1], data))
-
-    def texts(self, tag: str) -> list[str]:
-        return [data for within, data in self.inside if within == tag]
-
-    def facts(self) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self.texts("script")[0])
-        return said
 
 
 def written(source: Checkpoint, target: Path) -> Path:

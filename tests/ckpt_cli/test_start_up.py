@@ -133,6 +133,12 @@ def test_the_command_sets_the_collector_and_the_library_does_not() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plan_from_options_imports_no_numpy(tmp_path: Path) -> None:
+    run = ("--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay", "40ms")
+    modules = imported_by(tmp_path, "plan", *run)
+    assert not {name.partition(".")[0] for name in modules} & {"numpy", "rich", "torch", "xxhash", "ckpt_codecs"}
+
+
 @pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
 def test_the_help_of_a_command_imports_no_numpy(command: str, tmp_path: Path) -> None:
     modules = imported_by(tmp_path, command, "--help")

@@ -190,6 +190,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.pack import write_pack
+from ckpt_formats.universal.manifest import PackFiles
 from ckpt_formats.universal.read_states import read_parameter
 folder = Path({folder!r})
 random = np.random.default_rng(0)
@@ -203,14 +204,15 @@ with (folder / "raw").open("wb") as out:
 parameter, chunks = Parameter("w", "parameter", states), 3 * 8
 def write():
     with Reader() as reader, Transfer(reader) as transfer:
-        return write_pack(folder / "packs/00000.safetensors", 0, [parameter], transfer, EncodingOptions()).entries[0]
+        written = write_pack(folder / "packs/00000.safetensors", 0, [parameter], transfer, EncodingOptions())
+        return written.pack, written.entries[0]
 def read():
     with Reader() as reader, Transfer(reader) as transfer:
         return [sum(1 for _ in transfer.chunks(tensor)) for tensor in stored.values()]
 (folder / "packs").mkdir()
-entry = write()
+pack, entry = write()
 assert all(state.chunks is not None for state in entry.states.values())
-stored = read_parameter(folder, entry).states
+stored = read_parameter(PackFiles(folder, (pack,)), entry).states
 written, read = faults(write), faults(read)
 print(json.dumps([[written / chunks, read / chunks]]))
 """

@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.containers import sealed_json
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
+from ckpt_formats.core.values import TensorName
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import (
@@ -35,6 +39,7 @@ from ckpt_formats.universal.gradients.layout import (
 )
 from ckpt_formats.universal.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
+from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from damage import BROKEN, NOT_FOUND, OUTPUT, UNSAFE, UNSUPPORTED, ckpt
 from effort import TIMES
 from gradient_logs import Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
@@ -202,6 +207,18 @@ def test_every_step_is_that_of_the_run(small: Log, written: Path) -> None:
     for step, truth in enumerate(small.truth):
         assert same(values_of(restored(written.parent, step)), truth)
         assert restored(written.parent, step).extras.get("seen") == (step or None)
+
+
+def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written: Path) -> None:
+    """The base has tensors in extras `seen` and `kept`. One is in both."""
+    segment, tensor = open_segment(written), Tensor.of(ArrayBlob(np.ones(2, np.float32)))
+    start = checkpoint_at(segment, 0, None)
+    extras = {"seen": [TensorName("own"), TensorName("both")], "kept": TensorName("both")}
+    others = {name: Parameter(name, "extra", {"param": tensor}) for name in ("own", "both")}
+    base = replace(start, parameters={**start.parameters, **others}, extras={**start.extras, **extras})
+    state = checkpoint_at(segment, 2, Base(0, base))
+    assert state.extras["seen"] == 2
+    assert [name for name in others if name in state.parameters] == ["both"]
 
 
 @pytest.mark.parametrize("zeros", [1, 500, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 63, 64))])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from ckpt_formats.containers import torchfile
 from ckpt_formats.containers.torchfile import (
     Storage,
     StorageView,
+    Template,
     TensorRef,
     emit,
     layout_file,
@@ -464,6 +465,31 @@ def test_lists_deeper_than_any_stack_are_read_and_written() -> None:
     data = emit(deep)
     read_back = load_pickle(data)
     assert emit(read_back) == data
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_filled_template_has_the_bytes_of_the_value_that_it_builds(protocol: Literal[2, 4]) -> None:
+    """Also after other values, and before values that refer to a memo index beyond those of the template."""
+    shared = Record(Global("torch", "device"), ("cpu",))
+
+    def build(name: Value, parts: Value, shape: Value) -> Record:
+        inner = Record(Global("a.b", "Inner"), state=("x", shared, parts), new=True)
+        return Record(Global("a.b", "Outer"), state={"name": name, "inner": inner, "shape": shape}, new=True)
+
+    template = Template(build)
+
+    def tree(fill: Callable[..., Value]) -> Value:
+        again: list[Value] = ["again"]
+        gaps = [(f"name {i % 3}", [i, [again, shared]], Size((i, 2))) for i in range(300)]
+        return [again, *(part for values in gaps for part in (fill(*values), f"name {values[2][0] + 1}", again))]
+
+    assert emit(tree(template.fill), protocol=protocol) == emit(tree(build), protocol=protocol)
+
+
+def test_gaps_in_another_order_than_the_arguments_are_refused() -> None:
+    pair = Template(lambda first, second: [second, first])
+    with pytest.raises(ValueError, match="order of the arguments"):
+        emit([pair.fill("a", "b"), pair.fill("c", "d")], protocol=4)
 
 
 def test_a_nested_class_is_written_so_that_python_finds_it() -> None:

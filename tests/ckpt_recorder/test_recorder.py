@@ -229,6 +229,31 @@ def test_a_step_has_the_rates_that_a_schedule_set_after_it(model: Model, tmp_pat
     assert found[STEPS].extras["scheduler"]["last_epoch"] == STEPS
 
 
+def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, tmp_path: Path) -> None:
+    """Of types that NumPy lacks, too, in the restored checkpoint and in the file that `resume` loads."""
+    from damage import ckpt
+
+    notes = {
+        "rate": torch.tensor(0.5),
+        "halves": [torch.arange(3).bfloat16(), (torch.zeros(0, 2),)],
+        "array": np.arange(2),
+    }
+    optimizer = AdamW(trained(model), 1e-2, fused=True)
+    with Recorder(model, optimizer, tmp_path / "run.chain") as recorder:
+        train(model, optimizer, range(1))
+        recorder.note(held=notes)
+    state = state_at(tmp_path / "run.chain", 1)
+    assert state.parameters["held/halves/0"].states["param"].dtype.name == "bfloat16"
+    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "state.pt", "--to", "torch").code == 0
+    held = resume(tmp_path / "state.pt", model, optimizer).notes["held"]
+    (halves, (empty,)), array = held["halves"], held["array"]
+    assert torch.equal(held["rate"], notes["rate"])
+    assert torch.equal(halves, torch.arange(3).bfloat16())
+    assert (halves.dtype, empty.shape) == (torch.bfloat16, (0, 2))
+    assert isinstance(array, np.ndarray)
+    assert array.tolist() == [0, 1]
+
+
 def test_a_run_goes_on_from_a_restored_step_as_if_nothing_was(model: Model, tmp_path: Path) -> None:
     from damage import ckpt
 

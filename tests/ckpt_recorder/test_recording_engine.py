@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt.chains.chain import Chain
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -51,6 +53,9 @@ RESUMED = [
     Resumed("plain", "bare.chain", DCP),
     Resumed("scaler_fused", "bare.chain", DCP),
     Resumed("ddp", "based.chain", DCP),
+    Resumed("ddp_topk", "bare.chain", DCP),
+    Resumed("ddp_int8", "based.chain", DCP),
+    Resumed("ddp_topk", "based.chain", DCP, {"shards": 3}),
     Resumed("fsdp2", "bare.chain", DCP),
     Resumed("fsdp2", "based.chain", DCP, {"shards": 3}),
     Resumed("hsdp_2x2", "based.chain", DCP),
@@ -84,6 +89,13 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     done = ckpt("restore", run / chain, tmp_path / "state", "--step", log_of(run)[at])
     assert done.code == 0, done.err
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
+
+
+@pytest.mark.parametrize(("kind", "limit"), {"ddp_topk": 2 * 0.042, "ddp_int8": 1.0, "ddp": 5.0}.items())
+def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limit: float, runs: Path) -> None:
+    """Bytes for each parameter and step. Two ranks send 1 % each, so that 2 % of the average are not zero."""
+    (segment,) = json.loads(ckpt("log", runs / kind / "bare.chain", "--json").out)["segments"]
+    assert limit / 2 < segment["nbytes_per_parameter"] <= limit
 
 
 REFUSED = {"differing": "have different weights", "fsdp1": "have different weights", "zero0": "ZeRO 1, 2 and 3"}
@@ -166,3 +178,36 @@ def test_an_example_that_goes_on_from_a_restored_step_ends_as_the_whole_one(name
 
 def chains_of(name: str, examples: Path) -> tuple[Path, Path]:
     return examples / f"{name}.chain", examples / f"{name}-later.chain"
+
+
+BASES = ("base=5", 'base="auto", flush="auto", mtbf=0.001')
+"""With `"auto"` and failures all the time, a base is stored after each step from the eighth on."""
+
+
+@pytest.fixture(scope="module")
+def with_bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples of several ranks, recorded with bases."""
+    out = tmp_path_factory.mktemp("with-bases")
+    jobs = []
+    for name in RANKS:
+        for number, options in enumerate(BASES):
+            script = out / f"{name}-{number}.py"
+            text = (EXAMPLES / f"{name}.py").read_text("utf-8")
+            script.write_text(re.sub(r"(with Recorder\(.*?)\)(?= as|:)", rf"\1, {options})", text))
+            jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script})
+    launch.run_examples(jobs, out)
+    return out
+
+
+@pytest.mark.parametrize("number", range(len(BASES)))
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_that_store_bases_agree_when_and_have_every_step(
+    name: str, number: int, with_bases: Path, examples: Path
+) -> None:
+    chain = with_bases / f"{name}-{number}.chain"
+    segments = index.read(chain).segments
+    assert [one.first for one in segments] == [[0, 5, 10], [0, 8, 9, 10, 11]][number]
+    assert Chain(chain).verify(replay=True).findings == ()
+    for step in (KILLED, LAST):
+        bare, based = (states.open_state(run, index.read(run), step) for run in (examples / f"{name}.chain", chain))
+        assert differences(based, bare) == {}

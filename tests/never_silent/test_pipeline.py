@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -428,6 +429,7 @@ def test_every_option_of_a_format_changes_the_job(name: str, option: str) -> Non
 def test_every_option_of_a_delta_changes_the_job(option: str) -> None:
     others: dict[str, Any] = {"delta_codecs": {"a": parse_delta("difference")}, "check": False, "level": "max"}
     others |= {"codec": "planes", "stored_against": Parent("c", "p"), "content": "d", "pack_nbytes": 1}
+    others |= {"unchanged": SimpleNamespace(identity="step-0000000001")}
     if option == "earlier":  # its content id is in `stored_against`, and its files are in the identities
         return
     if option == "single_file":  # a delta is never one file

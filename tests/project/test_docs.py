@@ -26,6 +26,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import FORMATS, ONLY_READ, format_named, writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
+from damage import ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -201,3 +202,12 @@ def test_the_page_of_recording_shows_lines_of_its_examples():
         lines = iter(map(str.strip, (ROOT / "examples" / "recording" / name).read_text("utf-8").splitlines()))
         for line in filter(None, map(str.strip, block.splitlines())):
             assert line in lines, f"{name}: {line}"
+
+
+def test_the_page_of_recording_shows_what_plans_print():
+    blocks = re.findall(
+        r"<!-- runs -->\n```console\n\$ ckpt ([^\n]*)\n(.*?)```", (DOCS / "recording.md").read_text(), re.DOTALL
+    )
+    assert len(blocks) == 2
+    for command, printed in blocks:
+        assert ckpt(*shlex.split(command)).out == printed

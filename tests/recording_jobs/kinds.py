@@ -32,6 +32,8 @@ class Kind:
     """Of DeepSpeed's model; fp16's first steps overflow, since the loss scale begins too high."""
     tied: bool = False
     threads: int = 1
+    compression: Literal["", "topk", "int8"] = ""
+    """What the hook of DDP sends of gradients."""
 
     @property
     def dp(self) -> int:
@@ -50,6 +52,8 @@ KINDS = {
         Kind("scaler_sgd", scaler=True, optimizer="sgd"),
         Kind("ddp", "ddp", 2, tied=True),
         Kind("ddp_scaler", "ddp", 2, scaler=True, optimizer="adamw"),
+        Kind("ddp_topk", "ddp", 2, tied=True, compression="topk"),
+        Kind("ddp_int8", "ddp", 2, compression="int8", optimizer="adamw"),
         Kind("fsdp2", "fsdp2", 2),
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),

@@ -16,7 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from recording_jobs.kinds import Kind
+from ckpt_recorder import int8, topk
+from ckpt_recorder.gradient_compression import GradientCompression
+from recording_jobs.kinds import MIDDLE, Kind
 from recording_jobs.model import BATCH, Decoder, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
@@ -38,6 +40,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler | None
+    compression: GradientCompression | None = None
     step: int = 0
     """How many batches were taken, those whose step was skipped among them."""
 
@@ -68,8 +71,10 @@ class Run:
 
     def notes(self) -> dict[str, Any]:
         """What else resumes with a step."""
-        scaler = {} if self.scaler is None else {"scaler": self.scaler}
-        return {"scheduler": self.scheduler, "step": self.step, **scaler}
+        # The residuals are averaged over the ranks when they are noted, so that changes what follows.
+        compression = self.compression if self.step in (0, MIDDLE) else None
+        others = {"scaler": self.scaler, "compression": compression}
+        return {"scheduler": self.scheduler, "step": self.step} | {k: v for k, v in others.items() if v is not None}
 
     def save(self, folder: Path) -> None:
         dcp.save(self._tree(), checkpoint_id=folder)
@@ -82,6 +87,8 @@ class Run:
         self.step = tree["step"]
         if self.scaler is not None:
             self.scaler.load_state_dict(tree["scaler"])
+        if self.compression is not None:
+            self.compression.load_state_dict(tree["compression"])
 
     def _tree(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -138,7 +145,10 @@ def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
     optimizer = _optimizer(kind, _groups(model, matrices))
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4) if kind.scaler else None
-    return Run(kind, wrapped, optimizer, scheduler, scaler)
+    compression = {"topk": topk(0.01), "int8": int8()}.get(kind.compression)
+    if compression is not None:
+        compression.register(wrapped)
+    return Run(kind, wrapped, optimizer, scheduler, scaler, compression)
 
 
 def _share(step: int, kind: Kind) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """Append one more state to a chain."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import ChainIndex, Kind
-from ckpt_formats.universal.chain.members import open_member
+from ckpt_formats.universal.chain.file import ChainIndex, Kind, Member
+from ckpt_formats.universal.chain.members import open_member, open_one
+from ckpt_formats.universal.unchanged import EarlierMember
 
 
 def append(
@@ -39,7 +41,9 @@ def append(
         name = folder_name(step)
         notes += remove_leftovers(run, chain, name)
         if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
-            written, earlier = write_base(source, run / name, step, policy, resources, progress), None
+            unchanged, unopened = last_base(run, () if chain is None else chain.members)
+            written = write_base(source, run / name, step, policy, resources, progress, unchanged=unchanged)
+            earlier, notes = None, (*notes, *unopened)
         else:
             last = chain.members[-1]
             written, earlier = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
@@ -69,13 +73,28 @@ def _write_delta(
     progress: Progress | None,
     parent: Checkpoint | None,
 ) -> tuple[AppendResult, Checkpoint]:
-    """Write a delta against the last state, read in the cheapest way that works. Returns also that state."""
+    """Write a delta against the last state, read in the cheapest way that works. Returns also that state.
+
+    Parameters that did not change since the base share its packs, as long as any did not: after a delta that shares
+    nothing, none looks there again, so that an append to a long chain opens no more members.
+    """
     last, notes = chain.members[-1], tuple[Notice, ...]()
+    unchanged, unopened = last_base(run, chain.members) if last.kind == "base" or last.shared else (None, ())
+    notes += unopened
     for before in states_before(run, chain, source, parent):
         earlier, against = before.checkpoint, run / last.folder
         try:
             written = write_delta(
-                source, target, step, earlier, against, policy, resources, progress, parent_content=last.content
+                source,
+                target,
+                step,
+                earlier,
+                against,
+                policy,
+                resources,
+                progress,
+                parent_content=last.content,
+                unchanged=unchanged,
             )
         except CkptError as error:
             if not before.allows_other(error):
@@ -84,6 +103,20 @@ def _write_delta(
             continue
         return replace(written, notes=(*notes, *before.notes, *written.notes)), earlier
     raise AssertionError("the last way is a replay, after which there is no other")
+
+
+def last_base(run: Path, members: Sequence[Member]) -> tuple[EarlierMember | None, tuple[Notice, ...]]:
+    """The last base of some members of a chain, as the one that a later member may share packs with.
+
+    None if there is none, or, with a note, if it cannot be opened: then the later member shares nothing.
+    """
+    base = next((member for member in reversed(members) if member.kind == "base"), None)
+    if base is None:
+        return None, ()
+    try:
+        return EarlierMember(open_one(run, base)), ()
+    except CkptError as error:
+        return None, (Notice(f"no states are shared with step {base.step}, which cannot be opened: {error}"),)
 
 
 def plan_append(
@@ -109,7 +142,8 @@ def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None 
     """Remove what interrupted runs left in a chain's folder, except the folder `continued`. Returns a note for each."""
     leftovers = folder.leftovers(run, chain, continued)
     folder.remove(leftovers)
-    return tuple(Notice(f"removed {printable(path.name)}, which an interrupted run left behind") for path in leftovers)
+    names = (printable(str(path.relative_to(run))) for path in leftovers)
+    return tuple(Notice(f"removed {name}, which an interrupted run left behind") for name in names)
 
 
 def folder_name(step: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt.chains.verify_deltas import DeltaKey, delta_key
 from ckpt.pipeline import Resources, seals_error
-from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import NoSpace, OutputError
@@ -79,21 +79,26 @@ def _write(
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
 
-        def write(task: tuple[StoredDelta, Mapping[str, FileBlob]]) -> tuple[Evidence, ...]:
+        def write(task: tuple[StoredDelta, Mapping[str, FileBlob]], reader: Reader) -> None:
             delta, values = task
             way, start = _way(delta, known)
+            for index in range(delta.chunking.count):
+                begin, stop = delta.chunking.range(index)
+                states: StateArrays = {s: chunk_of(blob, begin, stop, {}, reader) for s, blob in start.items()}
+                for one in way:
+                    states = one.decoded(index, states, reader)
+                for state, blob in values.items():
+                    write_at(out.fileno(), as_bytes(states[state]).data, blob.offset + begin * blob.dtype.itemsize)
+                count(sum(array.nbytes for array in states.values()))
+
+        def write_all(tasks: list[tuple[StoredDelta, Mapping[str, FileBlob]]]) -> tuple[Evidence, ...]:
             with Reader(max_files=resources.files, identities=checkpoint.identities) as reader:
-                for index in range(delta.chunking.count):
-                    begin, stop = delta.chunking.range(index)
-                    states: StateArrays = {s: chunk_of(blob, begin, stop, {}, reader) for s, blob in start.items()}
-                    for one in way:
-                        states = one.decoded(index, states, reader)
-                    for state, blob in values.items():
-                        write_at(out.fileno(), as_bytes(states[state]).data, blob.offset + begin * blob.dtype.itemsize)
-                    count(sum(array.nbytes for array in states.values()))
+                for task in tasks:
+                    write(task, reader)
                 return reader.evidence()
 
-        for one in run_tasks(pool, write, tasks, 2 * resources.workers):
+        work = batches((sum(blob.span for blob in task[1].values()), task) for task in tasks)
+        for one in run_tasks(pool, write_all, work, 2 * resources.workers):
             evidence += one
     broken = list(verify_seals(evidence, Reader(check=False, identities=checkpoint.identities)))
     if broken:

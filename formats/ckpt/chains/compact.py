@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.chains.append import folder_name, remove_leftovers
+from ckpt.chains.append import folder_name, last_base, remove_leftovers
 from ckpt.chains.carried import CarriedState, carry
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress, load_kernels
@@ -17,8 +17,9 @@ from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
-from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members
+from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members, open_one
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
+from ckpt_formats.universal.unchanged import EarlierMember
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class CompactResult:
     before: ChainIndex
     after: ChainIndex
     notes: tuple[Notice, ...] = ()
+    packs_nbytes: tuple[int, int] = (0, 0)
+    """Before and after, the bytes of packs of removed members that stay, because states of others lie in them."""
 
     @property
     def freed(self) -> int:
         """Freed bytes, without those of the log; negative if bases take more than the deltas that they replace."""
-        stored = [sum(member.stored_nbytes for member in chain.members) for chain in (self.before, self.after)]
-        return stored[0] - stored[1]
+        before, after = (sum(member.stored_nbytes for member in chain.members) for chain in (self.before, self.after))
+        return before + self.packs_nbytes[0] - after - self.packs_nbytes[1]
 
 
 def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy) -> CompactPlan:
@@ -109,12 +112,13 @@ def compact(
         notes = remove_leftovers(run, chain)
         planned = plan(run, chain, retention, policy)
         members = _written(run, chain, planned, policy, resources, progress)
-        after = chain.with_members(tuple(members), planned.segments)
+        after, packs_before = chain.with_members(tuple(members), planned.segments), folder.kept_nbytes(run, chain)
         if after != chain:
             folder.replace(run, after)
             folder.remove(folder.leftovers(run, after))
             _drop_later_records(run, after)
-    return CompactResult(chain, after, notes)
+        packs_after = folder.kept_nbytes(run, after)
+    return CompactResult(chain, after, notes, (packs_before, packs_after))
 
 
 def _drop_later_records(run: Path, chain: ChainIndex) -> None:
@@ -234,17 +238,41 @@ def _rewritten(
     `source`: the state, None for one of the log. `earlier`: the last one that stays, None for one of the log.
     """
     member, target = state.member, _unused_folder(run, state.step)
+    unchanged = _unchanged(run, state, before)
     if member is None or source is None:
         source = open_state(run, chain, state.step)
-        return write_base(source, target, state.step, policy, resources, progress).member
+        return write_base(source, target, state.step, policy, resources, progress, unchanged=unchanged).member
     if state.how == "base":
-        written = write_base(source, target, member.step, policy, resources, progress, member.content)
+        written = write_base(source, target, member.step, policy, resources, progress, member.content, unchanged)
     else:
         last = before[-1]
         earlier = open_member(run, chain, last) if earlier is None else earlier
         parent = run / last.folder
-        written = write_delta(source, target, member.step, earlier, parent, policy, resources, progress, member.content)
+        written = write_delta(
+            source,
+            target,
+            member.step,
+            earlier,
+            parent,
+            policy,
+            resources,
+            progress,
+            member.content,
+            unchanged=unchanged,
+        )
     return replace(written.member, time=member.time, errors=member.errors)
+
+
+def _unchanged(run: Path, state: KeptMember, before: list[Member]) -> EarlierMember | None:
+    """The member with which a state that is written again may share packs: itself, if it shares those of others.
+
+    So these stay where they are, once for all members. Else it is the last base that stays.
+    """
+    if state.member is not None and state.member.shared:
+        return EarlierMember(open_one(run, state.member), only_shared=True)
+    if state.how == "delta" and before[-1].kind == "delta" and not before[-1].shared:
+        return None
+    return last_base(run, before)[0]
 
 
 def _unused_folder(run: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ where it was read.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, Member
+from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, Member, step_of
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.checked import KnownBlob, KnownTensor, StateDiffers
 from ckpt_formats.universal.entry import ParameterEntry
@@ -158,27 +158,32 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
             f"another checkpoint is in the place of step {last.step}: {found.content[:24]}…, not {last.content[:24]}…",
             where=folder,
         )
+    files = found.files(folder)
     for number, pack in enumerate(found.packs):
-        path = folder / manifest.pack_file(number)
+        path = files.path(number)
         if not path.is_file():
             raise Incomplete("a pack of the checkpoint is missing", where=path)
         if path.stat().st_size != pack.nbytes:
             raise Corrupt(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
     stated.append(found)
-    return Checkpoint(folder, found.origin, {}, found.groups, files=_files(folder))
+    packs = (files.path(number) for number in range(len(found.packs)))
+    return Checkpoint(folder, found.origin, {}, found.groups, files=_source_files(packs))
 
 
 def _files(folder: Path) -> tuple[SourceFile, ...]:
     """The packs of a member. They are not read, but must not change while the next member is written against it."""
-    return tuple(SourceFile(path, path.stat().st_size, "all") for path in sorted(folder.glob("packs/*")))
+    return _source_files(sorted(folder.glob("packs/*")))
+
+
+def _source_files(paths: Iterable[Path]) -> tuple[SourceFile, ...]:
+    return tuple(SourceFile(path, path.stat().st_size, "all") for path in paths)
 
 
 def _check_members(run: Path, chain: ChainIndex) -> None:
     """Raise `Incomplete` if the folder of a member is missing that the last one needs. Nothing is read of them."""
     there = {entry.name for entry in os.scandir(run) if entry.is_dir()}
-    for member in chain.upto(chain.members[-1].step):
-        if member.folder not in there:
-            raise Incomplete(f"the folder of step {member.step} is missing", where=run / member.folder)
+    for name in sorted(chain.folders_of(chain.members[-1]) - there):
+        raise Incomplete(f"the folder of step {step_of(name)} is missing", where=run / name)
 
 
 def _states(

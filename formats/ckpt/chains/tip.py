@@ -79,7 +79,7 @@ def _decoded(folder: Path, earlier: Checkpoint) -> Checkpoint:
         return Checkpoint(
             folder,
             stated.origin,
-            StoredParameters(folder, entries, entries.numbers.keys(), earlier.parameters),
+            StoredParameters(stated.files(folder), entries, entries.numbers.keys(), earlier.parameters),
             stated.groups,
             stated.extras,
             stated.aliases,

@@ -1,7 +1,7 @@
 """Verify every member of a chain in one pass: each manifest is loaded once, and each chunk is decoded once."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt import findings as checks
@@ -13,10 +13,12 @@ from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain.folder import PACKS, pack_number
 from ckpt_formats.universal.chain.members import OpenedMembers, open_members
 from ckpt_formats.universal.chunked import EncodedBlob
 from ckpt_formats.universal.replay import stored_delta
@@ -51,6 +53,7 @@ def verify_chain(
     identified, opened, findings = [*opened[:1], *states], [*opened, *states], [*findings, *of_tip]
     load_kernels()
     count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
+    findings += _headers(members)
     findings += examine(opened, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
@@ -85,6 +88,14 @@ def _torn(views: list[SegmentView]) -> Iterator[Notice]:
                 yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
 
 
+def _headers(members: OpenedMembers) -> Iterator[Finding]:
+    """The headers of packs that say otherwise than the index of their member, or of one that has states in them."""
+    for state in members.states.values():
+        if not isinstance(state, CkptError) and isinstance(state.seals, StoredSeals):
+            alone = StoredSeals(state.seals.checkpoints[-1:])
+            yield from checks.contradictions(replace(state, seals=alone))
+
+
 def _replay_findings(
     run: Path, chain: ChainIndex, members: OpenedMembers, resources: Resources, progress: Progress | None
 ) -> list[Finding]:
@@ -108,20 +119,46 @@ def remainders(chain: ChainIndex, members: OpenedMembers) -> tuple[list[Checkpoi
     Each state has only the seals and digests that no later state has: replaying a later state checks the others.
     """
     opened, findings = [], []
-    sealed, replayed = set[Path](), set[_Key]()
+    sealed, replayed, shared = set[Path](), set[_Key](), _SharedSeals.of(members)
     for member in reversed(chain.members):
         try:
             checkpoint = members.open(member)
         except CkptError as error:
             findings.append(Finding("unreadable", f"step {member.step}: {error.what}", error.where or member.folder))
             continue
-        opened.append(_remainder(checkpoint, sealed, replayed))
+        opened.append(_remainder(checkpoint, sealed, replayed, shared))
         assert isinstance(checkpoint.seals, StoredSeals)
         sealed |= {folder for folder, _ in checkpoint.seals.checkpoints}
         for *_, tensor in checkpoint.tensors():
             for fragment in tensor.fragments:
                 _add_replayed(fragment.blob, replayed)
+                if isinstance(fragment.blob, EncodedBlob):
+                    replayed.update(_own(fragment.blob))  # of another member, too, that shares the pack
     return opened, findings
+
+
+@dataclass(frozen=True)
+class _SharedSeals:
+    """The checksums of packs in which several members have states: each is compared once."""
+
+    packs: Container[Path]
+    seen: set[Seal] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, members: OpenedMembers) -> "_SharedSeals":
+        packs = set[Path]()
+        for state in members.states.values():
+            if not isinstance(state, CkptError) and isinstance(state.seals, StoredSeals):
+                folder, stated = state.seals.checkpoints[-1]
+                files, own = stated.files(folder), len(stated.own_packs)
+                packs.update(files.path(number) for number in range(own, len(files.packs)))
+        return cls(packs)
+
+    def unseen(self, seals: Iterable[Seal]) -> tuple[Seal, ...]:
+        """Those that were not here before. A checksum that another member states otherwise is compared, too."""
+        new = tuple(seal for seal in seals if seal not in self.seen)
+        self.seen.update(seal for seal in new if seal.path in self.packs)
+        return new
 
 
 def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBytes) -> list[Finding]:
@@ -137,14 +174,14 @@ def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBy
     return [f for f in findings if f.kind != "values" or not broken & set(f.where.split(", "))]
 
 
-def _remainder(checkpoint: Checkpoint, sealed: set[Path], replayed: set[_Key]) -> Checkpoint:
+def _remainder(checkpoint: Checkpoint, sealed: set[Path], replayed: set[_Key], shared: _SharedSeals) -> Checkpoint:
     assert isinstance(checkpoint.seals, StoredSeals)
     digests = {
         (name, state): digest
         for (name, state), digest in checkpoint.digests.items()
         if not replayed.intersection(_own(checkpoint.parameters[name].states[state].fragments[0].blob))
     }
-    return replace(checkpoint, digests=digests, seals=checkpoint.seals.without(sealed))
+    return replace(checkpoint, digests=digests, seals=shared.unseen(checkpoint.seals.without(sealed)))
 
 
 def _without_deltas(checkpoint: Checkpoint) -> Checkpoint:
@@ -163,7 +200,7 @@ def _own(blob: Blob) -> Iterator[_Key]:
         yield delta_key(delta)
     if isinstance(blob, EncodedBlob):
         stored = blob.store.stored
-        yield stored.path, stored.offset, stored.label
+        yield stored.path, stored.offset, stored.label, blob.store.digests
 
 
 def _add_replayed(blob: Blob, replayed: set[_Key]) -> None:
@@ -182,7 +219,16 @@ def _bad_steps(run: Path, chain: ChainIndex, findings: list[Finding]) -> list[in
     where = [Path(one) for finding in findings for one in finding.where.split(", ")]
     steps, bad = list[int](), False
     for m in chain.members:
-        own = any(path == run / m.folder or run / m.folder in path.parents for path in where)
+        own = any(path == run / m.folder or run / m.folder in path.parents or _shares(m, path, run) for path in where)
         bad = own or (bad and m.kind == "delta")
         steps += [m.step] if bad else []
     return steps
+
+
+def _shares(member: Member, path: Path, run: Path) -> bool:
+    """Whether a member has states in a file, which is a pack of an earlier member, or in the folder of one."""
+    number = pack_number(path.name)
+    return any(
+        path == run / one.folder or (path.parent == run / one.folder / PACKS and number is not None and one.has(number))
+        for one in member.shared
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ckpt import findings as checks
 from ckpt.findings import Finding, Replayed
 from ckpt.pipeline import CountBytes, Resources
-from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
@@ -83,6 +83,11 @@ class _Course:
     lineage: Sequence[StoredDelta]
     checks: dict[int, list[_Check]] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Of what all deltas give."""
+        return sum(delta.chunking.size * dtype.itemsize for delta in self.lineage for dtype in delta.form.values())
+
 
 def delta_key(delta: StoredDelta) -> DeltaKey:
     """Deltas without bytes may be at one place, but have labels of their own."""
@@ -107,7 +112,14 @@ def replay_once(checkpoints: Sequence[Checkpoint], resources: Resources, count_b
             course, stage = stages[delta_key(delta)]
             course.checks.setdefault(stage, []).append(check)
     with interruptible(count_bytes) as count, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-        for _ in run_tasks(pool, lambda course: _replay(course, count), courses, 2 * resources.workers):
+
+        def replay(courses: list[_Course]) -> None:
+            with Reader(check=False) as reader:
+                for course in courses:
+                    _replay(course, reader, count)
+
+        work = batches((course.nbytes, course) for course in courses)
+        for _ in run_tasks(pool, replay, work, 2 * resources.workers):
             pass
     return [
         Replayed(
@@ -147,25 +159,23 @@ def _blob(tensor: Tensor) -> Blob:
     return tensor.fragments[0].blob
 
 
-def _replay(course: _Course, count_bytes: CountBytes) -> None:
+def _replay(course: _Course, reader: Reader, count_bytes: CountBytes) -> None:
     """Replay all chunks. A check whose chunk cannot be decoded is at its end; others go on."""
-    remaining = dict(course.checks)
-    with Reader(check=False) as reader:
-        chunking = course.lineage[0].chunking
-        for index in range(chunking.count):
-            if not remaining:
-                return
-            bounds, states = chunking.range(index), StateArrays()
-            for stage in range(max(remaining) + 1):
-                try:
-                    states = course.lineage[stage].decoded(index, states, reader)
-                except CkptError as error:
-                    for later in [one for one in remaining if one >= stage]:
-                        for check in remaining.pop(later):
-                            check.fail(bounds, error, reader)
-                    break
-                if stage in remaining:
-                    _see(remaining, stage, bounds, states, reader, count_bytes)
+    remaining, chunking = dict(course.checks), course.lineage[0].chunking
+    for index in range(chunking.count):
+        if not remaining:
+            return
+        bounds, states = chunking.range(index), StateArrays()
+        for stage in range(max(remaining) + 1):
+            try:
+                states = course.lineage[stage].decoded(index, states, reader)
+            except CkptError as error:
+                for later in [one for one in remaining if one >= stage]:
+                    for check in remaining.pop(later):
+                        check.fail(bounds, error, reader)
+                break
+            if stage in remaining:
+                _see(remaining, stage, bounds, states, reader, count_bytes)
     for ended in remaining.values():
         for check in ended:
             check.end()

@@ -33,6 +33,9 @@ from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint, warnings_for
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
+from ckpt_formats.universal.member_format import ChainMember
+from ckpt_formats.universal.shared_packs import shared_packs
+from ckpt_formats.universal.unchanged import EarlierMember
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,18 @@ def write_base(
     resources: Resources,
     progress: Progress | None = None,
     content: str | None = None,
+    unchanged: EarlierMember | None = None,
 ) -> AppendResult:
-    """Write a state without a parent: exact, or with the policy's codec. `content` is the content id it must get."""
+    """Write a state without a parent: exact, or with the policy's codec. `content` is the content id it must get.
+
+    States that the earlier member `unchanged` has, too, are not stored again.
+    """
     if policy.base == "coded":
-        return _write_coded(source, target, step, None, None, policy, resources, progress)
+        return _write_coded(source, target, step, None, None, policy, resources, progress, unchanged=unchanged)
     notes: tuple[Notice, ...] = ()
     if policy.evaluation is not None:
         notes = (Notice("this state is stored as an exact base, so there is nothing to evaluate"),)
-    exact = Universal(codec=AUTO, check=policy.check, content=content)
+    exact = ChainMember(codec=AUTO, check=policy.check, content=content, unchanged=unchanged)
     return replace(_write(source, exact, target, step, resources, progress), notes=notes)
 
 
@@ -163,13 +170,15 @@ def write_delta(
     progress: Progress | None = None,
     content: str | None = None,
     parent_content: str | None = None,
+    unchanged: EarlierMember | None = None,
 ) -> AppendResult:
     """Write a state as a delta against an earlier one, in the folder `parent`.
 
-    `content` is the id that it must get, `parent_content` that of the parent, if it is known already.
+    `content` is the id that it must get, `parent_content` that of the parent, if it is known already. Parameters
+    that the earlier member `unchanged` has, too, are not stored again.
     """
     known = parent_content or manifest.load(parent / manifest.NAME).content
-    return _write_coded(source, target, step, earlier, (parent, known), policy, resources, progress, content)
+    return _write_coded(source, target, step, earlier, (parent, known), policy, resources, progress, content, unchanged)
 
 
 def _write_coded(
@@ -182,6 +191,7 @@ def _write_coded(
     resources: Resources,
     progress: Progress | None,
     content: str | None = None,
+    unchanged: EarlierMember | None = None,
 ) -> AppendResult:
     """Write with the policy's codec, fitted to the checkpoint; the evaluation, if any, chooses its step size.
 
@@ -192,7 +202,12 @@ def _write_coded(
         stored_against = None if parent is None else _parent(*parent, folder)
         codecs = replace(policy, codec=codec).codecs(source)
         format = Delta(
-            earlier=earlier, stored_against=stored_against, delta_codecs=codecs, check=policy.check, content=content
+            earlier=earlier,
+            stored_against=stored_against,
+            delta_codecs=codecs,
+            check=policy.check,
+            content=content,
+            unchanged=unchanged if folder == target else None,  # a trial is not next to the members
         )
         return _write(source, format, folder, step, resources, progress)
 
@@ -221,8 +236,9 @@ def _write(
 
 
 def _member(folder: Path, written: Manifest, step: int) -> Member:
+    files = written.files(folder)
     for number, pack in enumerate(written.packs):  # a member that cannot be read is not listed
-        path = folder / manifest.pack_file(number)
+        path = files.path(number)
         if not path.is_file() or path.stat().st_size != pack.nbytes:
             raise Corrupt("the pack is not as it was written", where=path)
     codecs: dict[str, None] = {}
@@ -244,6 +260,7 @@ def _member(folder: Path, written: Manifest, step: int) -> Member:
         stored,
         datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         _errors(written),
+        shared_packs(written),
     )
 
 

@@ -8,14 +8,13 @@ that a model computes with is a state of its own where there is a master too.
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from ckpt.compare.sums import DiffSums, diff_sums
 from ckpt.compare.tables import WEIGHT, Key, TablePairs, TableTensors
 from ckpt.compare.values import values
 from ckpt.pipeline import CountBytes, Resources
-from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NotFound
@@ -121,13 +120,19 @@ def compare(
         if not figures and isinstance(first_tensors, TableTensors) and isinstance(second_tensors, TableTensors):
             equal = TablePairs.of(first_tensors, second_tensors).equal(resources, count)
             pairs += [TensorDiff(*key, "equal", "", DiffSums(size)) for key, size in equal.items()]
-        work = [
-            partial(_pair, *key, first_tensors[key], second_tensors[key], resources, count)
-            for key in first_tensors
-            if key in second_tensors and key not in equal
-        ]
+
+        def compared(batch: list[tuple[Key, Tensor, Tensor]]) -> list[TensorDiff]:
+            with (
+                Reader(check=False, max_files=resources.files) as reader,
+                Transfer(reader, resources.slab, count) as transfer,
+            ):
+                return [_pair(*key, a, b, transfer) for key, a, b in batch]
+
+        both_have = (key for key in first_tensors if key in second_tensors and key not in equal)
+        found = ((key, first_tensors[key], second_tensors[key]) for key in both_have)
+        work = batches((a.nbytes + b.nbytes, (key, a, b)) for key, a, b in found)
         with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-            pairs += run_tasks(pool, lambda job: job(), work, 2 * resources.workers)
+            pairs += [pair for some in run_tasks(pool, compared, work, 2 * resources.workers) for pair in some]
     order = {key: number for number, key in enumerate(dict.fromkeys((*first_tensors, *second_tensors)))}
     pairs.sort(key=lambda pair: order[pair.name, pair.state])
     if tensors_only:
@@ -173,14 +178,12 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _pair(name: str, state: str, a: Tensor, b: Tensor, resources: Resources, count_bytes: CountBytes) -> TensorDiff:
+def _pair(name: str, state: str, a: Tensor, b: Tensor, transfer: Transfer) -> TensorDiff:
     if a.shape != b.shape:
         return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
     total = DiffSums()
-    with Reader(check=False, max_files=resources.files) as reader:
-        transfer = Transfer(reader, resources.slab, count_bytes)
-        for box in transfer.boxes(a):
-            total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
+    for box in transfer.boxes(a):
+        total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
     if a.dtype != b.dtype:
         return TensorDiff(name, state, "retyped", f"{a.dtype.name} -> {b.dtype.name}", total)
     return TensorDiff(name, state, "changed" if total.changed else "equal", "", total)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
-from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
@@ -26,7 +26,17 @@ from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
 
 Kind = Literal[
-    "coverage", "checksum", "values", "replicas", "copy", "suspicious", "unreadable", "changed", "log", "replay"
+    "coverage",
+    "header",
+    "checksum",
+    "values",
+    "replicas",
+    "copy",
+    "suspicious",
+    "unreadable",
+    "changed",
+    "log",
+    "replay",
 ]
 
 
@@ -42,6 +52,10 @@ class Finding:
     what: str
     where: str
     tensors: tuple[str, ...] = ()
+
+
+_Check = Callable[[Transfer], list[Finding]]
+"""What is checked of one thing. It reads by a transfer that others use after it."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +104,34 @@ def _examine(
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
-    work: list[Callable[[], list[Finding]]] = [
-        partial(_seal, seal, tensors, count) for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
+    findings += contradictions(checkpoint)
+    work: list[tuple[int, _Check]] = [
+        (seal.nbytes, partial(_seal, seal, tensors, count))
+        for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
     ]
     work += [
-        partial(_agreement, parameter, resources.slab, count_bytes)
+        (nbytes, partial(_agreement, parameter))
         for parameter in _with_copies(checkpoint)
-        if _compared(parameter) and (parameter.name,) not in damaged and parameter.name not in replayed.compared
+        if (nbytes := _compared(parameter))
+        and (parameter.name,) not in damaged
+        and parameter.name not in replayed.compared
     ]
     work += [
-        partial(_values, checkpoint.parameters[name], states, resources.slab, count_bytes)
-        for name, states in _together(checkpoint)
+        (sum(parameter.states[state].nbytes for state in states), partial(_values, parameter, states))
+        for parameter, states in _together(checkpoint)
     ]
+
+    def examine(checks: list[_Check]) -> list[Finding]:
+        with Reader(check=False) as reader, Transfer(reader, resources.slab, count_bytes) as transfer:
+            return [finding for check in checks for finding in check(transfer)]
+
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-        results = [f for fs in run_tasks(pool, _call, work, 2 * resources.workers) for f in fs]
+        results = [f for fs in run_tasks(pool, examine, batches(work), 2 * resources.workers) for f in fs]
     results += replayed.findings
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
-
-
-def _call(work: Callable[[], list[Finding]]) -> list[Finding]:
-    return work()
 
 
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -122,6 +141,13 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
     for name, message in checkpoint.dangling_names():
         yield Finding("coverage", message, str(checkpoint.path), (name,))
+
+
+def contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A finding for each file whose header says otherwise than the checkpoint's index."""
+    if isinstance(checkpoint.seals, SealTable):
+        for one in checkpoint.seals.contradictions():
+            yield Finding("header", one.what, str(one.path), () if one.tensor is None else (one.tensor,))
 
 
 def _seals(
@@ -182,13 +208,12 @@ def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
     return {seal: tuple(own) for seal, own in names.items()}
 
 
-def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes) -> list[Finding]:
-    with Reader(check=False) as reader:
-        try:
-            is_valid = seal_is_valid(seal, reader)
-            damaged = [] if is_valid else damaged_chunks(seal, reader)
-        except CkptError as error:
-            return [Finding("unreadable", error.what, str(seal.path), tensors)]
+def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes, transfer: Transfer) -> list[Finding]:
+    try:
+        is_valid = seal_is_valid(seal, transfer.reader)
+        damaged = [] if is_valid else damaged_chunks(seal, transfer.reader)
+    except CkptError as error:
+        return [Finding("unreadable", error.what, str(seal.path), tensors)]
     count_bytes(seal.nbytes)
     message = f"{seal.label}: {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{_chunks(seal, damaged)}"
     return [] if is_valid else [Finding("checksum", message, str(seal.path), tensors)]
@@ -202,26 +227,24 @@ def _chunks(seal: Seal, damaged: list[int]) -> str:
     return f" (chunk {shown} of {len(seal.leaves.nbytes)})"
 
 
-def _together(checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
+def _together(checkpoint: Checkpoint) -> Iterator[tuple[Parameter, list[str]]]:
     """The states whose values are decoded, by parameter; those that are decoded together are one item."""
     groups: dict[tuple[str, object], list[str]] = {}
     for name, state in checkpoint.digests:
         blob = checkpoint.parameters[name].states[state].fragments[0].blob
         key = id(blob.replay) if isinstance(blob, DeltaBlob) else state
         groups.setdefault((name, key), []).append(state)
-    return ((name, states) for (name, _), states in groups.items())
+    return ((checkpoint.parameters[name], states) for (name, _), states in groups.items())
 
 
-def _values(parameter: Parameter, states: list[str], slab: int, count_bytes: CountBytes) -> list[Finding]:
+def _values(parameter: Parameter, states: list[str], transfer: Transfer) -> list[Finding]:
     """A finding if values cannot be decoded. Decoding compares each chunk with its checksum."""
     name = parameter.name
-    with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, count_bytes)
-        try:
-            for _ in _blocks(parameter, states, transfer):
-                pass
-        except CkptError as error:
-            return [Finding("values", error.what, error.where or name, (name,))]
+    try:
+        for _ in _blocks(parameter, states, transfer):
+            pass
+    except CkptError as error:
+        return [Finding("values", error.what, error.where or name, (name,))]
     return []
 
 
@@ -259,23 +282,21 @@ def _stored(tensor: Tensor) -> bool:
     return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
 
 
-def _agreement(parameter: Parameter, slab: int, count_bytes: CountBytes) -> list[Finding]:
+def _agreement(parameter: Parameter, transfer: Transfer) -> list[Finding]:
     name, findings = parameter.name, list[Finding]()
-    with Reader(check=False) as reader:
-        transfer = Transfer(reader, slab, count_bytes)
-        for state, tensor in parameter.states.items():
-            if tensor.replicas:
-                try:
-                    for _ in transfer.slabs(tensor):
-                        pass
-                except CkptError as error:
-                    findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
-        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-        if master is not None and copy is not None and is_copy(copy, master):
+    for state, tensor in parameter.states.items():
+        if tensor.replicas:
             try:
-                findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+                for _ in transfer.slabs(tensor):
+                    pass
             except CkptError as error:
-                findings.append(Finding("unreadable", error.what, error.where or name, (name,)))
+                findings.append(Finding("replicas", f"{state}: {error.what}", error.where or name, (name,)))
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is not None and copy is not None and is_copy(copy, master):
+        try:
+            findings += _rounding(transfer, name, replace(master, replicas=()), replace(copy, replicas=()))
+        except CkptError as error:
+            findings.append(Finding("unreadable", error.what, error.where or name, (name,)))
     return findings
 
 

@@ -132,7 +132,7 @@ def write(
     with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format))
-            done = {receipt.file: receipt for receipt in stage.receipts()}
+            done = {receipt.file: receipt for receipt in stage.receipts(format)}
             groups = in_step(parts, resources.group)
             todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)

@@ -13,6 +13,8 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
+_BATCH_NBYTES = 4 << 20
+
 
 def run_tasks(executor: Executor, work: Callable[[T], R], items: Iterable[T], in_flight: int) -> Iterator[R]:
     """Apply `work` to every item, at most `in_flight` at a time; results come as they are ready.
@@ -37,6 +39,22 @@ def run_tasks(executor: Executor, work: Callable[[T], R], items: Iterable[T], in
         for future in running:
             future.cancel()
         wait(running)
+
+
+def batches(items: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Items in their order, joined to tasks of about 4 MiB: a file is opened once for a task, and not for each item.
+
+    Of each item, the bytes that it reads and the item. A task is a list of items, and has at least one.
+    """
+    batch, total = list[T](), 0
+    for nbytes, item in items:
+        if batch and total + nbytes > _BATCH_NBYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
 
 
 def _failed(future: Future[R]) -> bool:

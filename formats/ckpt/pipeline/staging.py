@@ -16,15 +16,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from xxhash import xxh3_64_hexdigest
 
 from ckpt_formats.core.errors import CkptError, Locked, OutputError
-from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
-from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.files import Evidence, Reader, Seal
+from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.publish import rename_new
 from ckpt_formats.core.text import PARTIAL
@@ -74,8 +74,8 @@ class Staging:
             file.write("\n")  # ends a line that a full disk cut short
         self.data.mkdir(exist_ok=True)
 
-    def receipts(self) -> Iterator[Receipt]:
-        """Receipts of an earlier run whose files still match their checksums."""
+    def receipts(self, format: WritableFormat) -> Iterator[Receipt]:
+        """Receipts of an earlier run of a format whose files still match their checksums."""
         with Reader(check=False) as reader:
             for line in self.journal.read_text("utf-8", "replace").splitlines()[1:]:
                 digest, _, text = line.partition(" ")
@@ -83,12 +83,8 @@ class Staging:
                     continue  # the line that the crash cut short
                 receipt = _receipt(json.loads(text))
                 path = self.data / receipt.file
-                seals = [replace(seal, path=path) for seal in receipt.seals]
-                if (
-                    path.is_file()
-                    and path.stat().st_size == receipt.nbytes
-                    and all(seal_is_valid(s, reader) for s in seals)
-                ):
+                is_whole = path.is_file() and path.stat().st_size == receipt.nbytes
+                if is_whole and format.is_intact(self.data, receipt, reader):
                     yield receipt
 
     def flush(self, receipt: Receipt) -> None:

@@ -70,10 +70,10 @@ class _Encoder:
             raise Unsafe("a value contains itself, or is nested too deeply or repeated too often")
         if value is None or isinstance(value, bool):
             return value
-        for kind, write in _WRITERS:
-            if isinstance(value, kind):
-                return write(value, lambda inner: self.encode(inner, depth + 1))
-        raise Unsupported(f"{kind_of(value)} cannot be a value of a checkpoint")
+        write = _writer(type(value))
+        if write is None:
+            raise Unsupported(f"{kind_of(value)} cannot be a value of a checkpoint")
+        return write(value, lambda inner: self.encode(inner, depth + 1))
 
     def _count(self, value: Value) -> None:
         amount = 1
@@ -194,6 +194,15 @@ _WRITERS: list[tuple[type, Callable[[Any, Inner], Any]]] = [
     (Global, lambda v, inner: {"$global": _name(v, inner)}),
     (Record, _record),
 ]
+
+
+_WRITER_OF: dict[type, Callable[[Any, Inner], Any] | None] = {}
+
+
+def _writer(kind: type) -> Callable[[Any, Inner], Any] | None:
+    if kind not in _WRITER_OF:
+        _WRITER_OF[kind] = next((write for base, write in _WRITERS if issubclass(kind, base)), None)
+    return _WRITER_OF[kind]
 
 
 def _decode(content: Any, depth: int) -> Value:

@@ -38,6 +38,8 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 _BLOCK = 1 << 22
 _MAX_RANGES = 4096
 """Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
+_MAX_CHUNK_RUNS = 64
+"""Runs of whole chunks of one seal that are noted; chunks of further runs are read again."""
 _PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
@@ -93,9 +95,22 @@ class SealTable(Sequence[Seal]):
     def parts(self) -> Sequence["SealPart"]:
         """All others, in parts that are compared each by itself."""
 
+    def contradictions(self) -> "Iterator[Contradiction]":
+        """What files say of themselves otherwise than these seals do, although all bytes fit."""
+        return iter(())
+
     @abstractmethod
     def of(self, number: int) -> "tuple[Seal, str]":
         """A seal of a part by its number, and the name of the parameter whose values it is of."""
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """What a file says of itself otherwise than what has its checksums: of which tensor, if it is about one."""
+
+    path: Path
+    what: str
+    tensor: str | None = None
 
 
 class SealPart(Protocol):
@@ -275,21 +290,21 @@ class Reader:
 def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
     """Yield the seals that are not valid, among those of which there is evidence.
 
-    The CRC-32s of two neighbouring ranges combine into the CRC-32 of both, so only the
-    gaps are read here. For other kinds, only evidence of the whole range is used.
+    The CRC-32s of two neighbouring ranges combine into the CRC-32 of both, and chunks that have checksums
+    are valid one by one, so only the gaps are read here. For others, only evidence of the whole range is used.
     """
     by_seal: dict[Seal, list[Evidence]] = {}
     for one in evidence:
         by_seal.setdefault(one.seal, []).append(one)
     with reader or Reader(check=False) as reader:
         for seal, of_seal in by_seal.items():
-            if _digest(seal, of_seal, reader) != seal.digest:
+            if not _is_valid(seal, of_seal, reader):
                 yield seal
 
 
 def seal_is_valid(seal: Seal, reader: Reader) -> bool:
     """Read the whole range, and compare its checksum."""
-    return _digest(seal, [], reader) == seal.digest
+    return _is_valid(seal, [], reader)
 
 
 def damaged_chunks(seal: Seal, reader: Reader) -> list[int]:
@@ -415,13 +430,44 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     return NotFound(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
 
 
+def _is_valid(seal: Seal, evidence: list[Evidence], reader: Reader) -> bool:
+    if seal.chunk_nbytes and seal.leaves is not None:
+        return _chunks_are_valid(seal, seal.leaves.digests, evidence, reader)
+    return _digest(seal, evidence, reader) == seal.digest
+
+
+def _chunks_are_valid(seal: Seal, expected: bytes, evidence: Iterable[Evidence], reader: Reader) -> bool:
+    """Whether all chunks match their checksums, (chunks x 16) bytes: by the evidence, and by what is read besides."""
+    if xxhash.xxh3_128_intdigest(expected) != seal.digest:
+        return False
+    chunk = seal.chunk_nbytes
+    is_known = np.zeros(-(-seal.nbytes // chunk), bool)
+    for one in evidence:
+        first, last = one.start // chunk, -(-one.stop // chunk)
+        if one.start % chunk == 0 and (one.stop % chunk == 0 or one.stop == seal.nbytes):
+            if xxhash.xxh3_128_intdigest(expected[16 * first : 16 * last]) != one.digest:
+                return False
+            is_known[first:last] = True
+    most = max(1, _BLOCK // chunk)
+    missing = np.flatnonzero(~is_known)
+    for run in np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1):
+        for i in range(0, len(run), most):
+            first, last = int(run[i]), int(run[min(i + most, len(run)) - 1]) + 1
+            buffer = np.empty(min(last * chunk, seal.nbytes) - first * chunk, np.uint8).data
+            reader.read_into(seal.path, seal.offset + first * chunk, buffer)
+            actual = b"".join(xxhash.xxh3_128_digest(buffer[at : at + chunk]) for at in range(0, len(buffer), chunk))
+            if actual != expected[16 * first : 16 * last]:
+                return False
+    return True
+
+
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
-    if seal.kind == "crc32":
-        return _crc(seal, evidence, reader)
     for one in evidence:
         if (one.start, one.stop) == (0, seal.nbytes):
             return one.digest
+    if seal.kind == "crc32":
+        return _crc(seal, evidence, reader)
     if seal.chunk_nbytes or seal.leaves is not None:
         return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
     state = xxhash.xxh3_128()
@@ -490,31 +536,62 @@ def _joined(seal: Seal) -> Iterator[tuple[int, list[int]]]:
 
 
 class _RunningLeaves:
-    """The hashes of the chunks of a range, as far as it was read front to back."""
+    """The hashes of the whole chunks of a range that were read front to back, in one run or in several."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._state = xxhash.xxh3_128()
-        self._leaves = bytearray()
-        self._stop = 0
+        self._runs: list[_ChunkRun] = []
 
     def note(self, start: int, data: memoryview) -> None:
-        if start != self._stop:
-            return
-        chunk, at = self._seal.chunk_nbytes, 0
-        while at < len(data):
-            stop = min(chunk - self._stop % chunk, self._seal.nbytes - self._stop, len(data) - at) + at
-            if stop == at:
-                return  # beyond the range
-            self._state.update(data[at:stop])
-            self._stop += stop - at
-            at = stop
-            if self._stop % chunk == 0 or self._stop == self._seal.nbytes:
-                self._leaves += self._state.digest()
-                self._state.reset()
+        for run in reversed(self._runs):
+            if run.stop == start:
+                break
+        else:
+            skipped = -start % self._seal.chunk_nbytes
+            if skipped >= len(data) or len(self._runs) >= _MAX_CHUNK_RUNS:
+                return
+            run, data = _ChunkRun(self._seal, start + skipped), data[skipped:]
+            self._runs.append(run)
+        run.extend(data)
 
     def evidence(self) -> Iterator[Evidence]:
-        yield Evidence(self._seal, 0, self._stop, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
+        if self._runs:
+            yield from (run.evidence() for run in self._runs)
+        else:  # evidence of no bytes: it says that the range was read, and so must be verified
+            yield Evidence(self._seal, 0, 0, int(xxhash.xxh3_128_intdigest(b"")))
+
+
+class _ChunkRun:
+    """The hashes of whole chunks that follow one another."""
+
+    def __init__(self, seal: Seal, start: int) -> None:
+        self._seal = seal
+        self._start, self.stop = start, start
+        self._state: xxhash.xxh3_128 | None = None
+        """Of the chunk of which only the beginning was read."""
+        self._leaves = bytearray()
+
+    def extend(self, data: memoryview) -> None:
+        seal, at = self._seal, 0
+        while at < len(data):
+            rest = min(seal.chunk_nbytes - self.stop % seal.chunk_nbytes, seal.nbytes - self.stop)
+            if not rest:
+                return  # beyond the range
+            part = data[at : at + rest]
+            at += len(part)
+            self.stop += len(part)
+            if self._state is None and len(part) == rest:
+                self._leaves += xxhash.xxh3_128_digest(part)
+                continue
+            self._state = self._state or xxhash.xxh3_128()
+            self._state.update(part)
+            if len(part) == rest:
+                self._leaves += self._state.digest()
+                self._state = None
+
+    def evidence(self) -> Evidence:
+        whole = min(self._start + len(self._leaves) // 16 * self._seal.chunk_nbytes, self._seal.nbytes)
+        return Evidence(self._seal, self._start, whole, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
 
 
 class _RunningCrc:

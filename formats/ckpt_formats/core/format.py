@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.files import Evidence, Seal
+from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
@@ -195,6 +195,11 @@ class WritableFormat(Format):
     @abstractmethod
     def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
         """Write one file of the new checkpoint into `folder`. Raises `CkptError` if its values cannot be read."""
+
+    def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
+        """Whether the file of a receipt, written into `folder` by an earlier run, still has the bytes of then."""
+        path = folder / receipt.file
+        return all(seal_is_valid(replace(seal, path=path), reader) for seal in receipt.seals)
 
     @abstractmethod
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:

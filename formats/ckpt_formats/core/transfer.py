@@ -61,7 +61,11 @@ class Transfer:
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
         progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
         """
-        return self._read(tensor.crop(box), slot, counted)
+        return self._read(tensor if box.shape == tensor.shape else tensor.crop(box), slot, counted)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes of values that need not be read again."""
+        self._count_bytes(nbytes)
 
     def whole(self, tensor: Tensor, slot: str = "values") -> Array:
         """All values of a tensor that is within the budget: (shape) of its dtype. Else like `fetch`."""

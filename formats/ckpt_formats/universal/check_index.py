@@ -34,6 +34,18 @@ class Pack:
     header_nbytes: int
     header: str
     """The XXH3-128 of the header."""
+    owner: "Owner | None" = None
+    """The earlier member of the chain that the pack is of; None for a pack of the checkpoint itself."""
+
+
+@dataclass(frozen=True, order=True)
+class Owner:
+    """A pack of an earlier member of the same chain."""
+
+    folder: str
+    """The name of the member's folder, which is next to that of the checkpoint."""
+    number: int
+    """The number of the pack there."""
 
 
 def check(index: Index, packs: Sequence[Pack], path: Path) -> None:
@@ -242,26 +254,55 @@ class _Check:
         self._coded(nbytes, counts, every, limits, self._column("delta.nbytes"), "delta")
 
     def _extents(self) -> None:
-        """The ranges of each pack follow one another from its header to its end."""
+        """The ranges of each own pack follow one another from its header to its end.
+
+        Those of a pack of another member do not overlap, and lie behind its header. So no byte is claimed twice.
+        """
         stored = np.flatnonzero(self._column("state.storage") <= CODED)
         columns = {
             key: np.concatenate([self._column(f"state.{key}")[stored], self._column(f"delta.{key}")]).astype(np.uint64)
             for key in ("pack", "offset", "nbytes")
         }
         self._true(not len(columns["pack"]) or int(columns["pack"].max()) < len(self.packs), "the number of a pack")
+        own = sum(one.owner is None for one in self.packs)
+        deltas = self._column("delta.pack")
+        self._true(not len(deltas) or int(deltas.max()) < own, "a delta in a pack of another member")
         order = np.lexsort((columns["nbytes"], columns["offset"], columns["pack"]))
         pack, offset, nbytes = (columns[key][order] for key in ("pack", "offset", "nbytes"))
         # No sum passes 2^63: each length fits chunks whose checksums are in the index.
         first = np.searchsorted(pack, np.arange(len(self.packs) + 1, dtype=np.uint64))
         headers = np.array([one.header_nbytes for one in self.packs], np.uint64)
         ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(nbytes, dtype=np.uint64)])
+        self._shared(pack[first[own] :], offset[first[own] :], nbytes[first[own] :])
+        pack, offset = pack[: first[own]], offset[: first[own]]
         number = pack.astype(np.int64)
-        expected = headers[number] + ends[:-1] - ends[first[number]] if len(pack) else offset
+        expected = headers[number] + ends[: len(pack)] - ends[first[number]] if len(pack) else offset
         wrong = np.flatnonzero(offset != expected)
         if len(wrong):
             row = int(wrong[0])
             where = f"pack {int(pack[row])} do not follow one another at byte {int(offset[row])}"
             self._true(False, f"the ranges of {where}")
-        for number_of, one in enumerate(self.packs):
+        for number_of, one in enumerate(self.packs[:own]):
             end = one.header_nbytes + int(ends[first[number_of + 1]] - ends[first[number_of]])
             self._true(end == one.nbytes, f"the ranges of pack {number_of} do not reach its end")
+
+    def _shared(self, pack: Array, offset: Array, nbytes: Array) -> None:
+        """Check the ranges in packs of other members, sorted by pack and offset: each (ranges,) uint64."""
+        named = [number for number, one in enumerate(self.packs) if one.owner is not None]
+        found: list[int] = np.unique(pack).tolist()
+        self._true(found == named, "a pack of another member that no state lies in")
+        headers = np.array([one.header_nbytes for one in self.packs], np.uint64)
+        ends = np.array([one.nbytes for one in self.packs], np.uint64)
+        number = pack.astype(np.int64)
+        # The length of a range fits its chunks, so it is below 2^62; and so is an offset that is not beyond the file.
+        inside = (offset <= ends[number]) & (offset >= headers[number])
+        inside &= nbytes <= ends[number] - np.minimum(offset, ends[number])
+        if inside.all() and len(pack):
+            same = pack[1:] == pack[:-1]
+            inside[1:] &= ~same | (offset[1:] >= offset[:-1] + nbytes[:-1])
+        if not inside.all():
+            row = int(np.flatnonzero(~inside)[0])
+            owner = self.packs[int(pack[row])].owner
+            assert owner is not None
+            where = f"pack {owner.number} of {owner.folder} at byte {int(offset[row])}"
+            self._true(False, f"a range in {where} overlaps another one, or is not within the pack")

@@ -12,13 +12,14 @@ from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.universal import DeltaContent, PackContent, Universal
+from ckpt_formats.universal import DeltaContent, PackContent
 from ckpt_formats.universal.delta_plan import DeltaBase, sample
 from ckpt_formats.universal.manifest import Parent
+from ckpt_formats.universal.member_format import ChainMember
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delta(Universal):
+class Delta(ChainMember):
     """A checkpoint stored against an earlier one."""
 
     codec: str | None = AUTO
@@ -35,10 +36,11 @@ class Delta(Universal):
 
     def identity(self) -> object:
         configurations = {name: codec.config() for name, codec in self.delta_codecs.items()}
-        return self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
+        own = self.encoding, self.content, self.pack_nbytes, self.stored_against, configurations
+        return own if self.unchanged is None else (*own, self.unchanged.identity)
 
     def inputs(self) -> tuple[Checkpoint, ...]:
-        return () if self.earlier is None else (self.earlier,)
+        return (*super().inputs(), *(() if self.earlier is None else (self.earlier,)))
 
     def plan(self, source: Checkpoint) -> Plan:
         if self.single_file:

@@ -12,7 +12,7 @@ from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
-from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -22,13 +22,16 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
-from ckpt_formats.universal.manifest import Manifest, Parent, pack_file, pack_path
+from ckpt_formats.universal.manifest import Manifest, PackFiles, Parent, pack_file, pack_path
+from ckpt_formats.universal.pack_seals import pack_parts
+from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
 from ckpt_formats.universal.stored import StateDigests, StoredParameters, StoredSeals, state_errors
 from ckpt_formats.universal.tables import Tables
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
+    from ckpt_formats.universal.unchanged import EarlierMember
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -38,6 +41,10 @@ _SINGLE_FILE = "checkpoint.ucp"
 """The name of a single file before it is renamed to the target."""
 _HEADER_NBYTES = 16 << 20
 """About as many bytes the header of a pack may have: other readers parse all of it."""
+_OWNER_HINT = (
+    "A member of a chain needs the packs of earlier members, next to it. Copy the whole chain; or take the state out "
+    "of it: `ckpt restore CHAIN DST --step N`."
+)
 _HEADER_ENTRY = 128
 """About as many bytes an entry of a header has, besides its name."""
 
@@ -67,6 +74,14 @@ class PackContent:
     """The figures of states that are approximate already, by parameter and state."""
 
 
+@dataclass(frozen=True)
+class _WrittenPacks(PackFiles):
+    """The packs in a folder that is being written: there is no list of them yet."""
+
+    def path(self, number: int) -> Path:
+        return pack_path(self.checkpoint, number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Universal(WritableFormat):
     """The universal format: states in packs of safetensors, an index of columns, and a manifest."""
@@ -94,6 +109,11 @@ class Universal(WritableFormat):
         return None
 
     @property
+    def earlier_member(self) -> "EarlierMember | None":
+        """The earlier member of a chain whose states are not stored again; None if the target is no member."""
+        return None
+
+    @property
     def encoding(self) -> EncodingOptions | None:
         """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
         if self.codec is None:
@@ -116,6 +136,7 @@ class Universal(WritableFormat):
             check_storable(parameter)
         check_state_names(source.parameters.values())
         if self.single_file:
+            assert self.earlier_member is None, "a single file is no member of a chain"
             _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
@@ -140,33 +161,41 @@ class Universal(WritableFormat):
         path = folder / file.file
         path.parent.mkdir(exist_ok=True)
         bases = self.bases(file, transfer)
-        written = write_pack(path, content.number, file.parameters, transfer, content.encoding, bases, content.errors)
+        written = write_pack(
+            path,
+            content.number,
+            file.parameters,
+            transfer,
+            content.encoding,
+            bases,
+            content.errors,
+            self.earlier_member,
+        )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
-        data_nbytes = pack.nbytes - pack.header_nbytes
-        data = Seal(Path(file.file), pack.header_nbytes, data_nbytes, "xxh3-128", written.data, "data")
         entry = {
             "pack": [pack.nbytes, pack.header_nbytes, pack.header],
             "index": b64encode(index.dump()).decode(),
             "tables": index.tables.to_json(),
         }
-        return Receipt(file.file, pack.nbytes, (header, data), entry, transfer.reader.evidence())
+        return Receipt(file.file, pack.nbytes, (header,), entry, transfer.reader.evidence())
+
+    def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
+        """Of a pack, the seal is that of its header; the checksums of all else are in its part of the index."""
+        if not super().is_intact(folder, receipt, reader):
+            return False
+        parts = pack_parts(_WrittenPacks(folder, ()), _index_of(receipt, folder), 0)
+        own = folder / receipt.file  # other states lie in packs of an earlier member
+        return not any(part.unequal(reader) for part in parts if part.path == own)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
-        from base64 import b64decode
-
-        check = FieldReader(folder)
-        indexes = [
-            Index(
-                columns.load(b64decode(receipt.entry["index"]), TYPES, folder),
-                Tables.of_json(receipt.entry["tables"], check),
-            )
-            for receipt in receipts
-        ]
+        indexes = [_index_of(receipt, folder) for receipt in receipts]
+        own = [Pack(*receipt.entry["pack"]) for receipt in receipts]
+        index, packs = with_packs(join(indexes), own, () if self.earlier_member is None else self.earlier_member.packs)
         result = Manifest(
             source.origin,
-            join(indexes),
-            tuple(Pack(*receipt.entry["pack"]) for receipt in receipts),
+            index,
+            packs,
             source.groups,
             source.aliases,
             source.extras,
@@ -201,7 +230,9 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         folder, entries = ancestor.folder, ancestor.manifest.entries
         key = folder, id(parameters)
         if key not in loaded.parameters:
-            loaded.parameters[key] = StoredParameters(folder, entries, entries.numbers.keys(), parameters)
+            loaded.parameters[key] = StoredParameters(
+                ancestor.manifest.files(folder), entries, entries.numbers.keys(), parameters
+            )
         parameters = loaded.parameters[key]
         packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
         files += packs
@@ -214,13 +245,21 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         stated.groups,
         stated.extras,
         stated.aliases,
-        (*files, *_form_of(path, stated)),
+        (*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
         StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
         _notices(errors),
         digests=StateDigests(stated.entries),
         errors=errors,
         original=stated.original,
     )
+
+
+def _index_of(receipt: Receipt, folder: Path) -> Index:
+    """The part of the index for the pack of a receipt."""
+    from base64 import b64decode
+
+    stored = columns.load(b64decode(receipt.entry["index"]), TYPES, folder)
+    return Index(stored, Tables.of_json(receipt.entry["tables"], FieldReader(folder)))
 
 
 def _write_single_file(folder: Path, result: Manifest) -> None:
@@ -279,9 +318,31 @@ def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
     """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
     if is_single(ancestor.folder):  # `manifest.load` has compared its length
         return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
-    paths = (pack_path(ancestor.folder, number) for number in range(len(ancestor.manifest.packs)))
-    stated = zip(paths, ancestor.manifest.packs, strict=True)
-    return tuple(SourceFile(path, _length(path, pack.nbytes, "pack"), "all") for path, pack in stated)
+    files = ancestor.manifest.files(ancestor.folder)
+    return tuple(
+        SourceFile(files.path(number), _pack_length(ancestor, files.path(number), number), "all")
+        for number in range(len(files.packs))
+    )
+
+
+def _pack_length(ancestor: Ancestor, path: Path, number: int) -> int:
+    """The length of a pack, which is the one that the manifest states. Errors about packs of others name a state."""
+    pack = ancestor.manifest.packs[number]
+    try:
+        return _length(path, pack.nbytes, "pack")
+    except (Incomplete, Corrupt) as error:
+        if pack.owner is None:
+            raise
+        index = ancestor.manifest.entries
+        row = int((index.columns["state.pack"] == number).argmax())  # `check_index` checks that there is one
+        name = index.names[int(index.columns["state.parameter"][row])]
+        state = index.tables.states[int(index.columns["state.name"][row])]
+        error.what = (
+            f"`{printable(name)}` {printable(state)} of {ancestor.folder.resolve().name} is in a pack of "
+            f"{pack.owner.folder}: {error.what}"
+        )
+        error.hint = error.hint or _OWNER_HINT
+        raise
 
 
 def _form_of(path: Path, stated: Manifest) -> Iterator[SourceFile]:

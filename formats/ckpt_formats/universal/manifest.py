@@ -7,7 +7,7 @@ A manifest may be hostile: every field is checked before it is used.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
-from ckpt_formats.universal.check_index import Pack
+from ckpt_formats.universal.chain.file import MAX_PACKS, step_of
+from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
@@ -72,9 +73,43 @@ class Manifest:
         return content_id(self.entries, self.groups, self.aliases, self.extras)
 
     @property
+    def own_packs(self) -> tuple[Pack, ...]:
+        """The packs in the folder of the checkpoint. They come before those of other members."""
+        return tuple(pack for pack in self.packs if pack.owner is None)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all packs."""
-        return sum(pack.nbytes for pack in self.packs)
+        """Bytes of the packs in the folder of the checkpoint."""
+        return sum(pack.nbytes for pack in self.own_packs)
+
+    def files(self, checkpoint: Path) -> "PackFiles":
+        """The files of the packs of the checkpoint at a path."""
+        return PackFiles(checkpoint, self.packs)
+
+
+@dataclass(frozen=True)
+class PackFiles:
+    """Where the packs of a checkpoint are: in its folder, or in those of earlier members next to it."""
+
+    checkpoint: Path
+    """A folder, or a single file with one pack."""
+    packs: tuple[Pack, ...]
+
+    def path(self, number: int) -> Path:
+        """The file of a pack."""
+        owner = self.packs[number].owner
+        if owner is None:
+            return pack_path(self.checkpoint, number)
+        return self._siblings / owner.folder / pack_file(owner.number)
+
+    @cached_property
+    def _siblings(self) -> Path:
+        """The folder in which the checkpoint's own is. If that is reached by a link, the other members may not be
+        next to the link."""
+        folder = self.checkpoint
+        if folder.is_symlink() or folder.name in ("", ".."):
+            folder = folder.resolve()
+        return folder.parent
 
 
 def pack_file(number: int) -> str:
@@ -82,6 +117,7 @@ def pack_file(number: int) -> str:
     return f"packs/{number:05d}.safetensors"
 
 
+@lru_cache(maxsize=64)  # asked for once for each state
 def pack_path(checkpoint: Path, number: int) -> Path:
     """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
@@ -109,7 +145,7 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
         },
         **({} if original is None else {"original": original}),
         "index": {"nbytes": len(index), "checksum": hash_text(xxhash.xxh3_128_intdigest(index))},
-        "packs": [[pack.nbytes, pack.header_nbytes, pack.header] for pack in manifest.packs],
+        "packs": [_pack_fields(pack) for pack in manifest.packs],
         **manifest.entries.tables.to_json(),
         "groups": [
             {"options": encode(g.options), "parameters": runs([manifest.entries.numbers[name] for name in g.names])}
@@ -153,10 +189,11 @@ def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRang
     check.true(step is None or is_natural(step), "origin.step")
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     aliases = check.mapping(fields, "aliases")
-    packs = tuple(_pack(item, check) for item in check.sequence(fields, "packs"))
+    packs = _packs(fields, path, check)
     if is_single(path):
         begin = index_at.offset if original_at is None else original_at.offset
-        check.true(len(packs) == 1 and packs[0].nbytes == begin, "packs: they are not the states of this file")
+        is_own = len(packs) == 1 and packs[0].owner is None and packs[0].nbytes == begin
+        check.true(is_own, "packs: they are not the states of this file")
         check.true(fields.get("parent") is None, "parent: a single file has none")
     index = _index(index_at, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
     manifest = Manifest(
@@ -214,10 +251,35 @@ def _names(items: list[Any], index: Index, check: FieldReader) -> tuple[str, ...
     return tuple(names)
 
 
+def _packs(fields: Any, path: Path, check: FieldReader) -> tuple[Pack, ...]:
+    packs = tuple(_pack(item, check) for item in check.sequence(fields, "packs"))
+    owners = [pack.owner for pack in packs if pack.owner is not None]
+    own = len(packs) - len(owners)
+    check.true(all(pack.owner is None for pack in packs[:own]), "packs: one of another member before an own one")
+    check.true(len(set(owners)) == len(owners), "packs: one of another member twice")
+    own_step = step_of(path.parent.resolve().name) if owners else None
+    later = [one.folder for one in owners if own_step is not None and (step_of(one.folder) or 0) >= own_step]
+    check.true(not later, f"packs: {later[:1]} is not an earlier member")
+    return packs
+
+
 def _pack(item: Any, check: FieldReader) -> Pack:
-    valid = isinstance(item, list) and len(item) == 3 and all(map(is_natural, item[:2])) and 8 < item[1] <= item[0]
+    valid = isinstance(item, list) and len(item) in (3, 5) and all(map(is_natural, item[:2])) and 8 < item[1] <= item[0]
     check.true(valid, "packs: an item")
-    return Pack(item[0], item[1], check.hash({"header": item[2]}, "header"))
+    header = check.hash({"header": item[2]}, "header")
+    if len(item) == 3:
+        return Pack(item[0], item[1], header)
+    folder, number = item[3:]
+    check.true(
+        isinstance(folder, str) and step_of(folder) is not None, f"packs: {folder!r:.60} is no member of a chain"
+    )
+    check.true(is_natural(number) and number < MAX_PACKS, "packs: the number of a pack of another member")
+    return Pack(item[0], item[1], header, Owner(folder, number))
+
+
+def _pack_fields(pack: Pack) -> list[Any]:
+    own = [pack.nbytes, pack.header_nbytes, pack.header]
+    return own if pack.owner is None else [*own, pack.owner.folder, pack.owner.number]
 
 
 def _index(at: FileRange, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:

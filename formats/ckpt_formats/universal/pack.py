@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,10 @@ from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy
 from ckpt_formats.universal.pack_file import PackFile
+from ckpt_formats.universal.pack_headers import SlotNames
 from ckpt_formats.universal.read_states import DELTA
+from ckpt_formats.universal.shared_packs import is_own
+from ckpt_formats.universal.unchanged import EarlierMember, SharedStates
 from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import (
     are_written_together,
@@ -58,8 +61,6 @@ class WrittenPack:
 
     pack: Pack
     entries: tuple[ParameterEntry, ...]
-    data: int
-    """The XXH3-128 of all bytes behind the header."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,11 @@ def write_pack(
     coding: EncodingOptions | None = None,
     bases: Mapping[str, DeltaBase] | None = None,
     errors: Mapping[tuple[str, str], ErrorFigures] | None = None,
+    earlier: EarlierMember | None = None,
 ) -> WrittenPack:
     """Write all states: plain, in encoded chunks, or as deltas, for parameters in `bases`, where these are smaller.
+
+    States that are equal in the `earlier` member of the chain are not written: their entries name its packs.
 
     The order is that of the parameters and their states; then the model's copies; then, in this order again, states
     and copies whose length is no multiple of 8, the largest elements first. A copy is not stored if it is the rounded
@@ -106,14 +110,23 @@ def write_pack(
     before.
     """
     reserve = _SLOT_RESERVE if coding is not None else 0
-    with ExitStack() as stack, PackFile(path, number, _header_nbytes(parameters, reserve)) as out:
+    with ExitStack() as stack:
+        # A spill has the same name when an interrupted command is run again, so that no file stays.
+        spills = [path.with_suffix(f".{place}.replayed") for place in range(len(parameters))]
+        readable: Iterator[Parameter] = (
+            stack.enter_context(_readable(spill, parameter, coding, transfer))
+            for spill, parameter in zip(spills, parameters, strict=True)
+        )
+        shared: SharedStates = {}
+        if earlier is not None:
+            own = list(readable)
+            shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
+        out = stack.enter_context(PackFile(path, number, _header_nbytes(parameters, reserve, shared)))
         drafts = []
-        for place, parameter in enumerate(parameters):
-            # The same name when an interrupted command is run again, so that no file stays.
-            spill = path.with_suffix(f".{place}.replayed")
-            parameter = stack.enter_context(_readable(spill, parameter, coding, transfer))
+        for parameter in readable:
             with at_tensor(printable(parameter.name)):
-                draft = _begin(out, parameter, transfer, coding, (bases or {}).get(parameter.name))
+                base = (bases or {}).get(parameter.name)
+                draft = _begin(out, parameter, transfer, coding, base, shared.get(parameter.name, {}))
             drafts.append(draft)
             for state in draft.remaining(copies=False, aligned=True):
                 _write_state(out, draft, state, transfer, coding)
@@ -124,10 +137,11 @@ def write_pack(
             for draft, state in late:
                 _write_state(out, draft, state, transfer, coding)
         entries = tuple(_entry(draft, errors or {}) for draft in drafts)
-        header = header_bytes(stored_slots(entries, out.header_nbytes), _METADATA, out.header_nbytes)
-        data = out.finish(header)
+        stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
+        header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
+        out.finish(header)
         header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
-        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries, data)
+        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries)
 
 
 def check_storable(parameter: Parameter) -> None:
@@ -157,8 +171,14 @@ def _begin(
     transfer: Transfer,
     coding: EncodingOptions | None,
     base: DeltaBase | None,
+    shared: Mapping[str, StateEntry],
 ) -> _Draft:
-    """The parameter, with what is written of several states at once: those of a delta, and those of a replay."""
+    """The parameter, with what is written of several states at once: those of a delta, and those of a replay.
+
+    `shared`: the states that are not stored.
+    """
+    if shared:
+        return _Draft(parameter, None if MODEL in shared else ModelCopy.of(parameter), None, dict(shared))
     if base is not None and DELTA not in parameter.states:
         options = coding or EncodingOptions()
         plan = plan_delta(parameter, base, options, transfer)
@@ -252,12 +272,29 @@ def _readable(
         spill.unlink(missing_ok=True)
 
 
-def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
-    """The space for the header: enough for all states, wherever they will be, so each as if it came last."""
-    names, nbytes = _SlotNames(), len(header_bytes((), _METADATA))
+def _shared(
+    parameters: Sequence[Parameter],
+    earlier: EarlierMember,
+    bases: Mapping[str, DeltaBase],
+    coding: EncodingOptions | None,
+    transfer: Transfer,
+) -> SharedStates:
+    """The states that the earlier member has, too. Of those that would be in a delta, all of a parameter or none."""
+    check = coding is None or coding.check
+    shared = earlier.shared(parameters, frozenset(bases), check, transfer)
+    transfer.count(sum(p.states[state].nbytes for p in parameters for state in shared.get(p.name, {})))
+    return shared
+
+
+def _header_nbytes(parameters: Sequence[Parameter], reserve: int, shared: SharedStates) -> int:
+    """The space for the header: enough for all states that may be stored, wherever they will be, so each as if it came
+    last."""
+    names, nbytes = SlotNames(), len(header_bytes((), _METADATA))
     offset_digits = len(str(sum(parameter.nbytes for parameter in parameters)))
     for parameter in parameters:
         for state, tensor in parameter.states.items():
+            if state in shared.get(parameter.name, {}):
+                continue
             name = len(json.dumps(names.add(parameter.name, state)))
             nbytes += name + len(str(tensor.shape)) + 2 * offset_digits + _SLOT_NBYTES + reserve
     return -(-nbytes // PAGE) * PAGE
@@ -265,7 +302,7 @@ def _header_nbytes(parameters: Sequence[Parameter], reserve: int) -> int:
 
 def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
     """The entries of the header for what is stored, by offset. Encoded states and deltas are tensors of uint8."""
-    slots, names = [], _SlotNames()
+    slots, names = [], SlotNames()
     for entry in entries:
         for name, state in entry.states.items():
             if state.extent is None:
@@ -279,18 +316,3 @@ def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[
             text = names.add(entry.name, DELTA)
             slots.append(TensorSlot(text, np.dtype(np.uint8), (extent.nbytes,), extent.offset - header_nbytes))
     return sorted(slots, key=lambda slot: (slot.offset, slot.nbytes))
-
-
-@dataclass(frozen=True)
-class _SlotNames:
-    """Names in the header, each once. They are for other readers: ours takes names from the index."""
-
-    used: set[str] = field(default_factory=set)
-
-    def add(self, parameter: str, state: str) -> str:
-        """The name of a state."""
-        text = f"{parameter}/{state}".encode("utf-8", "backslashreplace").decode()
-        while text in self.used:
-            text += "_"
-        self.used.add(text)
-        return text

@@ -17,7 +17,7 @@ from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.entry import DIGEST
 from ckpt_formats.universal.index import CODED, DERIVED, Index
-from ckpt_formats.universal.manifest import pack_path
+from ckpt_formats.universal.manifest import PackFiles
 from ckpt_formats.universal.read_states import seals
 
 _READ_NBYTES = 4 << 20
@@ -84,16 +84,16 @@ def stored_count(index: Index) -> int:
     return int((index.columns["state.storage"] < DERIVED).sum()) + len(index.columns["delta.pack"])
 
 
-def seal_of(folder: Path, index: Index, number: int) -> tuple[Seal, str]:
+def seal_of(files: PackFiles, index: Index, number: int) -> tuple[Seal, str]:
     """The seal of a range by its number, and its parameter."""
     owners = _owners(index)
     parameter = int(owners[number])
     entry = index[parameter]
     before = int(np.searchsorted(owners, parameter))
-    return list(seals(folder, entry))[number - before], entry.name
+    return list(seals(files, entry))[number - before], entry.name
 
 
-def pack_parts(folder: Path, index: Index, first: int) -> Iterator[PackPart]:
+def pack_parts(files: PackFiles, index: Index, first: int) -> Iterator[PackPart]:
     """All chunks in all packs, in parts. The numbers of seals begin with `first`."""
     columns = index.columns
     rows, deltas = np.flatnonzero(columns["state.storage"] < DERIVED), len(columns["delta.pack"])
@@ -134,7 +134,7 @@ def pack_parts(folder: Path, index: Index, first: int) -> Iterator[PackPart]:
     before = np.cumsum(lengths[order]) - lengths[order]
     cuts = np.flatnonzero(np.diff(packs[order]) | np.diff(before // _PART_NBYTES)) + 1
     for part in np.split(order, cuts) if len(order) else ():
-        path, own = pack_path(folder, int(packs[part[0]])), first + numbers[range_of[part]]
+        path, own = files.path(int(packs[part[0]])), first + numbers[range_of[part]]
         yield PackPart(path, offsets[part], lengths[part], is_coded[part], expected[part], own)
 
 

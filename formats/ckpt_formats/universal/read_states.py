@@ -17,7 +17,7 @@ from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
-from ckpt_formats.universal.manifest import pack_path
+from ckpt_formats.universal.manifest import PackFiles
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
 
 if TYPE_CHECKING:
@@ -31,31 +31,31 @@ _SCALES = DTYPES["float8_e8m0fnu"]
 _Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 
 
-def read_parameter(folder: Path, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
+def read_parameter(files: PackFiles, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
     """The parameter of an entry, with lazy tensors; `parent` is that of the same name in the parent checkpoint.
 
     Raises `Unsupported` for a codec that does not exist, `Corrupt` if a delta does not fit the parent.
     """
-    replay = None if entry.delta is None else _replay(folder, entry, entry.delta, parent)
+    replay = None if entry.delta is None else _replay(files, entry, entry.delta, parent)
     blobs: dict[str, Blob] = {}
     for name, state in sorted(entry.states.items(), key=lambda item: item[1].base is not None):
         if replay is not None and name in replay.form:
             blobs[name] = DeltaBlob.whole(replay, name)
         else:
-            blobs[name] = _blob(folder, entry, name, state, None if state.base is None else blobs[state.base])
+            blobs[name] = _blob(files, entry, name, state, None if state.base is None else blobs[state.base])
     states = {name: Tensor.of(blobs[name]) for name in entry.states}
     return Parameter(entry.name, entry.role, states, entry.values)
 
 
-def seals(folder: Path, entry: ParameterEntry) -> Iterator[Seal]:
+def seals(files: PackFiles, entry: ParameterEntry) -> Iterator[Seal]:
     """The checksums of all bytes that are stored for a parameter."""
     for name, state in entry.states.items():
         if state.chunks is not None:
-            yield _store(folder, entry, name, state).seal()
+            yield _store(files, entry, name, state).seal()
         elif state.extent is not None:
-            yield _plain_seal(folder, entry, name, state)
+            yield _plain_seal(files, entry, name, state)
     if entry.delta is not None:
-        yield _delta_store(folder, entry, entry.delta).seal()
+        yield _delta_store(files, entry, entry.delta).seal()
 
 
 def can_derive(master: DType, copy: DType) -> bool:
@@ -69,36 +69,40 @@ def can_derive(master: DType, copy: DType) -> bool:
     return master == copy or (same_kind and copy != _SCALES and Rounded.can_round(master, copy))
 
 
-def _blob(folder: Path, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
+def _blob(files: PackFiles, entry: ParameterEntry, name: str, state: StateEntry, base: Blob | None) -> Blob:
     dtype = DTYPES[state.dtype]
     if state.codec is None:
-        seal = _plain_seal(folder, entry, name, state)
+        seal = _plain_seal(files, entry, name, state)
         return FileBlob.packed(seal.path, seal.offset, state.shape, dtype, seal)
     from ckpt_codecs.registry import from_config  # most states have no codec
 
-    codec = _codec(folder, entry, lambda: from_config(dict(state.codec or {})))
+    codec = _codec(files, entry, lambda: from_config(dict(state.codec or {})))
     if state.extent is None:
         assert base is not None  # `check_index` checks it
         if codec.name != _ROUNDED or not can_derive(base.dtype, dtype):
-            raise Corrupt(f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=folder)
+            raise Corrupt(
+                f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=files.checkpoint
+            )
         return DerivedBlob(codec, base, dtype)
     if codec.name == _ROUNDED:
-        raise Corrupt(f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=folder)
-    store = _store(folder, entry, name, state)
+        raise Corrupt(
+            f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=files.checkpoint
+        )
+    store = _store(files, entry, name, state)
     return EncodedBlob.whole(ChunkedTensor(store, state.shape, dtype, codec, state.digests, base))
 
 
-def _store(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> ChunkStore:
+def _store(files: PackFiles, entry: ParameterEntry, name: str, state: StateEntry) -> ChunkStore:
     assert state.extent is not None
     assert state.chunks is not None
-    return ChunkStore(pack_path(folder, state.extent.pack), state.extent.offset, state.chunks, f"{entry.name}/{name}")
+    return ChunkStore(files.path(state.extent.pack), state.extent.offset, state.chunks, f"{entry.name}/{name}")
 
 
-def _delta_store(folder: Path, entry: ParameterEntry, delta: DeltaEntry) -> ChunkStore:
-    return ChunkStore(pack_path(folder, delta.extent.pack), delta.extent.offset, delta.chunks, f"{entry.name}/{DELTA}")
+def _delta_store(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry) -> ChunkStore:
+    return ChunkStore(files.path(delta.extent.pack), delta.extent.offset, delta.chunks, f"{entry.name}/{DELTA}")
 
 
-def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntry) -> Seal:
+def _plain_seal(files: PackFiles, entry: ParameterEntry, name: str, state: StateEntry) -> Seal:
     assert state.extent is not None
     extent, chunking = state.extent, Chunking.default(state.shape)
     chunk_nbytes = chunking.chunk_size * DTYPES[state.dtype].itemsize
@@ -106,7 +110,7 @@ def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntr
     if chunking.count:
         lengths[-1] = extent.nbytes - chunk_nbytes * (chunking.count - 1)
     return Seal(
-        pack_path(folder, extent.pack),
+        files.path(extent.pack),
         extent.offset,
         extent.nbytes,
         "xxh3-128",
@@ -117,13 +121,13 @@ def _plain_seal(folder: Path, entry: ParameterEntry, name: str, state: StateEntr
     )
 
 
-def _replay(folder: Path, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
+def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:
     from ckpt_codecs.registry import delta_from_config
 
-    codec = _codec(folder, entry, lambda: delta_from_config(dict(delta.codec)))
+    codec = _codec(files, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
     form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
-    store = _delta_store(folder, entry, delta)
+    store = _delta_store(files, entry, delta)
     parent_states = {name: _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
     for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
@@ -139,8 +143,8 @@ def _parent_blob(parent: Parameter | None, state: str, path: Path, entry: Parame
     return tensor.fragments[0].blob
 
 
-def _codec(path: Path, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Codec:
+def _codec(files: PackFiles, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Codec:
     try:
         return make()
     except CodecError as error:
-        raise Unsupported(f"`{entry.name}`: {error}", where=path) from None
+        raise Unsupported(f"`{entry.name}`: {error}", where=files.checkpoint) from None

@@ -11,12 +11,13 @@ import numpy as np
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Seal, SealPart, SealTable
+from ckpt_formats.core.files import Contradiction, Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
 from ckpt_formats.core.state_table import Coding, Places, StateTable, TabulatedParameters
 from ckpt_formats.universal import original
 from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
-from ckpt_formats.universal.manifest import Manifest, pack_path
+from ckpt_formats.universal.manifest import Manifest, PackFiles
+from ckpt_formats.universal.pack_headers import contradictions
 from ckpt_formats.universal.pack_seals import pack_parts, seal_of, stored_count
 from ckpt_formats.universal.read_states import read_parameter, seals
 
@@ -28,9 +29,9 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class StoredParameters(TabulatedParameters):
-    """The parameters in a folder by name, in the model's order. Each is created once, when it is asked for."""
+    """The parameters of a checkpoint by name, in the model's order. Each is created once, when it is asked for."""
 
-    folder: Path
+    files: PackFiles
     index: Index
     names: Collection[str]
     """Those that there are: of an ancestor only what is needed."""
@@ -47,7 +48,7 @@ class StoredParameters(TabulatedParameters):
         entry = self.index[self.index.numbers[name]]
         needs_parent = entry.delta is not None and entry.delta.parent_states
         parent = self.parent.get(name) if needs_parent else None
-        return self._created.setdefault(name, read_parameter(self.folder, entry, parent))
+        return self._created.setdefault(name, read_parameter(self.files, entry, parent))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -67,7 +68,7 @@ class StoredParameters(TabulatedParameters):
         columns = self.index.columns
         packs = columns["state.pack"].astype(np.int64)
         return Places(
-            [pack_path(self.folder, number) for number in range(int(packs.max(initial=-1)) + 1)],
+            [self.files.path(number) for number in range(int(packs.max(initial=-1)) + 1)],
             np.where(columns["state.storage"] == PLAIN, packs, -1),
             columns["state.offset"].astype(np.int64),
             self.index.chunk_counts,
@@ -150,33 +151,40 @@ class StoredSeals(SealTable):
         for folder, stated in self.checkpoints:
             yield from _headers(folder, stated)
 
+    def contradictions(self) -> Iterator[Contradiction]:
+        for folder, stated in self.checkpoints:
+            yield from contradictions(folder, stated)
+
     def parts(self) -> list[SealPart]:
         first, parts = 0, list[SealPart]()
         for folder, stated in self.checkpoints:
-            parts += pack_parts(folder, stated.entries, first)
+            parts += pack_parts(stated.files(folder), stated.entries, first)
             first += stored_count(stated.entries)
         return parts
 
     def of(self, number: int) -> tuple[Seal, str]:
         for folder, stated in self.checkpoints:
             if number < stored_count(stated.entries):
-                return seal_of(folder, stated.entries, number)
+                return seal_of(stated.files(folder), stated.entries, number)
             number -= stored_count(stated.entries)
         raise IndexError(number)
 
 
 def _headers(folder: Path, stated: Manifest) -> Iterator[Seal]:
     """The checksums of the headers of packs."""
+    files = stated.files(folder)
     for number, pack in enumerate(stated.packs):
-        path, digest = pack_path(folder, number), hash_number(pack.header)
-        yield Seal(path, 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {number}")
+        own = number if pack.owner is None else pack.owner.number
+        digest = hash_number(pack.header)
+        yield Seal(files.path(number), 0, pack.header_nbytes, "xxh3-128", digest, f"header of pack {own}")
 
 
 def _seals_of(folder: Path, stated: Manifest) -> Iterator[Seal]:
     """The checksums of all packs of a checkpoint."""
     yield from _headers(folder, stated)
+    files = stated.files(folder)
     for entry in stated.entries:
-        yield from seals(folder, entry)
+        yield from seals(files, entry)
 
 
 def state_errors(index: Index) -> dict[StateKey, ErrorFigures]:

@@ -62,14 +62,20 @@ def write_together(
     """Write the states of a replay, not encoded, each into a range of its own, and return their entries."""
     names = [name for name in _names(parameter, replay) if is_aligned(parameter.states[name])]
     tensors = {name: flat(parameter.states[name]) for name in names}
-    extents = {name: out.reserve(tensor.nbytes) for name, tensor in tensors.items()}
+    in_order = replay.chunking.count == 1  # then each state is written whole, and needs no call of its own
+    extents = {} if in_order else {name: out.reserve(tensor.nbytes) for name, tensor in tensors.items()}
     digests = {name: ChunkDigests(parameter.states[name]) for name in names}
     copied = None if copy is None else flat(copy.tensor)
     for index in range(replay.chunking.count):
         box = replay.chunking.box(index)
         for name, tensor in tensors.items():
             values = transfer.fetch(tensor, box)
-            out.write_at(as_bytes(values).data, extents[name].offset + box.start[0] * tensor.dtype.itemsize)
+            data, start = as_bytes(values).data, out.position
+            if in_order:
+                out.write(data)
+                extents[name] = out.since(start)
+            else:
+                out.write_at(data, extents[name].offset + box.start[0] * tensor.dtype.itemsize)
             digests[name].add(values)
             if name == MASTER and copy is not None and copied is not None:
                 copy.compare(box, values, transfer, copied)

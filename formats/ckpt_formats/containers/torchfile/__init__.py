@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_formats.containers.torchfile.expanded_size import check_repeated
     from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-    from ckpt_formats.containers.torchfile.pickle_writer import emit
+    from ckpt_formats.containers.torchfile.pickle_writer import Template, emit
     from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
     from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm, StateForm
     from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
@@ -41,7 +41,7 @@ STARTS = (b"PK", b"\x80")
 _NAMES = {
     "expanded_size": ("check_repeated",),
     "file_window": ("ByteSource", "Window"),
-    "pickle_writer": ("emit",),
+    "pickle_writer": ("Template", "emit"),
     "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
     "record_forms": ("CompactRecord", "RecordForm", "StateForm"),
     "same_shape": ("ParsedTemplate",),
@@ -73,6 +73,7 @@ __all__ = [
     "StorageSlice",
     "StorageSlot",
     "StorageView",
+    "Template",
     "TensorRef",
     "TorchFile",
     "Window",

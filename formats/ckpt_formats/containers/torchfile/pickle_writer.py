@@ -7,6 +7,7 @@ that occur twice are written once, even if they contain themselves.
 
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -28,8 +29,49 @@ class Persistent(tuple[Value, ...]):
     __slots__ = ()
 
 
+class Gap:
+    """A place in a template."""
+
+    __slots__ = ()
+
+
+class Template:
+    """A value that is written often, each time with other values in its gaps.
+
+    Its opcodes are the same each time, so that most of them are computed once.
+    """
+
+    __slots__ = ("build",)
+
+    def __init__(self, build: Callable[..., Value]) -> None:
+        """`build` constructs the value, given the value of each gap. The gaps are written in the order of arguments."""
+        self.build = build
+
+    def fill(self, *values: Value) -> "Filled":
+        """The value with these values in its gaps."""
+        return Filled(self, values)
+
+
+class Filled:
+    """A template and the values of its gaps."""
+
+    __slots__ = ("template", "values")
+
+    def __init__(self, template: Template, values: tuple[Value, ...]) -> None:
+        self.template, self.values = template, values
+
+
 class _Code(bytes):
     """Opcodes to write as they are, on the stack of values to write."""
+
+
+class _Fragment:
+    """Opcodes of a template, and how many objects they give a memo index."""
+
+    __slots__ = ("code", "memoized")
+
+    def __init__(self, code: bytes, memoized: int) -> None:
+        self.code, self.memoized = code, memoized
 
 
 class _Memoize:
@@ -63,6 +105,10 @@ class _Emitter:
         self._in_progress: dict[int, int] = {}
         self._protocol = protocol
         self._stack: list[Any] = []
+        # In protocol 4 the opcodes do not depend on the memo's next index: what is written often is computed once.
+        self._sizes: dict[Size, bytes] = {}
+        self._templates: dict[Template, list[_Fragment] | None] = {}
+        self._gaps: list[tuple[Gap, tuple[int, int]]] = []
 
     def run(self, root: Value) -> bytes:
         # An explicit stack, not recursion: trees may be deeper than Python's stack.
@@ -78,8 +124,16 @@ class _Emitter:
         return bytes((op.PROTO, self._protocol)) + bytes(self._out) + bytes((op.STOP,))
 
     def next(self, *items: Any) -> None:
-        """Write these items next, before all others."""
-        self._stack.extend(reversed(items))
+        """Write these items next, before all others: the first ones at once, as long as they have no parts.
+
+        It is the last act of a writer, so that the order of the output is that of the items.
+        """
+        for i, item in enumerate(items):
+            kind = type(item)
+            if kind not in _WITHOUT_PARTS:
+                self._stack.extend(reversed(items[i:]))
+                return
+            _WRITERS[kind](self, item)
 
     def write_code(self, code: bytes) -> None:
         self._out += code
@@ -92,7 +146,7 @@ class _Emitter:
 
     def write_int(self, value: int) -> None:
         if 0 <= value < 1 << 8:
-            self._out += bytes((op.BININT1, value))
+            self._out += _SHORT_INTS[value]
         elif 0 <= value < 1 << 16:
             self._out += struct.pack("<BH", op.BININT2, value)
         elif -1 << 31 <= value < 1 << 31:
@@ -136,6 +190,10 @@ class _Emitter:
             raise Unsupported(f"the name {value} cannot be written") from None
         self._memoize_name(value)
 
+    def _is_plain(self, name: Global) -> bool:
+        """Whether the name is written at once, as it has no parts."""
+        return self._memoizes or "." not in name.name
+
     def write_list(self, value: list[Value]) -> None:
         if not self._emit_get_if_known(value):
             self._out.append(op.EMPTY_LIST)
@@ -143,26 +201,96 @@ class _Emitter:
             self._items(value)
 
     def write_dict(self, value: dict[Value, Value]) -> None:
-        if not self._emit_get_if_known(value):
-            self._out.append(op.EMPTY_DICT)
-            self._emit_put(value)
-            self._pairs(list(value.items()))
+        if self._emit_get_if_known(value):
+            return
+        self._out.append(op.EMPTY_DICT)
+        self._emit_put(value)
+        self._pairs(list(value.items()))
 
     def write_tuple(self, value: tuple[Value, ...]) -> None:
         if not value:
             self._out.append(op.EMPTY_TUPLE)
         elif not self._emit_get_if_known(value):
-            # Tuples of integers get no memo index: they are equal by value, and most tuples are shapes and strides.
-            only_integers = not self._memoizes and all(type(part) is int for part in value)
-            memoize = () if only_integers else (_Memoize(value, []),)
-            if short := _TUPLES.get(len(value)):
-                self.next(*value, _Code((short,)), *memoize)
+            if not _INTEGERS.issuperset(map(type, value)):
+                short = _TUPLES.get(len(value))
+                if not short:
+                    self._out.append(op.MARK)
+                self.next(*value, _Code((short or op.TUPLE,)), _Memoize(value, []))
+            elif self._memoizes:
+                self._integers(value)
+                self._emit_put(value)
             else:
-                self._out.append(op.MARK)
-                self.next(*value, _Code((op.TUPLE,)), *memoize)
+                # No memo index: they are equal by value, and most tuples are shapes and strides.
+                self._integers(value)
+
+    def write_size(self, value: Size) -> None:
+        """A call of `torch.Size` with a tuple. The tuples are written once, so their memo index is of no use."""
+        if not _INTEGERS.issuperset(map(type, value)):
+            self._object(value, Record(_SIZE, (tuple(value),)))
+            return
+        if self._emit_get_if_known(value):
+            return
+        if value in self._sizes:
+            self._out += self._sizes[value]
+            self._count += 3 if value else 2
+            self._value_indices[id(value)] = (self._count - 1, value)
+            return
+        known, start = _SIZE in self._name_indices, len(self._out)
+        self.write_name(_SIZE)
+        self._integers(value)
+        if self._memoizes and value:
+            self._next_index()
+        self._out.append(op.TUPLE1)
+        self._next_index()
+        self._out.append(op.REDUCE)
+        self._emit_put(value)
+        if self._memoizes and known:
+            self._sizes[value] = bytes(self._out[start:])
+
+    def _integers(self, value: tuple[int, ...]) -> None:
+        if not value:
+            self._out.append(op.EMPTY_TUPLE)
+            return
+        short = _TUPLES.get(len(value))
+        if not short:
+            self._out.append(op.MARK)
+        for part in value:
+            self.write_int(part)
+        self._out.append(short or op.TUPLE)
 
     def write_record(self, value: Record) -> None:
         self._object(value, value)
+
+    def write_filled(self, value: Filled) -> None:
+        template = value.template
+        if template not in self._templates:
+            self._templates[template] = None  # at first its names are new, and get their memo index
+        elif self._memoizes:  # protocol 2 writes the index of each object, which is another one each time
+            codes = self._templates[template] or self._compiled(template, len(value.values))
+            self._templates[template] = codes
+            items: list[Any] = [None] * (2 * len(codes) - 1)
+            items[::2], items[1::2] = codes, value.values
+            self.next(*items)
+            return
+        self.next(template.build(*value.values))
+
+    def write_fragment(self, fragment: "_Fragment") -> None:
+        self._out += fragment.code
+        self._count += fragment.memoized
+
+    def write_gap(self, gap: Gap) -> None:
+        self._gaps.append((gap, (len(self._out), self._count)))
+
+    def _compiled(self, template: Template, gaps: int) -> list["_Fragment"]:
+        """The opcodes before, between and after the gaps of a template."""
+        draft = _Emitter(self._lower, self._protocol)
+        draft._value_indices, draft._name_indices = self._value_indices.copy(), self._name_indices.copy()
+        places = [Gap() for _ in range(gaps)]
+        draft.run(template.build(*places))
+        if [gap for gap, _ in draft._gaps] != places:
+            raise ValueError("a template does not write its gaps once each, in the order of the arguments")
+        marks = [(0, 0), *(mark for _, mark in draft._gaps), (len(draft._out), draft._count)]
+        return [_Fragment(bytes(draft._out[a:b]), n - m) for (a, m), (b, n) in pairwise(marks)]
 
     def write_persistent(self, value: Persistent) -> None:
         self.next(tuple(value), _Code((op.BINPERSID,)))
@@ -185,17 +313,17 @@ class _Emitter:
         if isinstance(record, Persistent):
             self.next(record, _Memoize(value, []))
             return
+        if record.new and not record.args and not record.kwargs and self._is_plain(record.cls):
+            # Without arguments it cannot be a part of its own constructor.
+            self.write_name(record.cls)
+            self._out += _NEW_WITHOUT_ARGUMENTS
+            self._emit_put(value)
+            self.next(*self._completion(record))
+            return
         within = self._in_progress.get(id(value), 0)
         if within > 2:
             raise Unsupported(f"an object of class {record.cls} is an argument of its own constructor")
         self._in_progress[id(value)] = within + 1
-        then: list[Any] = []
-        if record.items:
-            then.append(_Deferred(self._items, record.items))
-        if record.mapping:
-            then.append(_Deferred(self._pairs, record.mapping))
-        if record.state is not None:
-            then += [record.state, _Code((op.BUILD,))]
         if record.kwargs:
             if not record.new:
                 raise Unsupported(f"a call of {record.cls} with keywords cannot be written")
@@ -203,7 +331,18 @@ class _Emitter:
             call = [record.args, record.kwargs, _Code((op.NEWOBJ_EX,))]
         else:
             call = [record.args, _Code((op.NEWOBJ if record.new else op.REDUCE,))]
-        self.next(record.cls, *call, _Memoize(value, then))
+        self.next(record.cls, *call, _Memoize(value, self._completion(record)))
+
+    def _completion(self, record: Record) -> list[Any]:
+        """What is written once the object exists."""
+        then: list[Any] = []
+        if record.items:
+            then.append(_Deferred(self._items, record.items))
+        if record.mapping:
+            then.append(_Deferred(self._pairs, record.mapping))
+        if record.state is not None:
+            then += [record.state, _BUILD]
+        return then
 
     def _lowered(self, value: Value) -> "Record | Persistent":
         if self._lower is not None and (lowered := self._lower(value)) is not None:
@@ -224,13 +363,15 @@ class _Emitter:
         self._batches([part for pair in pairs for part in pair], 2 * _BATCH, op.SETITEM, op.SETITEMS)
 
     def _batches(self, parts: list[Value], max_count: int, single: int, several: int) -> None:
-        """Write the parts of a container in batches. The last batch is pushed on the stack first."""
-        for start in reversed(range(0, len(parts), max_count)):
+        """Write the parts of a container in batches."""
+        coded: list[Any] = []
+        for start in range(0, len(parts), max_count):
             batch = parts[start : start + max_count]
             if len(batch) <= max_count // _BATCH:
-                self.next(*batch, _Code((single,)))
+                coded += [*batch, _Code((single,))]
             else:
-                self.next(_Code((op.MARK,)), *batch, _Code((several,)))
+                coded += [_MARK, *batch, _Code((several,))]
+        self.next(*coded)
 
     def _emit_put(self, value: Value) -> None:
         self._value_indices[id(value)] = (self._next_index(), value)
@@ -265,10 +406,7 @@ class _Emitter:
         return index
 
     def _emit_get(self, index: int) -> None:
-        if index < 256:
-            self._out += bytes((op.BINGET, index))
-        else:
-            self._out += struct.pack("<BI", op.LONG_BINGET, index)
+        self._out += bytes((op.BINGET, index)) if index < 256 else struct.pack("<BI", op.LONG_BINGET, index)
 
 
 class _Deferred:
@@ -280,7 +418,11 @@ class _Deferred:
         self.step, self.argument = step, argument
 
 
-_GETATTR = Global("__builtin__", "getattr")
+_GETATTR, _SIZE = Global("__builtin__", "getattr"), Global("torch", "Size")
+_NEW_WITHOUT_ARGUMENTS, _BUILD = bytes((op.EMPTY_TUPLE, op.NEWOBJ)), _Code((op.BUILD,))
+_MARK = _Code((op.MARK,))
+_INTEGERS = frozenset((int,))
+_SHORT_INTS = [bytes((op.BININT1, value)) for value in range(1 << 8)]
 
 
 def _bytes(value: bytes) -> Record:
@@ -330,7 +472,6 @@ _LOWERED: dict[type, Callable[[Any], Record]] = {
     complex: lambda value: Record(Global("__builtin__", "complex"), (value.real, value.imag)),
     set: lambda value: Record(Global("__builtin__", "set"), (list(value),)),
     frozenset: lambda value: Record(Global("__builtin__", "frozenset"), (list(value),)),
-    Size: lambda value: Record(Global("torch", "Size"), (tuple(value),)),
     StdDict: _std_dict,
     np.ndarray: _array,
 }
@@ -345,9 +486,15 @@ _WRITERS: dict[type, Callable[[_Emitter, Any], None]] = {
     list: _Emitter.write_list,
     dict: _Emitter.write_dict,
     tuple: _Emitter.write_tuple,
+    Size: _Emitter.write_size,
     Record: _Emitter.write_record,
     Persistent: _Emitter.write_persistent,
+    Filled: _Emitter.write_filled,
+    Gap: _Emitter.write_gap,
+    _Fragment: _Emitter.write_fragment,
     _Code: _Emitter.write_code,
     _Memoize: _Emitter.write_memoized,
     _Deferred: lambda emitter, later: later.step(later.argument),
 }
+
+_WITHOUT_PARTS = frozenset((type(None), bool, int, float, str, Size, Gap, _Code, _Fragment))

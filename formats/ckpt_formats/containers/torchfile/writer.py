@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ckpt_formats.core.values import Global, Record, StdDict, Value
 ALIGNMENT = 64
 _FLAGS = 0x0808  # names in UTF-8; checksums follow the data, so that the data can be streamed
 _WIDE = 0xFFFFFFFF
+_CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16  # offsets
 
 _CLASS_OF = {dtype: Global("torch", name) for name, (dtype, _) in STORAGE_CLASSES.items() if dtype is not None}
 _UNTYPED = Global("torch.storage", "UntypedStorage")
@@ -90,42 +92,26 @@ class FileLayout:
 
     def stream(self, chunks: Chunks, storage_crcs: list[int] | None = None) -> Iterator[bytes | memoryview]:
         """All bytes of the file, in order. Appends the CRC-32 of each storage to `storage_crcs`."""
-        crcs: list[int] = []
-        slots = iter(self.storages)
-        for member in self._members:
-            yield _local_header(member)
-            if member.data is not None:
-                data = self._data(member, crcs)
-                crcs.append(crc32(data))
-                yield data
-            else:
-                crc, nbytes, tensor = 0, 0, next(slots).tensor
-                for chunk in chunks(tensor):
-                    crc, nbytes = crc32(chunk, crc), nbytes + chunk.nbytes
-                    yield chunk
-                if nbytes != member.nbytes:
-                    raise ValueError(f"{nbytes} bytes were given for a storage of {member.nbytes} bytes")
-                crcs.append(crc)
-                if storage_crcs is not None:
-                    storage_crcs.append(crc)
-            yield _descriptor(member, crcs[-1])
-        yield _directory(self._members, self._directory, crcs)
+        crcs = [] if storage_crcs is None else storage_crcs
+        done = len(crcs)
+        for i, slot in enumerate(self.storages):
+            yield self._gap(i, crcs[-1] if i else 0)
+            crc, nbytes = 0, 0
+            for chunk in chunks(slot.tensor):
+                crc, nbytes = crc32(chunk, crc), nbytes + chunk.nbytes
+                yield chunk
+            if nbytes != slot.nbytes:
+                raise ValueError(f"{nbytes} bytes were given for a storage of {slot.nbytes} bytes")
+            crcs.append(crc)
+        yield self._end(crcs[done:])
 
     def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """All bytes that are not tensor data, as (offset, bytes), given the CRC-32 of each storage."""
-        remaining_crcs = iter(crcs)
-        all_crcs: list[int] = []
-        for member in self._members:
-            header = _local_header(member)
-            if member.data is not None:
-                data = self._data(member, all_crcs)
-                all_crcs.append(crc32(data))
-                yield member.header, header + data + _descriptor(member, all_crcs[-1])
-            else:
-                all_crcs.append(next(remaining_crcs))
-                yield member.header, header
-                yield member.start + member.nbytes, _descriptor(member, all_crcs[-1])
-        yield self._directory, _directory(self._members, self._directory, all_crcs)
+        after = 0
+        for i, slot in enumerate(self.storages):
+            yield after, self._gap(i, crcs[i - 1])
+            after = slot.offset + slot.nbytes
+        yield after, self._end(crcs)
 
     def seals(self, path: Path, crcs: Sequence[int]) -> tuple[Seal, ...]:
         """The checksums of the storages, as a reader of the file gets them."""
@@ -134,13 +120,77 @@ class FileLayout:
             for slot, crc in zip(self.storages, crcs, strict=True)
         )
 
-    def _data(self, member: _Member, crcs: Sequence[int]) -> bytes:
-        assert member.data is not None
-        if not member.name.endswith(b"/.data/serialization_id"):
-            return member.data
+    def _gap(self, i: int, crc: int) -> bytes:
+        """The bytes between a storage and the one before it, whose CRC-32 is given."""
+        gap = self._frame.gaps[i]
+        return _with_crcs(gap, (_CRC_IN_DESCRIPTOR,), (crc,)) if i else gap
+
+    def _end(self, crcs: Sequence[int]) -> bytes:
+        """The bytes after the last storage, given the CRC-32 of each storage."""
+        frame = self._frame
         # torch hashes the names and concatenates the checksums. Any 40 digits that depend on the content are valid.
-        joined = b"".join(struct.pack("<I", crc) for crc in crcs)
-        return b"%020d%020d" % (crc32(b"\n".join(m.name for m in self._members)), crc32(joined))
+        joined = _with_crcs(frame.crcs, [4 * i for i in frame.storages], crcs)
+        identifier = b"%020d%020d" % (frame.names, crc32(joined))
+        end = bytearray(frame.end)
+        end[frame.identifier : frame.identifier + len(identifier)] = identifier
+        own = crc32(identifier)
+        before = crcs[-1:]  # the descriptor of the last storage is in front of all others
+        return _with_crcs(end, (_CRC_IN_DESCRIPTOR,) * len(before) + frame.fields, (*before, *crcs, own, own))
+
+    @cached_property
+    def _frame(self) -> "_Frame":
+        """Computed once, because archives of equal tensors have equal layouts."""
+        gaps, gap, crcs = [], bytearray(), []
+        *others, identifier = self._members
+        for member in others:
+            gap += _local_header(member)
+            if member.data is None:
+                gaps.append(bytes(gap))
+                gap.clear()
+            crcs.append(0 if member.data is None else crc32(member.data))
+            gap += (member.data or b"") + _descriptor(member, crcs[-1])
+        gap += _local_header(identifier)
+        at = len(gap)
+        gap += bytes(identifier.nbytes) + _descriptor(identifier, 0)
+        entries = [_CRC_IN_ENTRY + len(gap)]
+        for member in self._members:
+            entries.append(entries[-1] + len(_central_entry(member, 0)))
+        storages = tuple(i for i, member in enumerate(others) if member.data is None)
+        return _Frame(
+            gaps=tuple(gaps),
+            end=bytes(gap) + _directory(self._members, self._directory, [*crcs, 0]),
+            identifier=at,
+            fields=(*(entries[i] for i in storages), at + identifier.nbytes + _CRC_IN_DESCRIPTOR, entries[-2]),
+            storages=storages,
+            crcs=struct.pack(f"<{len(crcs)}I", *crcs),
+            names=crc32(b"\n".join(member.name for member in self._members)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Frame:
+    """All bytes of a file that are not tensor data, with zeros where they depend on tensor data."""
+
+    gaps: tuple[bytes, ...]
+    """Before each storage, from the end of the one before."""
+    end: bytes
+    identifier: int
+    """The offset in `end` of the 40 digits that identify the content."""
+    fields: tuple[int, ...]
+    """The offsets in `end` of checksums: of each storage in the directory, then of the identifier, both places."""
+    storages: tuple[int, ...]
+    """The number of each storage among the members."""
+    crcs: bytes
+    """The CRC-32 of all members but the identifier, 4 bytes each."""
+    names: int
+    """The CRC-32 of their names."""
+
+
+def _with_crcs(data: bytes | bytearray, offsets: Sequence[int], crcs: Sequence[int]) -> bytes:
+    out = bytearray(data)
+    for offset, crc in zip(offsets, crcs, strict=True):
+        out[offset : offset + 4] = crc.to_bytes(4, "little")
+    return bytes(out)
 
 
 def layout_file(root: Value, stem: str) -> FileLayout:

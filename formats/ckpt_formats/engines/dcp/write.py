@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from ckpt_formats.containers.torchfile import emit
+from ckpt_formats.containers.torchfile import Template, emit
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.gc_pause import gc_paused
@@ -86,48 +87,61 @@ def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = T
 def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
     items = [(Path(receipt.file).name, item) for receipt in receipts for item in receipt.entry["items"]]
     items.sort(key=lambda item: (item[1][0], item[1][7:8]))
-    entries: dict[str, Record] = {}
-    chunks: dict[str, list[Record]] = {}
+    entries: dict[str, Value] = {}
+    chunks: dict[str, list[Value]] = {}
     paths: dict[str, Value] = {}
-    places: list[tuple[Value, Value]] = []
+    places: dict[Value, Value] = {}
     for file, (_, name, path, at, nbytes, *tensor) in items:
         paths[name] = tuple(path)
-        index: dict[str, Value] = {"fqn": name, "index": None}
         if tensor:
             dtype, shape, chunk, offsets, sizes = tensor
             if name not in entries:
                 chunks[name] = []
-                entries[name] = _tensor(dtype, shape, chunks[name])
-            chunks[name].append(_object("ChunkStorageMetadata", {"offsets": Size(offsets), "sizes": Size(sizes)}))
-            index |= {"index": chunk, "offset": Size(offsets)}
+                entries[name] = _TENSORS[dtype].fill(Size(shape), chunks[name])
+            chunks[name].append(_CHUNK.fill(Size(offsets), Size(sizes)))
+            index = _CHUNK_INDEX.fill(name, chunk, Size(offsets))
         else:
             entries[name] = _object("BytesStorageMetadata", {})
-        place = {"relative_path": file, "offset": at, "length": nbytes}
-        places.append((_object("MetadataIndex", index), _object("_StorageInfo", place, STORAGE_MODULE)))
+            index = _OBJECT_INDEX.fill(name)
+        places[index] = _PLACE.fill(file, at, nbytes)
     meta: dict[str, Value] = {"checkpoint_id": None, "save_id": _id(items), "load_id": None, "modules": []}
     return _object(
         "Metadata",
         {
             "state_dict_metadata": entries,
             "planner_data": paths if named else None,
-            "storage_data": dict(places),
+            "storage_data": places,
             "storage_meta": _object("StorageMeta", meta),
             "version": VERSION,
         },
     )
 
 
-def _tensor(dtype: str, shape: Sequence[int], chunks: list[Record]) -> Record:
-    properties = _object("TensorProperties", (Global("torch", dtype), _STRIDED, False, _CONTIGUOUS, False))
-    return _object("TensorStorageMetadata", {"properties": properties, "size": Size(shape), "chunks": chunks})
-
-
 def _object(name: str, state: Value, module: str = MODULE) -> Record:
     return Record(Global(module, name), state=state, new=True)
 
 
+def _tensor(dtype: str) -> Template:
+    def build(shape: Value, chunks: Value) -> Record:
+        properties = _object("TensorProperties", (Global("torch", dtype), _STRIDED, False, _CONTIGUOUS, False))
+        return _object("TensorStorageMetadata", {"properties": properties, "size": shape, "chunks": chunks})
+
+    return Template(build)
+
+
 _STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 _CONTIGUOUS = Record(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+_TENSORS = {dtype: _tensor(dtype) for dtype in DTYPES}
+_CHUNK = Template(lambda offsets, sizes: _object("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
+_CHUNK_INDEX = Template(
+    lambda name, chunk, offset: _object("MetadataIndex", {"fqn": name, "index": chunk, "offset": offset})
+)
+_OBJECT_INDEX = Template(lambda name: _object("MetadataIndex", {"fqn": name, "index": None}))
+_PLACE = Template(
+    lambda file, at, nbytes: _object(
+        "_StorageInfo", {"relative_path": file, "offset": at, "length": nbytes}, STORAGE_MODULE
+    )
+)
 
 
 def _id(items: Sequence[tuple[str, Any]]) -> str:

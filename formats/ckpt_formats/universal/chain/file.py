@@ -34,8 +34,25 @@ TIP_FOLDER = re.compile(r"tip-\d{10,20}")
 """The name of the folder of a tip: the step of its state."""
 _MAX_BYTES = 1 << 28
 _MAX_PATH = 4096
+MAX_PACKS = 1 << 32
+"""More than the numbers of packs that a row of the index can have."""
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
+
+
+@dataclass(frozen=True)
+class SharedPacks:
+    """Packs of an earlier member, in which states of a later one lie."""
+
+    folder: str
+    packs: tuple[tuple[int, int], ...]
+    """The numbers of the packs, as runs: the first of each, and how many. They rise."""
+    nbytes: int
+    """The bytes of these states, as they are stored."""
+
+    def has(self, number: int) -> bool:
+        """Whether a pack is one of them."""
+        return any(first <= number < first + count for first, count in self.packs)
 
 
 @dataclass(frozen=True)
@@ -57,10 +74,17 @@ class Member:
     """The time when it was appended: UTC, ISO 8601."""
     errors: Mapping[str, ErrorFigures] = field(default_factory=dict)
     """By name of the state, the worst figures of its tensors; empty if all bits are as they were saved."""
+    shared: tuple["SharedPacks", ...] = ()
+    """Where its states lie that did not change: packs of earlier members."""
 
     @property
     def exact(self) -> bool:
         return not self.errors
+
+    @property
+    def shared_nbytes(self) -> int:
+        """The bytes of its states that lie in packs of earlier members."""
+        return sum(one.nbytes for one in self.shared)
 
 
 @dataclass(frozen=True)
@@ -115,6 +139,19 @@ class ChainIndex:
             return ChainIndex(members, segments)
         return ChainIndex(members, segments, self.appended_from, self.tip)
 
+    def shared_packs(self) -> Mapping[str, list[SharedPacks]]:
+        """The packs in which states of other members lie, by folder. Their own member may have been removed."""
+        result: dict[str, list[SharedPacks]] = {}
+        for member in self.members:
+            for one in member.shared:
+                result.setdefault(one.folder, []).append(one)
+        return result
+
+    def folders_of(self, member: Member) -> set[str]:
+        """The folders that a member needs: its own, those of its ancestors, and those in which states of these lie."""
+        needed = self.upto(member.step)
+        return {one.folder for one in needed} | {shared.folder for one in needed for shared in one.shared}
+
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members from its base to the one at this step. Empty if there is no such step."""
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)
@@ -122,6 +159,16 @@ class ChainIndex:
             return ()
         begin = max(i for i in range(at + 1) if self.members[i].kind == "base")
         return self.members[begin : at + 1]
+
+
+def step_of(folder: str) -> int | None:
+    """The step in the name of a member's folder; None for another name.
+
+    >>> step_of("step-0000001020.1")
+    1020
+    """
+    is_member = folder.isascii() and FOLDER.fullmatch(folder) is not None
+    return int(folder.removeprefix("step-").partition(".")[0]) if is_member else None
 
 
 def dump(chain: ChainIndex) -> bytes:
@@ -138,6 +185,7 @@ def dump(chain: ChainIndex) -> bytes:
             "stored_nbytes": member.stored_nbytes,
             "time": member.time,
             "errors": {state: encode(error) for state, error in member.errors.items()},
+            **({"shared": [asdict(one) for one in member.shared]} if member.shared else {}),
         }
         for member in chain.members
     ]
@@ -248,4 +296,20 @@ def _member(fields: Any, check: FieldReader) -> Member:
     codecs = check.texts(check.sequence(fields, "codecs"), "codecs")
     stated_errors = check.mapping(fields, "errors")
     errors = {str(state): check.values(stated_errors, state) for state in stated_errors}
-    return Member(folder, _KINDS[kind], step, content, parent, codecs, raw, stored, check.text(fields, "time"), errors)
+    shared = tuple(_shared(row, step, check) for row in check.sequence(fields, "shared")) if "shared" in fields else ()
+    check.true(len({one.folder for one in shared}) == len(shared), "shared: a folder twice")
+    time = check.text(fields, "time")
+    return Member(folder, _KINDS[kind], step, content, parent, codecs, raw, stored, time, errors, shared)
+
+
+def _shared(fields: Any, step: int, check: FieldReader) -> SharedPacks:
+    folder, packs = check.text(fields, "folder"), list[tuple[int, int]]()
+    own = step_of(folder)
+    check.true(own is not None and own < step, f"shared: {folder!r:.100} is not an earlier member")
+    for run in check.sequence(fields, "packs"):
+        valid = isinstance(run, list) and len(run) == 2 and all(map(is_natural, run))
+        check.true(valid and run[1] > 0 and sum(run) <= MAX_PACKS, "shared: numbers of packs")
+        check.true(not packs or run[0] > sum(packs[-1]), "shared: the numbers of packs do not rise")
+        packs.append((run[0], run[1]))
+    check.true(bool(packs), "shared: no packs")
+    return SharedPacks(folder, tuple(packs), check.natural(fields, "nbytes"))

@@ -12,9 +12,13 @@ from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.text import PARTIAL
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain.file import ChainIndex, SharedPacks
 
 LOCK = "chain.lock"
+MANIFEST = "manifest.json"
+PACKS = "packs"
+"""The folder of the packs in that of a member."""
+_PACK = re.compile(r"([0-9]{5,10})\.safetensors")
 _DRAFT = f"{index.NAME}.tmp"
 REPLAYED = ".replayed{}.tmp"
 """Where `compact` keeps the values of states that it replayed, while it runs."""
@@ -65,13 +69,51 @@ def peek(run: Path) -> ChainIndex | None:
 def leftovers(run: Path, chain: ChainIndex | None, resumed: str | None = None) -> list[Path]:
     """The leftovers of interrupted runs: members that the chain does not name, and unfinished ones.
 
-    The unfinished files of the member `resumed` are not among them, because the run that writes it continues.
+    Of a member that was removed, the packs stay in which states of other members lie. The unfinished files of the
+    member `resumed` are not among them, because the run that writes it continues.
     """
     named = {resumed and f".{resumed}{PARTIAL}", *(one.folder for one in (chain.members if chain else ()))}
     named |= {one.folder for one in (chain.segments if chain else ())}
     named |= {chain.tip.folder} if chain and chain.tip else set()
+    packs = {name: shared for name, shared in (chain.shared_packs() if chain else {}).items() if name not in named}
+    named |= packs.keys()
     entries = (entry for entry in sorted(run.iterdir()) if _is_of_chain(entry.name) and entry.name not in named)
-    return [entry for entry in entries if not is_growing(entry)]
+    unused = [path for name, shared in packs.items() for path in _unused(run / name, shared)]
+    return [*(entry for entry in entries if not is_growing(entry)), *unused]
+
+
+def kept_nbytes(run: Path, chain: ChainIndex) -> int:
+    """The bytes of the packs that stay of members that were removed."""
+    members = {member.folder for member in chain.members}
+    return sum(
+        path.stat().st_size
+        for name, shared in chain.shared_packs().items()
+        if name not in members
+        for path in (run / name / PACKS).glob("*")
+        if _is_shared(path.name, shared)
+    )
+
+
+def _unused(removed: Path, shared: list[SharedPacks]) -> list[Path]:
+    """What the folder of a member that was removed has besides the packs that others need."""
+    if not removed.is_dir() or removed.is_symlink():
+        return []
+    packs = removed / PACKS
+    files = sorted(packs.iterdir()) if packs.is_dir() and not packs.is_symlink() else []
+    # The manifest comes first, so that what stays does not look like a checkpoint.
+    others = sorted((path for path in removed.iterdir() if path != packs), key=lambda path: path.name != MANIFEST)
+    return [*others, *(path for path in files if not _is_shared(path.name, shared))]
+
+
+def _is_shared(name: str, shared: list[SharedPacks]) -> bool:
+    number = pack_number(name)
+    return number is not None and any(one.has(number) for one in shared)
+
+
+def pack_number(name: str) -> int | None:
+    """The number of a pack by the name of its file; None for another file."""
+    found = _PACK.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def _is_of_chain(name: str) -> bool:
@@ -109,7 +151,7 @@ def remove(paths: list[Path]) -> None:
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             # A partly removed folder must not look like a checkpoint, so its manifest is removed first.
-            (path / "manifest.json").unlink(missing_ok=True)
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -38,7 +38,7 @@ def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     last earlier step that can be restored, if there is one.
     """
     try:
-        return _open(run, member)
+        return open_one(run, member)
     except CkptError as error:
         add_hint(run, chain, member, error)
         raise
@@ -96,9 +96,10 @@ def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> 
 
 def last_without(run: Path, chain: ChainIndex, member: Member, where: str) -> Member | None:
     """The last earlier member that can be opened and does not need the folder in which `where` is, if any."""
-    damaged = next((one for one in chain.upto(member.step) if _is_inside(where, run / one.folder)), None)
-    earlier = [] if damaged is None else [one for one in chain.members if one.step < member.step]
-    return next((one for one in reversed(earlier) if damaged not in chain.upto(one.step) and _opens(run, one)), None)
+    damaged = {name for name in chain.folders_of(member) if _is_inside(where, run / name)}
+    earlier = [one for one in chain.members if damaged and one.step < member.step]
+    unharmed = (one for one in reversed(earlier) if not damaged & chain.folders_of(one))
+    return next((one for one in unharmed if _opens(run, one)), None)
 
 
 def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
@@ -108,13 +109,14 @@ def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
 
 def _opens(run: Path, member: Member) -> bool:
     try:
-        _open(run, member)
+        open_one(run, member)
     except CkptError:
         return False
     return True
 
 
-def _open(run: Path, member: Member) -> Checkpoint:
+def open_one(run: Path, member: Member) -> Checkpoint:
+    """The index of one state. Raises as `open_member`, without a hint."""
     _check_place(run, member, Loaded())
     return identified(lambda: Universal().read(run / member.folder, ReadOptions()))
 

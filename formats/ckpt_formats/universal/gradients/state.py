@@ -28,9 +28,10 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Array, ArrayBlob, Blob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal.chunked import read_chunks
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer, LoggedTensor
+from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors
 from ckpt_formats.universal.gradients.record import Kind, LogRecord, hash_values
 from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import LOSSY, Segment
@@ -77,7 +78,10 @@ def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoin
     parameters |= {parameter.name: parameter for parameter in _tied(parameters, segment.layout.aliases)}
     extras = dict(source.extras) if source is not None else {}
     noted = notes | ({"random_states": random} if random else {})
-    extras |= noted
+    replaced = {name: extras.pop(name) for name in noted if name in extras}
+    for name in set(tensor_names(replaced)).difference(tensor_names(extras)):
+        parameters.pop(name, None)  # a tensor of an extra of the base, in whose place the run noted another value
+    extras |= {name: names_for_noted_tensors(value, name, parameters) for name, value in noted.items()}
     return Checkpoint(
         segment.folder,
         _origin(segment, step, source),

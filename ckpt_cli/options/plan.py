@@ -1,0 +1,118 @@
+"""Options of `plan`: what a run costs, and which failures it has."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType, SizeType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user states of a run; None is not stated. Seconds, bytes, and bytes or parameters a second."""
+
+    step: float | None
+    mtbf: float | None
+    trace: str | None
+    trace_column: str | None
+    stall: float | None
+    restart: float | None
+    base_delay: float | None
+    replay: float | None
+    measure_replay: bool
+    slowdown: float
+    flush_stall: float
+    state: int | None
+    gradients: int | None
+    write: float | None
+    read: float | None
+    parameters: float | None
+    replay_rate: float | None
+    cores: int
+    simulate: int | None
+    weibull: float | None
+    seed: int
+    html: str | None
+
+
+def plan_options(command: F) -> F:
+    """The options of a plan; the command gets them as one `PlanOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        own = {field.name: arguments.pop(field.name) for field in fields(PlanOptions)}
+        return command(*args, options=PlanOptions(**own), **arguments)
+
+    time, rate, count, size = DurationType(), RateType(), CountType(), SizeType()
+    failures = with_options(
+        wrapper,
+        click.option(
+            "--trace",
+            type=click.Path(dir_okay=False, readable=False),
+            metavar="FILE",
+            help="Times of failures, one a line: seconds or ISO times. In place of --mtbf.",
+        ),
+        click.option("--trace-column", metavar="NAME", help="FILE is CSV with a header; this column has the times."),
+        click.option(
+            "--simulate",
+            type=click.IntRange(2, 1_000_000),
+            is_flag=False,
+            flag_value=20_000,
+            metavar="[N]",
+            help="Also simulate N failures, and show the spread.  [N: 20000]",
+        ),
+        click.option("--weibull", type=float, metavar="SHAPE", help="Draw failures that come in clusters: below 1."),
+        click.option("--seed", type=click.IntRange(0, 1 << 62), default=0, show_default=True, help="Of the draws."),
+        group="Failures",
+    )
+    data = with_options(
+        failures,
+        click.option("--state", type=size, help="Stored size of a base, such as 84GB.  [default: from CHAIN]"),
+        click.option("--gradients", type=size, help="Logged size of a step, of all ranks.  [default: from CHAIN]"),
+        click.option("--parameters", type=count, help="Number of parameters, such as 7B.  [default: from CHAIN]"),
+        click.option("--write", type=rate, help="Write rate of all ranks together, such as 2GB/s."),
+        group="Data",
+    )
+    log = with_options(
+        data,
+        click.option("--replay", type=time, help="Time to replay a logged step; or the options that it follows from:"),
+        click.option("--read", type=rate, help="Read rate of the log, such as 2GB/s."),
+        click.option("--replay-rate", type=count, help="Parameters a second that one core replays, such as 250M."),
+        click.option("--measure-replay", is_flag=True, help="Measure that rate here, on steps of CHAIN."),
+        click.option(
+            "--cores", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Cores that replay."
+        ),
+        click.option(
+            "--slowdown",
+            type=ShareType(),
+            default="1%",
+            show_default=True,
+            help="By how much recording slows a step.",
+        ),
+        click.option(
+            "--flush-stall", type=time, default="0s", show_default=True, help="Time that training stops for a flush."
+        ),
+        group="Log of gradients",
+    )
+    run = with_options(
+        log,
+        click.option("--step", type=time, help="Time of a step, without checkpoints and without a log."),
+        click.option("--mtbf", type=time, help="Mean time between failures of the whole job, such as 3h."),
+        click.option("--stall", type=time, help="Time that training stops for a base.  [default: --state by --write]"),
+        click.option(
+            "--restart", type=time, help="Time from a failure to the first new step, without replay.  [default: 0s]"
+        ),
+        click.option(
+            "--base-delay",
+            type=time,
+            help="Time after the stall until a base can be restored.  [default: --state by --write, less --stall]",
+        ),
+        group="Run",
+    )
+    return cast(F, run)

@@ -1,0 +1,94 @@
+"""Pages that commands write for a browser: one file each, which needs no network and no server.
+
+Their parts are in the folder `web`. All values are in one JSON object, escaped so that no part of it can be read as
+HTML; the script shows them as text, never as markup. A page's policy forbids every request, and every script and style
+except these two, which it names by their hashes.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ckpt_formats.core.errors import NoSpace, OutputError
+from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.text import PARTIAL
+
+
+def page(template: str, style: str, scripts: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """A page, of ASCII characters only. Equal facts give equal pages.
+
+    Args:
+        template: The name of the HTML file.
+        style: The content of its style sheet.
+        scripts: The names of its scripts without `.js`, in their order.
+        facts: What the scripts show.
+    """
+    body = "\n".join(resource(f"{name}.js") for name in scripts)
+    script = f'"use strict";\n(() => {{\n{body}}})();\n'
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
+    parts = {"policy": policy, "style": style, "script": script, "facts": _inert(facts)}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], resource(template))
+
+
+def check_place(target: Path, command: str) -> None:
+    """Raise `OutputError` if the page cannot be written; called before anything is computed.
+
+    A file that starts as every page of the command does may be replaced.
+    """
+    if not target.parent.is_dir():
+        where, hint = target.parent, "Create it first."
+        raise OutputError("the folder that should hold the page does not exist", where=where, hint=hint)
+    if os.path.lexists(target) and not _is_page(target, command):
+        hint = "Choose another name, or remove it first."
+        raise OutputError(f"a file exists here that is not a page of `ckpt {command}`", where=target, hint=hint)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
+
+
+def write(content: str, target: Path, command: str) -> None:
+    """Write the page completely or not at all. Raises `OutputError`, `NoSpace`."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
+    try:
+        try:
+            with draft.open("x", encoding="ascii", newline="\n") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            check_place(target, command)
+            os.replace(draft, target)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        kind = NoSpace if error.errno in FULL else OutputError
+        raise kind(f"cannot be written: {error.strerror or error}", where=target) from error
+
+
+def _is_page(path: Path, command: str) -> bool:
+    sign = f"<!doctype html>\n<!-- Made by ckpt {command}. -->\n".encode()
+    try:
+        with path.open("rb") as file:
+            return path.is_file() and file.read(len(sign)) == sign
+    except OSError:
+        return False
+
+
+def resource(name: str) -> str:
+    """The content of a file in the folder `web`."""
+    return files(__package__).joinpath("web", name).read_text("ascii")
+
+
+def _hash(text: str) -> str:
+    """The source expression of a policy for a script or style: its SHA-256 hash."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _inert(fields: Mapping[str, Any]) -> str:
+    """JSON without characters that have a meaning in HTML."""
+    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

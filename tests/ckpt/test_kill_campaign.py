@@ -1,0 +1,27 @@
+"""A sample of `tests/universal_kills.py`: the same bytes for any number of workers, and after random kills."""
+
+import random
+
+import pytest
+
+from universal_kills import Campaign, Work, works
+
+WORKS = ("folder", "one file", "folder, encoded", "one file, encoded", "append", "compact")
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
+    found = works(tmp_path_factory.mktemp("works"))
+    assert tuple(found) == WORKS
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKS)
+def test_workers_and_kills_do_not_show_in_the_bytes(name: str, made: dict[str, Work]) -> None:
+    campaign, generator = Campaign(made[name]), random.Random(name)
+    if name.startswith("folder"):
+        assert sum(file.startswith("out/packs/") for file in campaign.files()) > 3
+    while campaign.counts["killed"] < KILLS:
+        campaign.kill(generator)
