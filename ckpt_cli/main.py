@@ -36,6 +36,7 @@ COMMANDS = {
     "diff": "ckpt_cli.commands.diff:diff",
     "append": "ckpt_cli.commands.append:append",
     "restore": "ckpt_cli.commands.restore:restore",
+    "shadow": "ckpt_cli.commands.shadow:shadow",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
     "plan": "ckpt_cli.commands.plan:plan",

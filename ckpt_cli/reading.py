@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from ckpt_cli import notes
 from ckpt_cli.progress import announced, on_terminal
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import BadRules, NotFound
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -25,14 +28,17 @@ if TYPE_CHECKING:
 
 _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
+_MAX_TOKEN = 1 << 12
+"""Maximum bytes of a file with a token."""
+SHADOW = "tcp://"
+"""How the address of a shadow begins."""
 _SILENCE = 0.5
 """Seconds after which a terminal shows that headers are being read."""
 
 
 def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
     """The checkpoint at a path; its notices become notes. Suspicions that are accepted become notes, too."""
-    with reading_headers(path):
-        checkpoint = open_checkpoint(Path(path), options)
+    checkpoint = open_quietly(path, options)
     gc.freeze()  # the index lives as long as the process: the collector need not visit it
     if accept_suspicious:
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
@@ -43,7 +49,7 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
 def open_quietly(path: str, options: ReadOptions) -> Checkpoint:
     """The checkpoint at a path, whose notices the user knows from when it was a source."""
     with reading_headers(path):
-        return open_checkpoint(Path(path), options)
+        return open_from_shadow(path) if path.startswith(SHADOW) else open_checkpoint(Path(path), options)
 
 
 def noted(checkpoint: Checkpoint) -> Checkpoint:
@@ -57,9 +63,38 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
     from ckpt.chains.restore import open_step
 
     with reading_headers(chain):
-        state = open_step(Path(chain), step, options)
+        state = _open_shadow_state(chain, step) if chain.startswith(SHADOW) else open_step(Path(chain), step, options)
     notes.note(*state.checkpoint.notices)
     return state
+
+
+def open_from_shadow(address: str) -> Checkpoint:
+    """The state of the shadow at `tcp://HOST:PORT`, frozen until the command ends."""
+    from ckpt.shadow.client import Credentials, ShadowConnection
+    from ckpt.shadow.wire import parse_address
+
+    certificate = os.environ.get("CKPT_SHADOW_CERTIFICATE")
+    credentials = Credentials(shadow_token(), None if certificate is None else Path(certificate))
+    connection = ShadowConnection(parse_address(address), credentials)
+    click.get_current_context().call_on_close(connection.close)
+    return connection.checkpoint
+
+
+def shadow_token() -> bytes | None:
+    """The token of shadows, from the environment or from the file that it names; None if there is none."""
+    file, token = os.environ.get("CKPT_SHADOW_TOKEN_FILE"), os.environ.get("CKPT_SHADOW_TOKEN")
+    if file is not None:
+        return read_whole(Path(file), _MAX_TOKEN).strip()
+    return None if token is None else os.fsencode(token).strip()
+
+
+def _open_shadow_state(address: str, step: int | None) -> "ChainState":
+    from ckpt.chains.restore import ChainState
+
+    checkpoint = open_from_shadow(address)
+    if step not in (None, checkpoint.step):
+        raise NotFound(f"the shadow is at step {checkpoint.step}, not {step}", where=address)
+    return ChainState(checkpoint, Path(address))
 
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:

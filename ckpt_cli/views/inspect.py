@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import data, say
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.files import SealTable
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
@@ -37,7 +37,7 @@ def print_json(checkpoint: Checkpoint) -> None:
     data(
         {
             "path": str(checkpoint.path),
-            "format": detect(checkpoint.path).name,
+            "format": _format_name(checkpoint),
             "origin": _origin(checkpoint),
             "parameters": _parameters(sizes.table(checkpoint)),
             "aliases": dict(checkpoint.aliases),
@@ -58,7 +58,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     from ckpt_cli.views import name_tree
 
     origin = checkpoint.origin
-    click.echo(f"{printable(str(checkpoint.path))}: {detect(checkpoint.path).name}")
+    click.echo(f"{printable(str(checkpoint.path))}: {_format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
     laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
@@ -193,6 +193,12 @@ class _ColumnsOfFiles:
             np.add.at(marks, firsts[at] + (low - starts[at]) * scale // length, 1)
             np.add.at(marks, firsts[at] + (high - 1 - starts[at]) * scale // length + 1, -1)
         return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
+
+
+def _format_name(checkpoint: Checkpoint) -> str:
+    """The name of the format at the checkpoint's path; `shadow` if it was not opened from files."""
+    is_opened = any(isinstance(edit, Opened) for edit in checkpoint.history)
+    return detect(checkpoint.path).name if is_opened else "shadow"
 
 
 def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:

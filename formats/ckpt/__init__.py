@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt.planning.costs import DataRates, LogCosts, RunCosts
     from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
     from ckpt.rename import use_names
+    from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint, Parameter
     from ckpt_formats.core.errors import (
         BadRules,
@@ -62,6 +63,7 @@ _NAMES = {
     "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
     "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
+    "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
     "ckpt_formats.core.errors": (
         "BadRules",
@@ -135,6 +137,7 @@ __all__ = [
     "RunCosts",
     "Safetensors",
     "Schedule",
+    "Shadow",
     "Tensor",
     "Torch",
     "Universal",

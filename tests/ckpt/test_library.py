@@ -82,6 +82,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     low, high = (random.normal(size=shape).astype(np.float32) for shape in ((2, 32), (256, 2)))
     arrays = {"head.lora_A.weight": low, "head.lora_B.weight": high}
     write_adapter(tmp_path / "adapter", arrays, lora_alpha=4, r=2)
+    shutil.copytree(SAMPLES / "recorded-1" / "run.chain", tmp_path / "recorded.chain")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

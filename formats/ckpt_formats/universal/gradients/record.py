@@ -10,7 +10,7 @@ valid. See docs/format.md.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -56,6 +56,7 @@ class Kind(IntEnum):
 
 
 KINDS = frozenset(Kind)
+_NO_HEAD = "its head is not written yet"
 LARGE = ("notes",)
 """The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
 
@@ -180,9 +181,21 @@ def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
     Reads and checks only the chunks that were not flushed to the disk; with `check`, all chunks. Raises `Incomplete` if
     the file does not exist, and `Corrupt` if it belongs to another log.
     """
+    return _with_file(path, head, lambda file: _scan(path, file, head, check))
+
+
+def scan_after(log: RankLog, head: FileHead, check_from: int, max_records: int) -> RankLog:
+    """The complete records that follow those of `log` in a file that grows: at most `max_records`.
+
+    All chunks of records from the step `check_from` on are read and checked. Raises as `scan`.
+    """
+    return _with_file(log.path, head, lambda file: _scan_after(log, file, head, check_from, max_records))
+
+
+def _with_file(path: Path, head: FileHead, scan_file: Callable[[int], RankLog]) -> RankLog:
     try:
         with path.open("rb", buffering=0) as file:
-            return _scan(path, file.fileno(), head, check)
+            return scan_file(file.fileno())
     except FileNotFoundError:
         raise Incomplete(f"the log of rank {head.rank} is missing", where=path) from None
     except OSError as error:
@@ -203,18 +216,11 @@ class _ScannedRecord:
 
 
 def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
-    nbytes, expected = os.fstat(file).st_size, head.dump()
-    first = os.pread(file, FILE_HEAD.size, 0)
-    if first != expected:
-        if nbytes < FILE_HEAD.size or not any(first):
-            return RankLog(path, (), 0, 0, "its head is not written yet")
-        raise Corrupt(
-            "not a file of this log: it belongs to another run, rank or step, or its head is damaged",
-            where=path,
-            hint="The files of a segment belong together: restore the original file.",
-        )
+    nbytes, first = os.fstat(file).st_size, _head_hash(path, file, head)
+    if first is None:
+        return RankLog(path, (), 0, 0, _NO_HEAD)
     scanned: list[_ScannedRecord] = []
-    torn, end, previous, flushed = None, FILE_HEAD.size, int.from_bytes(first[56:], "little"), 0
+    torn, end, previous, flushed = None, FILE_HEAD.size, first, 0
     options: dict[str, Any] = {}
     while end < nbytes:
         try:
@@ -228,10 +234,47 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
     for number, one in enumerate(scanned):
         if (check or one.begin >= flushed) and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
             torn, end = f"the values of step {one.record.step} do not fit their hash", one.begin
-            previous = scanned[number - 1].own_hash if number else int.from_bytes(first[56:], "little")
+            previous = scanned[number - 1].own_hash if number else first
             del scanned[number:]
             break
     return RankLog(path, tuple(one.record for one in scanned), end, previous, torn)
+
+
+def _scan_after(log: RankLog, file: int, head: FileHead, check_from: int, max_records: int) -> RankLog:
+    nbytes, end, previous = os.fstat(file).st_size, log.end, log.last_hash
+    if end == 0:
+        first = _head_hash(log.path, file, head)
+        if first is None:
+            return RankLog(log.path, (), 0, 0, _NO_HEAD)
+        end, previous = FILE_HEAD.size, first
+    records: list[LogRecord] = []
+    torn, options = None, dict[str, Any]()
+    while end < nbytes and len(records) < max_records:
+        try:
+            one = _next(file, end, nbytes, previous, options)
+        except _TornRecord as reason:
+            torn = str(reason)
+            break
+        if one.record.step >= check_from and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
+            torn = f"the values of step {one.record.step} do not fit their hash"
+            break
+        records.append(one.record)
+        end, previous = one.body + one.body_nbytes, one.own_hash
+    return RankLog(log.path, tuple(records), end, previous, torn)
+
+
+def _head_hash(path: Path, file: int, head: FileHead) -> int | None:
+    """The hash of a file's head; None if it is not written yet. Raises `Corrupt` if the file has another head."""
+    content = os.pread(file, FILE_HEAD.size, 0)
+    if content == head.dump():
+        return int.from_bytes(content[56:], "little")
+    if len(content) < FILE_HEAD.size or not any(content):
+        return None
+    raise Corrupt(
+        "not a file of this log: it belongs to another run, rank or step, or its head is damaged",
+        where=path,
+        hint="The files of a segment belong together: restore the original file.",
+    )
 
 
 def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:

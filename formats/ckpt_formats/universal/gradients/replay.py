@@ -23,7 +23,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
-from ckpt_formats.universal.gradients.optimizers import step_of
+from ckpt_formats.universal.gradients.optimizers import step_of as group_step
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment
 
@@ -73,16 +73,16 @@ class SegmentReplay:
         return tuple(self._names(number, recorded) for number in range(len(self.segment.layout.optimizers)))
 
     def _names(self, optimizer: int, recorded: list[str]) -> tuple[str, ...]:
-        first = self._first_updates.get(optimizer)
+        first = self.first_updates.get(optimizer)
         if first is None:
             return tuple(dict.fromkeys([WEIGHTS, *recorded]))
-        stepped = [name for group in range(len(first.groups)) for name in self._step(first, group).states]
+        stepped = [name for group in range(len(first.groups)) for name in self.step_of(first, group).states]
         if self.start.step < first.record.step <= self.step:
             return tuple(dict.fromkeys([WEIGHTS, *stepped]))
         return tuple(dict.fromkeys([WEIGHTS, *(name for name in recorded if name in stepped)]))
 
     @cached_property
-    def _first_updates(self) -> dict[int, LoggedUpdate]:
+    def first_updates(self) -> dict[int, LoggedUpdate]:
         """For each optimizer, an update that shows its states' names: the first replayed one, else the first one."""
         firsts: dict[int, LoggedUpdate] = {}
         for steps in self.segment.updates:
@@ -123,15 +123,23 @@ class SegmentReplay:
         ranges = list(layout.ranges(index))
         begin, end = layout.chunk_bounds(index)
         states = self._start(rank, index, ranges, end - begin, reader)
-        self._verify(rank, index, self.start.step, states, ranges)
-        gradients = np.empty(end - begin, np.float32)
-        for step in range(self.start.step + 1, self.step + 1):
-            number = step - self.segment.first
-            for update in self.segment.updates[rank][number - 1]:
-                if self._decode(update.record, rank, index, gradients, reader):
-                    self._apply(update, rank, self._counts[rank][number], ranges, states, gradients)
-            self._verify(rank, index, step, states, ranges)
+        self.advance(rank, index, ranges, states, self.start.step, reader)
         return states
+
+    def advance(
+        self, rank: int, index: int, ranges: list[ChunkRange], states: States, step: int, reader: Reader
+    ) -> None:
+        """Apply all steps after `step` to a chunk, in place. It is compared with each fingerprint of these steps.
+
+        `states`: those of `step`, which has its own fingerprint. Raises `Corrupt`; then `states` are not valid.
+        """
+        self._verify(rank, index, step, states, ranges)
+        gradients = np.empty(len(next(iter(states.values()))), np.float32)
+        for number in range(step + 1, self.step + 1):
+            for update in self.segment.updates[rank][number - 1 - self.segment.first]:
+                if self._decode(update.record, rank, index, gradients, reader):
+                    self._apply(update, rank, self.counts(rank, number), ranges, states, gradients)
+            self._verify(rank, index, number, states, ranges)
 
     def _apply(
         self, update: LoggedUpdate, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
@@ -139,19 +147,20 @@ class SegmentReplay:
         """Apply one call of an optimizer. Adjacent ranges with equal group and count are stepped together."""
         vectors = self.segment.layout.ranks[rank].vectors
         for group, count, vectorized, start, stop in _runs(update, ranges, vectors, counts):
-            step = self._step(update, group)
+            step = self.step_of(update, group)
             selected = {name: states[name][start:stop] for name in step.states}
             try:
                 step.apply(selected, gradients[start:stop], count, vectorized)
             except (CodecError, ArithmeticError) as error:
                 raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
-    def _step(self, update: LoggedUpdate, group: int) -> OptimizerStep:
+    def step_of(self, update: LoggedUpdate, group: int) -> OptimizerStep:
+        """The step of an update for one of its groups. Raises `Unsupported` or `Corrupt`."""
         # Records with the same options share one list (`record.scan`), which exists as long as the segment.
         key = (update.optimizer, id(update.record.meta["groups"]), group)
         if key not in self._steps:
             optimizer = self.segment.layout.optimizers[update.optimizer]
-            self._steps[key] = step_of(optimizer, update.groups[group], self.segment.folder)
+            self._steps[key] = group_step(optimizer, update.groups[group], self.segment.folder)
         return self._steps[key]
 
     @cached_property
@@ -228,7 +237,8 @@ class SegmentReplay:
         )
 
     @cached_property
-    def _fingerprints(self) -> dict[tuple[int, int], LogRecord]:
+    def fingerprints(self) -> dict[tuple[int, int], LogRecord]:
+        """The fingerprints of the segment, by rank and step."""
         return {
             (rank, record.step): record
             for rank in range(len(self.segment.logs))
@@ -237,7 +247,7 @@ class SegmentReplay:
 
     def _verify(self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange]) -> None:
         """Compare a chunk with the fingerprint that the run recorded at this step. Raises `Corrupt`."""
-        record = self._fingerprints.get((rank, step))
+        record = self.fingerprints.get((rank, step))
         if record is None or (step > self.start.step and not self.segment.is_exact):
             return
         digests = record.meta.get("digests")

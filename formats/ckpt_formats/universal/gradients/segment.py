@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,13 @@ class Segment:
     logs: tuple[RankLog, ...]
     limit: int | None = None
     """The last valid step, if the chain states one: later steps were dropped."""
+    earlier_options: Mapping[int, tuple[Mapping[str, Value], ...]] = field(default_factory=dict)
+    """The options of all groups at `first`, by optimizer, if there were steps before."""
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[LoggedUpdate, ...], ...], ...]:
         """The updates of each step, by rank and by step, from the step after `first` on. Only complete steps."""
-        return tuple(tuple(self._steps(rank)) for rank in range(len(self.logs)))
+        return tuple(tuple(self.steps(rank)) for rank in range(len(self.logs)))
 
     @property
     def first(self) -> int:
@@ -119,7 +121,7 @@ class Segment:
 
     def group_options(self, step: int) -> dict[int, tuple[Mapping[str, Value], ...]]:
         """The options of all groups after a step, by optimizer: those that a schedule set for the next step."""
-        options: dict[int, tuple[Mapping[str, Value], ...]] = {}
+        options: dict[int, tuple[Mapping[str, Value], ...]] = dict(self.earlier_options)
         steps = self.updates[0]
         for updates in steps[: step - self.first]:
             options.update((update.optimizer, update.groups) for update in updates)
@@ -157,7 +159,8 @@ class Segment:
         except (ValueError, RecursionError):
             raise Corrupt(f"step {record.step}: its random states are not JSON", where=path) from None
 
-    def _steps(self, rank: int) -> Iterator[tuple[LoggedUpdate, ...]]:
+    def steps(self, rank: int) -> Iterator[tuple[LoggedUpdate, ...]]:
+        """The updates of each complete step of a rank, from the step after `first` on. Raises `Corrupt`."""
         log = self.logs[rank]
         updates: list[LoggedUpdate] = []
         step = self.first + 1
@@ -214,6 +217,16 @@ def open_segment(folder: Path, check: bool = False, limit: int | None = None) ->
     With `check`, the bytes of all chunks are read and checked. Raises `NotFound` if there is no segment, `Incomplete`
     if the file of a rank is missing, and `Corrupt`.
     """
+    layout, heads = open_layout(folder)
+    logs = tuple(scan(folder / rank_file(head.rank), head, check) for head in heads)
+    return Segment(folder, layout, logs, limit)
+
+
+def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
+    """The layout of the segment in a folder, and the heads that the files of its ranks must have.
+
+    Raises as `open_segment`.
+    """
     path = folder / layouts.NAME
     if not path.is_file():
         raise NotFound("not a log of gradients: it has no layout.json", where=folder)
@@ -225,10 +238,7 @@ def open_segment(folder: Path, check: bool = False, limit: int | None = None) ->
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Incomplete(f"of {world} files of ranks, {missing[0]}{more} is missing", where=folder)
-    logs = tuple(
-        scan(folder / rank_file(rank), FileHead(rank, world, layout.first, name), check) for rank in range(world)
-    )
-    return Segment(folder, layout, logs, limit)
+    return layout, tuple(FileHead(rank, world, layout.first, name) for rank in range(world))
 
 
 def _typed(value: Any, where: Path) -> dict[str, Value]:

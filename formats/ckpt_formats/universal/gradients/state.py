@@ -62,8 +62,12 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
             where=segment.folder,
             hint="If the run continues, later steps appear when it writes them.",
         )
-    replay = replay_to(segment, step, base)
-    source = None if base is None else base.checkpoint
+    return checkpoint_of(replay_to(segment, step, base), None if base is None else base.checkpoint)
+
+
+def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoint:
+    """The state that a replay gives. `source`: the base that it starts from, None for the segment's own state."""
+    segment, step = replay.segment, replay.step
     with Reader(check=False) as reader:
         notes = segment.notes(step, reader)
         random = segment.random_states(step, reader)

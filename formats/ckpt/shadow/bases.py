@@ -1,0 +1,91 @@
+"""Bases that a shadow adds to its chain: written beside the chain's other work, checked, and then named."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ckpt.chains.append import folder_name, remove_leftovers
+from ckpt.chains.write import DeltaPolicy, write_base
+from ckpt.pipeline import Resources
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import Locked, Unsupported
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.chain.file import ChainIndex, Member
+
+_WAIT_SECONDS = 60.0
+"""How long to wait for another process that changes the chain."""
+
+
+def add_base(
+    run: Path, source: Checkpoint, step: int, segment: str, check: Callable[[Checkpoint], None], resources: Resources
+) -> Member:
+    """Write the state of a step of a segment as a base, and add it to the chain. Returns the new member.
+
+    The chain is locked only while its list is replaced, so that a run can begin a segment meanwhile. `check` gets the
+    state as it was written, and raises if that has other values. If anything fails, the chain is unchanged: raises
+    `Unsupported` if it has later members now or has dropped the step, `Locked`, `NoSpace` or another `CkptError`.
+    """
+    path = run / folder_name(step)
+    with _locked(run) as chain:
+        _check_place(run, chain, step, segment)
+        remove_leftovers(run, chain, path.name)
+    written = write_base(source, path, step, DeltaPolicy(), resources)
+    try:
+        with _in_use(path / manifest.NAME):
+            check(Universal().read(path, ReadOptions()))
+            with _locked(run) as chain:
+                _check_place(run, chain, step, segment)
+                folder.replace(run, ChainIndex((*chain.members, written.member), chain.segments))
+                if chain.tip is not None:
+                    folder.remove([one for one in [run / chain.tip.folder] if one.exists()])
+    except BaseException:
+        if not _is_named(run, path.name):
+            folder.remove([path])
+        raise
+    return written.member
+
+
+def _check_place(run: Path, chain: ChainIndex, step: int, segment: str) -> None:
+    """Raise `Unsupported` unless the chain still has the step, and no member after it."""
+    logged = next((one for one in chain.segments if one.folder == segment), None)
+    if logged is None or (logged.step is not None and logged.step < step):
+        raise Unsupported(f"the chain has dropped step {step}", where=run)
+    if chain.members and chain.members[-1].step >= step:
+        raise Unsupported(f"the chain has a state of step {chain.members[-1].step} already", where=run)
+
+
+def _is_named(run: Path, name: str) -> bool:
+    chain = folder.peek(run)
+    return chain is not None and any(member.folder == name for member in chain.members)
+
+
+@contextmanager
+def _in_use(path: Path) -> Iterator[None]:
+    """Within, others see that a process uses the folder of this file, and do not remove it as a leftover."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[ChainIndex]:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with ExitStack() as stack:
+        while True:
+            try:
+                chain = stack.enter_context(folder.locked(run))
+                break
+            except Locked:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        assert chain is not None  # it has the segment
+        yield chain

@@ -1,0 +1,275 @@
+"""Follow the log of a chain, from segment to segment, with the states of its last step in memory."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.pipeline import Resources
+from ckpt.shadow.bases import add_base
+from ckpt.shadow.turns import Turns
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.members import open_member
+from ckpt_formats.universal.gradients.held import HeldState
+from ckpt_formats.universal.gradients.segment import rank_file
+from ckpt_formats.universal.gradients.state import Base
+
+_BAND = 8
+"""The maximum number of steps that are applied at once, while nobody can read."""
+_BAND_ELEMENTS = 1 << 31
+"""The maximum number of gradients that are applied at once, if that is more than one step."""
+
+
+@dataclass(frozen=True)
+class ShadowStatus:
+    """Where a shadow is.
+
+    Attributes:
+        step: The step of the states; None before the start of the log is complete.
+        verified: The last step whose states had the hashes that the run recorded.
+        segment: The name of the folder of the segment.
+        parameters: The number of elements that each step changes.
+        nbytes: The bytes of all states in memory.
+        lag_nbytes: The bytes of the log that were not applied yet.
+        lag_steps: About how many steps that is.
+        steps: The number of steps that were applied since the shadow began.
+        seconds: The time that these took.
+        waiting: Why the next bytes of a file are not a complete record; mostly they are still being written.
+    """
+
+    step: int | None
+    verified: int | None
+    segment: str | None
+    parameters: int
+    nbytes: int
+    lag_nbytes: int
+    lag_steps: int
+    steps: int
+    seconds: float
+    waiting: str | None
+
+    @property
+    def rate(self) -> float:
+        """Elements that were stepped in a second."""
+        return self.parameters * self.steps / self.seconds if self.seconds else 0.0
+
+
+class Shadow:
+    """The states of a recorded run at its last complete step. It reads files only; the run does not notice it.
+
+    One thread calls `poll`. Others may call `frozen` and `status` meanwhile.
+    """
+
+    def __init__(self, chain: Path | str, resources: Resources = Resources(), *, base_every: int | None = None) -> None:
+        """Nothing is read before the first `poll`. `base_every`: `poll` stops where a base is due (see `base_due`)."""
+        self.path = Path(chain)
+        self.resources = resources
+        self.base_every = base_every
+        self.has_more = False
+        """Is it worth calling `poll` again without waiting?"""
+        self._last_base = 0
+        self._turns = Turns()
+        self._state: HeldState | None = None
+        self._limit: int | None = None
+        self._seen: tuple[int, ...] | None = None
+        self._steps, self._seconds = 0, 0.0
+        self._start_nbytes, self._start_steps = 0, 0
+
+    @property
+    def step(self) -> int | None:
+        """The step of the states; None if there are none yet."""
+        return None if self._state is None else self._state.step
+
+    @property
+    def verified(self) -> int | None:
+        """The last step whose states had the hashes that the run recorded."""
+        return None if self._state is None else self._state.verified
+
+    def poll(self, upto: int | None = None) -> int:
+        """Apply some of the steps that appeared, none after `upto`. Returns how many: 0 if there are no more now.
+
+        Raises `NotFound` if the chain has no log, `Corrupt` if the log is damaged or gives other values than the run
+        had, and other `CkptError`s. After an error, nothing can be read.
+        """
+        state, self.has_more = self._state, False
+        if state is None:
+            self._open()
+            self.has_more = self._state is not None
+            return 0
+        try:
+            last = state.tail.poll(self._band(state))
+        except Incomplete:  # a file was removed
+            if not self._list_changed():
+                raise
+            self._follow_list(state)
+            return 0
+        limits = (one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None)
+        step = max(state.step, min(*limits, state.step + self._band(state)))
+        if step > state.step or state.tail.fingerprints(step):
+            self.has_more = True
+            return self._advance(state, step)
+        if self._list_changed():
+            self._follow_list(state)
+            self.has_more = self._state is not state or self._limit is not None
+        return 0
+
+    @property
+    def base_due(self) -> bool:
+        """Is a base due at this step? Only at a step of which the run recorded hashes, and the states have them."""
+        state = self._state
+        return state is not None and state.verified == state.step and self._is_due(state.step)
+
+    def write_base(self) -> Member:
+        """Write the state as a base, check what was written, and add it to the chain. Returns the new member.
+
+        The shadow starts from it when it is started again. If this fails, the chain is unchanged. Raises `CkptError`.
+        """
+        state = self._state
+        if state is None:
+            raise Incomplete("the log of gradients has no complete state yet", where=self.path)
+        self._last_base = state.step  # after a failure, the next one is due later
+
+        def check(written: Checkpoint) -> None:
+            state.check_equal(written.parameters, self.resources.workers)
+
+        with self.frozen() as checkpoint:
+            member = add_base(self.path, checkpoint, state.step, state.tail.folder.name, check, self.resources)
+        state.rebase(open_member(self.path, index.read(self.path), member))
+        return member
+
+    @contextmanager
+    def frozen(self, seconds: float | None = None) -> Iterator[Checkpoint]:
+        """The state between two steps. Within the context no step is applied; afterwards it must not be read.
+
+        `seconds`: how long to wait for others; None: without limit. Raises `Incomplete` if that is not enough or if
+        there is no state yet, and the error of a step that failed.
+        """
+        with self._turns.reading(seconds) as entered:
+            if not entered:
+                raise Incomplete("the shadow is busy", where=self.path, hint="Try again later.")
+            if self._state is None:
+                raise Incomplete("the log of gradients has no complete state yet", where=self.path)
+            yield self._state.checkpoint()
+
+    @property
+    def status(self) -> ShadowStatus:
+        """Where the shadow is."""
+        state = self._state
+        if state is None:
+            return ShadowStatus(None, None, None, 0, 0, 0, 0, 0, 0.0, None)
+        tail = state.tail
+        lag = max(0, _files_nbytes(tail.folder, len(tail.layout.ranks)) - tail.applied_nbytes)
+        each = (tail.applied_nbytes - self._start_nbytes) / max(1, state.step - self._start_steps)
+        lag_steps = round(lag / each) if each > 0 else 0
+        waiting = next(iter(tail.torn.values()), None) if lag else None
+        return ShadowStatus(
+            *(state.step, state.verified, tail.folder.name, tail.layout.numel, state.nbytes, lag, lag_steps),
+            *(self._steps, self._seconds, waiting),
+        )
+
+    def _band(self, state: HeldState) -> int:
+        return max(1, min(_BAND, _BAND_ELEMENTS // max(1, state.tail.layout.numel)))
+
+    def _stop(self, state: HeldState, last: int) -> int | None:
+        """The first step after this one where a base is due; None: there is none up to `last`."""
+        if self.base_every is None:
+            return None
+        ranks = len(state.tail.layout.ranks)
+        steps = range(max(state.step + 1, self._last_base + self.base_every), last + 1)
+        return next((step for step in steps if state.tail.fingerprints(step) == ranks), None)
+
+    def _is_due(self, step: int) -> bool:
+        return self.base_every is not None and step >= self._last_base + self.base_every
+
+    def _advance(self, state: HeldState, step: int) -> int:
+        count, began = step - state.step, time.perf_counter()
+        with self._turns.writing():
+            state.advance(step, self.resources.workers)
+        self._steps += count
+        self._seconds += time.perf_counter() - began
+        return count
+
+    def _open(self) -> None:
+        """Load the state of the last segment, if its start is complete."""
+        chain = self._read_list()
+        state = self._find(chain, chain.segments[-1])
+        if state is not None:
+            self._load(chain.segments[-1], state)
+
+    def _load(self, logged: LoggedSteps, state: HeldState) -> None:
+        if self.base_every is not None and not state.tail.window().is_exact:
+            raise Unsupported("a replay of this log is approximate: its states cannot be bases", where=self.path)
+        with self._turns.writing():
+            self._state = None  # the states of the last segment are freed first
+            state.load(self.resources.workers)
+            self._state, self._limit = state, logged.step
+
+    def _find(self, chain: ChainIndex, logged: LoggedSteps) -> HeldState | None:
+        """A segment at the last base that it has reached; None if its start is not complete yet."""
+        bases = [
+            one for one in chain.members if one.step >= logged.first and (one.exact or one.content == logged.parent)
+        ]
+        if logged.step is not None:
+            bases = [one for one in bases if one.step <= logged.step]
+        own = [] if logged.parent is not None else [None]
+        try:
+            for member in [*reversed(bases), *own]:
+                base = None if member is None else Base(member.step, open_member(self.path, chain, member))
+                state = HeldState(self.path / logged.folder, base)
+                if state.find_start(_BAND):
+                    return state
+        except Incomplete:
+            pass  # a rank has no file yet
+        return None
+
+    def _follow_list(self, state: HeldState) -> None:
+        """See whether the segment has ended, and whether another one follows."""
+        chain = self._read_list()
+        logged = next((one for one in chain.segments if one.folder == state.tail.folder.name), None)
+        is_dropped = logged is None or (logged.step is not None and logged.step < state.step)
+        self._limit = None if logged is None else logged.step
+        last = chain.segments[-1]
+        if is_dropped or (last != logged and state.step == self._limit):
+            following = self._find(chain, last)
+            if following is not None:
+                self._load(last, following)
+                return
+            self._seen = None  # its start is not complete: look again
+            if is_dropped:
+                with self._turns.writing():
+                    self._state = None
+
+    def _read_list(self) -> ChainIndex:
+        self._seen = _identity(self.path / index.NAME)
+        chain = index.read(self.path)
+        if not chain.segments:
+            raise NotFound(
+                "the chain has no log of gradients", where=self.path, hint="`ckpt_recorder.Recorder` records one."
+            )
+        newest = max((one.step for one in chain.members), default=chain.segments[-1].first)
+        self._last_base = max(self._last_base, newest)
+        return chain
+
+    def _list_changed(self) -> bool:
+        return self._seen is None or self._seen != _identity(self.path / index.NAME)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        result = os.stat(path)
+    except OSError:
+        return None
+    return (result.st_ino, result.st_size, result.st_mtime_ns)
+
+
+def _files_nbytes(folder: Path, ranks: int) -> int:
+    total = 0
+    for rank in range(ranks):
+        with suppress(OSError):
+            total += os.stat(folder / rank_file(rank)).st_size
+    return total

@@ -1,0 +1,162 @@
+"""What a shadow and its readers send each other: frames with a length and a hash, after the proof of a token.
+
+    reader                       shadow
+                                 HELLO   JSON: protocol, nonce, whether a token is demanded
+    LOGIN  JSON: nonce, proof
+                                 STATE   JSON: the checkpoint without values; from now on the state is frozen
+    READ   tensor, chunk
+                                 VALUES  the values of the chunk, little-endian, C order
+
+Instead of an answer, the shadow may send ERROR, and then it ends the connection. The state is frozen until the
+connection ends. A frame is a head of 24 bytes and a body: `CKSH`, the kind, zeros, the length of the body, and the
+XXH3-64 of the body.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+
+import xxhash
+
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+
+PROTOCOL = 1
+HEAD = Struct("<4sB3xQQ")
+MAGIC = b"CKSH"
+READ = Struct("<II")
+CHUNK_NBYTES = 1 << 20
+"""The maximum size of the values in a frame in bytes."""
+MAX_REQUEST = 1 << 12
+"""The maximum size of a frame of a reader in bytes."""
+MAX_STATE = 1 << 28
+"""The maximum size of the text of a checkpoint in bytes."""
+NONCE = 32
+"""Bytes of a nonce."""
+MIN_TOKEN = 16
+"""The minimum length of a token in bytes."""
+
+
+class FrameKind(IntEnum):
+    """The kind of a frame."""
+
+    HELLO = 1
+    LOGIN = 2
+    STATE = 3
+    READ = 4
+    VALUES = 5
+    ERROR = 6
+
+
+KINDS = frozenset(FrameKind)
+
+
+class PeerGone(CkptError):
+    """The other side ended the connection, or was too slow."""
+
+
+@dataclass(frozen=True)
+class NetworkAddress:
+    """Where a shadow listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Is it only reached from the same machine?"""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(text: str) -> NetworkAddress:
+    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `Unsupported`."""
+    host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
+        raise Unsupported(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
+    return NetworkAddress(host, int(port))
+
+
+def check_token(token: bytes) -> bytes:
+    """The token. Raises `Unsupported` if it is too short to be secret."""
+    if len(token) < MIN_TOKEN:
+        raise Unsupported(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
+    return token
+
+
+def proof(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """The proof that a reader knows the token: HMAC-SHA-256 of both nonces."""
+    return hmac.new(token, b"ckpt-shadow-1" + server_nonce + client_nonce, hashlib.sha256).digest()
+
+
+def send(peer: socket.socket, kind: FrameKind, body: bytes | memoryview, seconds: float) -> None:
+    """Send a frame within so many seconds. Raises `PeerGone`."""
+    head = HEAD.pack(MAGIC, kind, len(body), xxhash.xxh3_64_intdigest(body))
+    try:
+        peer.settimeout(seconds)
+        peer.sendall(head)
+        peer.sendall(body)
+    except OSError as error:
+        raise PeerGone(f"the connection ended: {error}") from None
+
+
+def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[FrameKind, bytearray]:
+    """The kind and the body of the next frame, complete within so many seconds.
+
+    Raises `PeerGone`, and `Corrupt` if it is no frame, is longer than `max_nbytes` or does not have its hash.
+    """
+    deadline = time.monotonic() + seconds
+    magic, kind, nbytes, digest = HEAD.unpack(_receive(peer, HEAD.size, deadline))
+    if magic != MAGIC or kind not in KINDS:
+        raise Corrupt("not a frame of a shadow's protocol")
+    if nbytes > max_nbytes:
+        raise Corrupt(f"a frame of {nbytes} bytes, more than {max_nbytes}")
+    body = _receive(peer, nbytes, deadline)
+    if xxhash.xxh3_64_intdigest(body) != digest:
+        raise Corrupt("a frame does not have its hash: it was damaged on the way")
+    return FrameKind(kind), body
+
+
+def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:
+    """So many bytes. Memory is taken as they arrive, because a hostile peer may only announce them."""
+    content = bytearray()
+    try:
+        while len(content) < nbytes:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise PeerGone("the other side is too slow")
+            peer.settimeout(remaining)
+            part = peer.recv(min(nbytes - len(content), 1 << 20))
+            if not part:
+                raise PeerGone("the other side ended the connection")
+            content += part
+    except OSError as error:
+        raise PeerGone(f"the connection ended: {error}") from None
+    return content
+
+
+ERRORS: dict[str, type[CkptError]] = {
+    "corrupt": Corrupt,
+    "incomplete": Incomplete,
+    "not found": NotFound,
+    "unsupported": Unsupported,
+}
+"""The errors that a shadow names to its readers."""
+
+
+def error_name(error: CkptError) -> str:
+    """The name of an error's kind in a frame."""
+    return next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "incomplete")

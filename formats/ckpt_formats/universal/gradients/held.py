@@ -1,0 +1,473 @@
+"""A segment of the log that grows, and the states of its last complete step in memory: what `ckpt shadow` holds.
+
+The files of all ranks are read on from where the last complete record ended. A step is applied to all chunks when every
+rank has it, with the arithmetic of `replay`, so the states are always those of one step. Memory: the states, the
+records of a few steps without their gradients, and a chunk of gradients for each thread.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_codecs.optimizers import WEIGHTS
+from ckpt_formats.core.checkpoint import Checkpoint, Edit, Parameter
+from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients.record import HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
+from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
+from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, open_layout, rank_file
+from ckpt_formats.universal.gradients.state import Base, checkpoint_of
+
+_RECORDS = 64
+"""The number of records of a rank that are read at once."""
+_MAX_PENDING = 1 << 20
+"""The maximum number of records of one step. A log with more is damaged."""
+
+Options = dict[int, tuple[Mapping[str, Value], ...]]
+"""The options of all groups, by optimizer."""
+
+
+@dataclass(frozen=True)
+class Followed(Edit):
+    """The checkpoint is the state of a log at the step to which it was followed."""
+
+    folder: Path
+    run: str
+    step: int
+
+
+class SegmentTail:
+    """The records of a segment that were read and not yet applied, and the facts about its steps that stay.
+
+    Attributes:
+        step: The last step that was applied. It begins as that of the layout.
+        counts: For each rank, the number of steps that each vector has taken: (vectors,) int64.
+        options: The options of all groups after `step`.
+        first_updates: The first update of each optimizer up to the step `start`.
+    """
+
+    def __init__(self, folder: Path, start: int | None) -> None:
+        """Open a segment, to check its records from step `start` on; None: from its first. Raises as `open_segment`."""
+        self.folder = folder
+        self.layout, self._heads = open_layout(folder)
+        self.step = self.layout.first
+        self.start = self.layout.first if start is None else start
+        self.counts = [np.array([vector.count for vector in rank.vectors], np.int64) for rank in self.layout.ranks]
+        self.options: Options = {}
+        self.first_updates: dict[int, LoggedUpdate] = {}
+        ranks = range(len(self._heads))
+        self._logs = [RankLog(folder / rank_file(rank), (), 0, 0, None) for rank in ranks]
+        self._pending: list[list[LogRecord]] = [[] for _ in ranks]
+        self._applied: list[list[LogRecord]] = [[] for _ in ranks]
+        self._states: list[list[LogRecord]] = [[] for _ in ranks]
+        self._started, self._ended = [False for _ in ranks], [False for _ in ranks]
+
+    @property
+    def has_start(self) -> bool:
+        """Does every rank have the complete state at the start of the segment?"""
+        return all(self._started)
+
+    @property
+    def has_ended(self) -> bool:
+        """Did every rank close its log, and were all complete steps applied?"""
+        return all(self._ended) and self.window().last <= self.step
+
+    @property
+    def torn(self) -> dict[Path, str]:
+        """Why the bytes after the last complete record of a file are not one, by file. Mostly they are to grow."""
+        return {log.path: log.torn for log in self._logs if log.torn is not None}
+
+    @property
+    def applied_nbytes(self) -> int:
+        """The bytes of all files up to the first gradients that were not applied."""
+        waiting = ((r.begin - HEAD.size for r in records if r.kind is Kind.GRADIENTS) for records in self._pending)
+        return sum(min(begins, default=log.end) for begins, log in zip(waiting, self._logs, strict=True))
+
+    def poll(self, max_steps: int) -> int:
+        """Read the records that appeared, of about `max_steps` steps. Returns the last step that all ranks have.
+
+        Raises `Corrupt` if the log is damaged, and `Incomplete` if a file is missing.
+        """
+        for rank, head in enumerate(self._heads):
+            while sum(1 for _ in self.window().steps(rank)) < max_steps:
+                log = scan_after(self._logs[rank], head, self.start, _RECORDS)
+                self._logs[rank] = replace(log, records=())
+                if not log.records:
+                    break
+                self._pending[rank] += log.records
+                if len(self._pending[rank]) > _MAX_PENDING:
+                    raise Corrupt(f"step {self.step + 1} has too many records", where=log.path)
+        self._keep_other_records()
+        return self.window().last
+
+    def window(self) -> Segment:
+        """The steps after `step` that were read."""
+        return self._segment(self.step, self._pending)
+
+    def last_step(self) -> Segment:
+        """The step `step` with all its records, and the steps after it that were read."""
+        first = self.step - (self.step > self.layout.first)
+        return self._segment(first, [a + b for a, b in zip(self._applied, self._pending, strict=True)])
+
+    def stored_states(self) -> Segment:
+        """The states that the segment itself stores, without any step."""
+        return self._segment(self.layout.first, self._states)
+
+    def fingerprints(self, step: int) -> int:
+        """How many ranks have a fingerprint of this step that was read and not yet compared."""
+        return sum(any(_is_fingerprint(record, step) for record in records) for records in self._pending)
+
+    def move_to(self, step: int) -> None:
+        """Forget the gradients of all steps up to `step`, and all fingerprints of earlier ones."""
+        window = self.window()
+        for updates in window.updates[0][: step - self.step]:
+            for update in updates:
+                self.options[update.optimizer] = update.groups
+        for steps in window.updates:
+            for number, updates in enumerate(steps[: step - self.step], self.step + 1):
+                for update in updates:
+                    if number <= self.start:
+                        self.first_updates.setdefault(update.optimizer, update)
+        self.counts = [self.counts_after(window, rank, step)[-1] for rank in range(len(self._heads))]
+        if step > self.step:
+            self._applied = [[r for r in records if not _is_of_one_step(r)] for records in self._applied]
+        self.step = step
+        for applied, pending in zip(self._applied, self._pending, strict=True):
+            applied += (r for r in pending if r.kind is Kind.GRADIENTS and r.step == step)
+            pending[:] = (r for r in pending if r.step > step or r.kind is not Kind.GRADIENTS)
+        self._keep_other_records()
+
+    def drop_fingerprints(self) -> None:
+        """Forget the fingerprints of the steps up to `step`, which were compared."""
+        for pending in self._pending:
+            pending[:] = (r for r in pending if r.kind is not Kind.FINGERPRINT or r.step > self.step)
+
+    def counts_after(self, window: Segment, rank: int, step: int) -> list[Array]:
+        """The counts of a rank at each step from `self.step` to `step`: each (vectors,) int64."""
+        rows = [self.counts[rank]]
+        optimizers = np.array([vector.optimizer for vector in self.layout.ranks[rank].vectors], np.int64)
+        for updates in window.updates[rank][: step - self.step]:
+            row = rows[-1].copy()
+            for update in updates:
+                if update.vectors is None:
+                    row[optimizers == update.optimizer] += 1
+                else:
+                    row[list(update.vectors)] += 1
+            rows.append(row)
+        return rows
+
+    def _segment(self, first: int, records: Sequence[list[LogRecord]]) -> Segment:
+        logs = tuple(replace(log, records=tuple(of)) for log, of in zip(self._logs, records, strict=True))
+        return Segment(self.folder, replace(self.layout, first=first), logs, None, self.options)
+
+    def _keep_other_records(self) -> None:
+        """Keep the records of applied steps that are no gradients, as far as they are needed."""
+        for rank, pending in enumerate(self._pending):
+            for record in pending:
+                if record.step > self.step or record.kind in (Kind.GRADIENTS, Kind.SKIPPED):
+                    continue
+                if record.kind is Kind.STATE:
+                    self._states[rank].append(record)
+                elif record.kind is Kind.END:
+                    self._ended[rank] = True
+                elif record.kind is Kind.FINGERPRINT:
+                    self._started[rank] |= bool(self._states[rank]) and record.step == self.layout.first
+                elif rank == 0 and (record.kind is Kind.BUFFERS or record.step == self.step):
+                    self._applied[0].append(record)
+            pending[:] = (
+                r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_fingerprint(r, self.step)
+            )
+        self._applied[0] = _without_old_buffers(self._applied[0])
+
+
+def _is_fingerprint(record: LogRecord, step: int) -> bool:
+    return record.kind is Kind.FINGERPRINT and record.step == step
+
+
+def _is_of_one_step(record: LogRecord) -> bool:
+    return record.kind is not Kind.BUFFERS
+
+
+def _without_old_buffers(records: list[LogRecord]) -> list[LogRecord]:
+    """Without the records of buffers that later records replace."""
+    names = set[str]()
+    remaining = []
+    for record in reversed(records):
+        if record.kind is Kind.BUFFERS:
+            rows = record.meta.get("tensors")
+            own = {str(row[0]) for row in rows if isinstance(row, list) and row} if isinstance(rows, list) else set()
+            if own and own <= names:
+                continue
+            names |= own
+        remaining.append(record)
+    return remaining[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class _HeldReplay(SegmentReplay):
+    """A replay that continues from states in memory."""
+
+    state: "HeldState" = field(kw_only=True)
+
+    @cached_property
+    def states_of(self) -> tuple[tuple[str, ...], ...]:
+        firsts = {**self.first_updates, **self.state.tail.first_updates}
+        return tuple(self.state.names_of(number, firsts.get(number), self) for number in range(len(self.state.names)))
+
+    @cached_property
+    def count_rows(self) -> list[list[Array]]:
+        """For each rank, the counts at each step from `segment.first` on."""
+        tail = self.state.tail
+        return [tail.counts_after(self.segment, rank, self.step) for rank in range(len(self.segment.logs))]
+
+    def counts(self, rank: int, step: int) -> Array:
+        tail = self.state.tail
+        return tail.counts[rank] if step == tail.step else self.count_rows[rank][step - tail.step]
+
+    def chunk(self, rank: int, index: int, reader: Reader) -> States:
+        return self.state.chunk(rank, index)
+
+    def prepare(self) -> None:
+        """Compute what all chunks need, before threads do so at the same time."""
+        self.segment.updates, self.codec, self.count_rows, self.fingerprints  # noqa: B018
+
+    def advance_chunk(self, rank: int, index: int, reader: Reader) -> None:
+        """Apply all steps to a chunk. Raises `Corrupt`."""
+        ranges = list(self.segment.layout.ranks[rank].ranges(index))
+        self.advance(rank, index, ranges, self.state.chunk(rank, index), self.segment.first, reader)
+
+
+@dataclass(frozen=True, eq=False)
+class _StartReplay(SegmentReplay):
+    """The states at the start of a replay."""
+
+    names: tuple[tuple[str, ...], ...] = field(kw_only=True)
+    counts_at_start: Sequence[Array] = field(kw_only=True)
+
+    @cached_property
+    def states_of(self) -> tuple[tuple[str, ...], ...]:
+        return self.names
+
+    def counts(self, rank: int, step: int) -> Array:
+        return self.counts_at_start[rank]
+
+    def start_of(self, rank: int, index: int, reader: Reader) -> States:
+        """A chunk of all states at the start. Raises `Corrupt` or `Incomplete`."""
+        layout = self.segment.layout.ranks[rank]
+        low, high = layout.chunk_bounds(index)
+        return self._start(rank, index, list(layout.ranges(index)), high - low, reader)
+
+
+class HeldState:
+    """All states of a segment in memory, at one step. Threads must not share one.
+
+    Attributes:
+        tail: The segment.
+        base: The state from which it is followed; None: the one that the segment itself stores.
+        names: For each optimizer, the names of the states that it changes, the weights first.
+        verified: The last step at which all states had the hashes that the run recorded.
+    """
+
+    def __init__(self, folder: Path, base: Base | None) -> None:
+        """Open a segment, and read nothing else. Raises as `open_segment`."""
+        self.base = base
+        self.tail = SegmentTail(folder, None if base is None else base.step)
+        self.names: tuple[tuple[str, ...], ...] = ()
+        self.verified: int | None = None
+        layout = self.tail.layout
+        self._arrays: list[dict[str, Array]] = [{} for _ in layout.ranks]
+        self._stepped = set[int]()
+        self._counts_at_start: list[Array] = []
+        self._error: CkptError | None = None
+        self._chunks = [(rank, i) for rank, one in enumerate(layout.ranks) for i in range(one.chunk_count)]
+
+    @property
+    def step(self) -> int:
+        return self.tail.step
+
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self.names)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all states."""
+        return sum(array.nbytes for arrays in self._arrays for array in arrays.values())
+
+    def chunk(self, rank: int, index: int) -> States:
+        """A chunk of all states: views, which change with the next step."""
+        low, high = self.tail.layout.ranks[rank].chunk_bounds(index)
+        return {name: array[low:high] for name, array in self._arrays[rank].items()}
+
+    def find_start(self, max_steps: int) -> bool:
+        """Read the log up to the base, about `max_steps` steps at once. Is the start of the replay complete there?"""
+        tail = self.tail
+        while (last := tail.poll(max_steps)) > tail.step and tail.step < tail.start:
+            tail.move_to(min(last, tail.start))
+        return tail.step == tail.start and (self.base is not None or tail.has_start)
+
+    def load(self, workers: int) -> None:
+        """Read the states at the start, after `find_start`. Raises `CkptError`."""
+        tail = self.tail
+        self._counts_at_start = tail.counts
+        names = tuple(self._names_at_start(number) for number in range(len(tail.layout.optimizers)))
+        self._load(names, workers)
+        self.names = names
+
+    def advance(self, step: int, workers: int) -> None:
+        """Apply all steps up to `step`, which all ranks have, and compare with all fingerprints on the way.
+
+        Raises `CkptError`; then there is no valid state any more, and each later call raises the error again.
+        """
+        self._raise_error()
+        tail = self.tail
+        compared = [number for number in range(tail.step, step + 1) if tail.fingerprints(number)]
+        if step == tail.step and not compared:
+            return
+        ranks = len(tail.layout.ranks)
+        verified = [number for number in compared if tail.fingerprints(number) == ranks]
+        self._error = Corrupt("a step was interrupted", where=tail.folder)
+        try:
+            self._add_names(step, workers)
+            replay = self._replay(tail.window(), step)
+            replay.prepare()
+            self._for_each_chunk(replay.advance_chunk, workers)
+        except CkptError as error:
+            self._error = error
+            raise
+        self._error = None
+        tail.move_to(step)
+        tail.drop_fingerprints()
+        self.verified = max(verified, default=self.verified)
+
+    def checkpoint(self) -> Checkpoint:
+        """The states of the last step as a checkpoint: the same as that of `state.checkpoint_at`.
+
+        It must not be read any more when the next step is applied.
+        """
+        self._raise_error()
+        if self.base is not None and self.step == self.base.step:
+            return self.base.checkpoint
+        source = None if self.base is None else self.base.checkpoint
+        with unrecorded():  # the log grows
+            checkpoint = checkpoint_of(self._replay(self.tail.last_step(), self.step), source)
+        history = (Followed(self.tail.folder, self.tail.layout.run, self.step),)
+        return replace(checkpoint, identities={} if source is None else source.identities, history=history)
+
+    def rebase(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint with the states of the last step as the base from now on."""
+        self.base, self.tail.start = Base(self.step, checkpoint), self.step
+        self._counts_at_start = self.tail.counts
+
+    def check_equal(self, parameters: Mapping[str, Parameter], workers: int) -> None:
+        """Raise `Corrupt` unless the states of a checkpoint have the same bits as these."""
+        tail = self.tail
+        start = StartState(tail.step, parameters)
+        other = _StartReplay(tail.stored_states(), tail.step, start, names=self.names, counts_at_start=tail.counts)
+
+        def compare(rank: int, index: int, reader: Reader) -> None:
+            states = other.start_of(rank, index, reader)
+            for name, values in self.chunk(rank, index).items():
+                if hash_values(values) != hash_values(states[name]):
+                    raise Corrupt(f"{name!r} of chunk {index} of rank {rank} differs from the state in memory")
+
+        self._for_each_chunk(compare, workers)
+
+    def names_of(self, optimizer: int, first: LoggedUpdate | None, replay: SegmentReplay) -> tuple[str, ...]:
+        """The names of the states of an optimizer. `first`: an update of it, if there is one."""
+        names = self.names[optimizer]
+        if optimizer in self._stepped or first is None:
+            return names
+        stepped = _stepped_names(replay, first)
+        return tuple(name for name in names if name == WEIGHTS or name in stepped)
+
+    def _replay(self, segment: Segment, step: int) -> _HeldReplay:
+        return _HeldReplay(segment, step, StartState(self.tail.start, None), state=self)
+
+    def _names_at_start(self, optimizer: int) -> tuple[str, ...]:
+        segment = self.tail.stored_states()
+        names = [str(record.meta.get("state")) for record in segment.records(0, Kind.STATE)]
+        first = self.tail.first_updates.get(optimizer)
+        if first is not None:
+            stepped = _stepped_names(SegmentReplay(segment, self.step, StartState(self.step, None)), first)
+            names = [name for name in names if name in stepped]
+        return tuple(dict.fromkeys([WEIGHTS, *names]))
+
+    def _add_names(self, step: int, workers: int) -> None:
+        """Read the states of optimizers that step for the first time now."""
+        window = self.tail.window()
+        replay = SegmentReplay(window, step, StartState(self.step, None))
+        names, missing = list(self.names), [tuple[str, ...]()] * len(self.names)
+        for updates in (updates for steps in window.updates for updates in steps[: step - self.step]):
+            for update in updates:
+                number = update.optimizer
+                if number not in self._stepped:
+                    names[number] = tuple(dict.fromkeys([WEIGHTS, *_stepped_names(replay, update)]))
+                    missing[number] = tuple(name for name in names[number] if name not in self.names[number])
+                    self._stepped.add(number)
+        if any(missing):
+            self._load(tuple(missing), workers)
+        self.names = tuple(names)
+        remaining = {name for one in names for name in one}
+        self._arrays = [{name: of[name] for name in of if name in remaining} for of in self._arrays]
+
+    def _load(self, names: tuple[tuple[str, ...], ...], workers: int) -> None:
+        """Read these states at the start, for each optimizer by their names."""
+        tail = self.tail
+        for arrays, layout in zip(self._arrays, tail.layout.ranks, strict=True):
+            for name in dict.fromkeys(name for one in names for name in one):
+                arrays.setdefault(name, np.zeros(layout.size, np.float32))
+        start = StartState(tail.start, None if self.base is None else self.base.checkpoint.parameters)
+        counts = self._counts_at_start
+        replay = _StartReplay(tail.stored_states(), tail.start, start, names=names, counts_at_start=counts)
+
+        def load_chunk(rank: int, index: int, reader: Reader) -> None:
+            layout = tail.layout.ranks[rank]
+            states, begin = replay.start_of(rank, index, reader), layout.chunk_bounds(index)[0]
+            for one in layout.ranges(index):
+                for name in names[layout.vectors[one.part.vector].optimizer]:
+                    target = self._arrays[rank][name][begin + one.offset : begin + one.offset + one.size]
+                    target[:] = states[name][one.offset : one.offset + one.size]
+
+        self._for_each_chunk(load_chunk, workers)
+
+    def _for_each_chunk(self, work: Callable[[int, int, Reader], None], workers: int) -> None:
+        """Call `work` for each chunk, in threads. Raises the first error of a call; then no further call begins."""
+        chunks = deque(self._chunks)
+
+        def run() -> None:
+            with Reader(check=False) as reader:
+                while True:
+                    try:
+                        rank, index = chunks.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        work(rank, index, reader)
+                    except BaseException:
+                        chunks.clear()
+                        raise
+
+        if workers == 1 or len(chunks) == 1:
+            run()
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            for task in [pool.submit(run) for _ in range(min(workers, len(chunks)))]:
+                task.result()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _stepped_names(replay: SegmentReplay, update: LoggedUpdate) -> list[str]:
+    """The names of the states that a call of an optimizer changes."""
+    return [name for group in range(len(update.groups)) for name in replay.step_of(update, group).states]
