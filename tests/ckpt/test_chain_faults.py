@@ -27,7 +27,7 @@ STEPS = 4
 ROOM = 100 << 10
 """Bytes, less than a delta or a base takes."""
 STOPS = 6
-"""At so many points of a restore, evenly from its first change to its last."""
+"""At so many points of a restore, evenly from its first change on."""
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,8 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
     many = points(restore, folder)
     assert is_state(out, whole / "step4")
     unfinished = 0
-    for point in spread(many, STOPS):
+    # When all values are written, an interrupt comes too late, and the restore is finished: about half of the changes.
+    for point in spread(many if stop is killed else many // 2, STOPS):
         shutil.rmtree(out)
         seen.unlink(missing_ok=True)
         stop(restore, folder, point)

@@ -79,7 +79,7 @@ class ShadowConnection:
         self._socket.close()
 
     def values(self, tensor: int, index: int, size: int, dtype: DType) -> Array:
-        """A chunk of a tensor, (size,) of its type. Raises `Corrupt`, and `Incomplete` if the shadow is gone."""
+        """A chunk of a tensor: (size,) of `dtype`. Raises `Corrupt`, and `Incomplete` if the shadow is gone."""
         with self._lock:
             try:
                 wire.send(self._socket, FrameKind.READ, wire.READ.pack(tensor, index), SECONDS)

@@ -55,7 +55,7 @@ class FrameKind(IntEnum):
 KINDS = frozenset(FrameKind)
 
 
-class PeerGone(CkptError):
+class PeerGone(Incomplete):
     """The other side ended the connection, or was too slow."""
 
 
