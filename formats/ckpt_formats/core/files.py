@@ -431,6 +431,9 @@ def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
 
 
 def _is_valid(seal: Seal, evidence: list[Evidence], reader: Reader) -> bool:
+    for one in evidence:
+        if (one.start, one.stop) == (0, seal.nbytes):
+            return one.digest == seal.digest
     if seal.chunk_nbytes and seal.leaves is not None:
         return _chunks_are_valid(seal, seal.leaves.digests, evidence, reader)
     return _digest(seal, evidence, reader) == seal.digest
@@ -463,9 +466,6 @@ def _chunks_are_valid(seal: Seal, expected: bytes, evidence: Iterable[Evidence],
 
 def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
     """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
-    for one in evidence:
-        if (one.start, one.stop) == (0, seal.nbytes):
-            return one.digest
     if seal.kind == "crc32":
         return _crc(seal, evidence, reader)
     if seal.chunk_nbytes or seal.leaves is not None:
