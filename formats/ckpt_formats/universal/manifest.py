@@ -165,13 +165,20 @@ def load(path: Path) -> Manifest:
     """
     if is_single(path):
         last = last_entries(path)
-        return _manifest(sealed_json.parse(last.manifest.read(), path, _KIND), last.index, last.original, path)
-    index, original = FileRange(path.parent / INDEX, 0, -1), FileRange(path.parent / ORIGINAL, 0, -1)
-    return _manifest(sealed_json.load(path, _MAX_BYTES, _KIND), index, original, path)
+        index, content = last.read_index_and_manifest()
+        return _manifest(sealed_json.parse(content, path, _KIND), index, last.begin, last.original, path)
+    original = FileRange(path.parent / ORIGINAL, 0, -1)
+    return _manifest(sealed_json.load(path, _MAX_BYTES, _KIND), None, None, original, path)
 
 
-def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRange | None, path: Path) -> Manifest:
-    """The manifest of these fields. A length of -1 is that of a file of its own, which the fields state."""
+def _manifest(
+    fields: dict[str, Any], index: bytes | None, begin: int | None, original_at: FileRange | None, path: Path
+) -> Manifest:
+    """The manifest of these fields.
+
+    `index`: its bytes; None if it is in a file of its own. `begin`: where the states end in a single file. The length
+    -1 of the original form is that of a file of its own, which the fields state.
+    """
     check = FieldReader(path)
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
@@ -190,18 +197,17 @@ def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRang
     check.true(origin.get("version") is None or isinstance(origin["version"], str), "origin.version")
     aliases = check.mapping(fields, "aliases")
     packs = _packs(fields, path, check)
-    if is_single(path):
-        begin = index_at.offset if original_at is None else original_at.offset
+    if begin is not None:
         is_own = len(packs) == 1 and packs[0].owner is None and packs[0].nbytes == begin
         check.true(is_own, "packs: they are not the states of this file")
         check.true(fields.get("parent") is None, "parent: a single file has none")
-    index = _index(index_at, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
+    entries = _index(index, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
     manifest = Manifest(
         Origin(check.text(origin, "engine"), origin.get("version"), step, check.values(origin, "layout")),
-        index,
+        entries,
         packs,
         tuple(
-            Group(check.values(group, "options"), _names(check.sequence(group, "parameters"), index, check))
+            Group(check.values(group, "options"), _names(check.sequence(group, "parameters"), entries, check))
             for group in check.sequence(fields, "groups")
         ),
         dict(zip(aliases, check.texts(aliases.values(), "aliases"), strict=True)),
@@ -210,16 +216,16 @@ def _manifest(fields: dict[str, Any], index_at: FileRange, original_at: FileRang
         _parent(fields, check),
         load_original(fields, check, original_at),
     )
-    needs_parent = bool(index.with_deltas())
+    needs_parent = bool(entries.with_deltas())
     check.true(not needs_parent or manifest.parent is not None, "parent: there are deltas, but no parent is named")
     role = ROLES.index("extra")
     missing = sorted(
         name
         for name in tensor_names(manifest.extras)
-        if name not in index.numbers or index.columns["parameter.role"][index.numbers[name]] != role
+        if name not in entries.numbers or entries.columns["parameter.role"][entries.numbers[name]] != role
     )
     check.true(not missing, f"extras: they name tensor {missing[:1]}, which does not exist")
-    check.true(not index.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
+    check.true(not entries.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
     check.true(fields.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
 
@@ -282,13 +288,14 @@ def _pack_fields(pack: Pack) -> list[Any]:
     return own if pack.owner is None else [*own, pack.owner.folder, pack.owner.number]
 
 
-def _index(at: FileRange, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
+def _index(data: bytes | None, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
+    path = check.path.parent / INDEX if data is None else check.path
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
-    data = at.read() if at.nbytes >= 0 else _index_file(at.path, nbytes)
+    data = _index_file(path, nbytes) if data is None else data
     if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
-        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=at.path)
-    index = Index(columns.load(data, TYPES, at.path), tables)
-    check_index(index, packs, at.path)
+        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=path)
+    index = Index(columns.load(data, TYPES, path), tables)
+    check_index(index, packs, path)
     return index
 
 

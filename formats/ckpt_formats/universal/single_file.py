@@ -47,6 +47,11 @@ class LastEntries:
         """The first byte of them, where the states end."""
         return self.index.offset if self.original is None else self.original.offset
 
+    def read_index_and_manifest(self) -> tuple[bytes, bytes]:
+        """The bytes of both, with one read, because a read of a store takes long. Raises as `FileRange.read`."""
+        data = FileRange(self.index.path, self.index.offset, self.manifest.end - self.index.offset).read()
+        return data[: self.index.nbytes], data[self.index.nbytes :]
+
 
 def is_single(path: Path) -> bool:
     """Whether a checkpoint at this path is one file, which its name states."""
