@@ -37,6 +37,7 @@ COMMANDS = {
     "append": "ckpt_cli.commands.append:append",
     "restore": "ckpt_cli.commands.restore:restore",
     "shadow": "ckpt_cli.commands.shadow:shadow",
+    "serve": "ckpt_cli.commands.serve:serve",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
     "plan": "ckpt_cli.commands.plan:plan",

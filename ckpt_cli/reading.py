@@ -24,6 +24,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
+    from ckpt.shadow.connection import Credentials
     from ckpt_formats.core.layout import Rule
 
 _MAX_ORDER = 1 << 28
@@ -68,16 +69,22 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
     return state
 
 
-def open_from_shadow(address: str) -> Checkpoint:
-    """The state of the shadow at `tcp://HOST:PORT`, frozen until the command ends."""
-    from ckpt.shadow.client import Credentials, ShadowConnection
-    from ckpt.shadow.wire import parse_address
+def open_from_shadow(addresses: str) -> Checkpoint:
+    """The state of the shadow at `tcp://HOST:PORT`, or of those of all parts, frozen until the command ends."""
+    from ckpt.shadow.joined import JoinedShadows
+    from ckpt.shadow.wire import parse_addresses
+
+    shadows = JoinedShadows(parse_addresses(addresses), shadow_credentials())
+    click.get_current_context().call_on_close(shadows.close)
+    return shadows.checkpoint
+
+
+def shadow_credentials() -> "Credentials":
+    """What the environment says of listeners: the token, and the certificates to trust."""
+    from ckpt.shadow.connection import Credentials
 
     certificate = os.environ.get("CKPT_SHADOW_CERTIFICATE")
-    credentials = Credentials(shadow_token(), None if certificate is None else Path(certificate))
-    connection = ShadowConnection(parse_address(address), credentials)
-    click.get_current_context().call_on_close(connection.close)
-    return connection.checkpoint
+    return Credentials(shadow_token(), None if certificate is None else Path(certificate))
 
 
 def shadow_token() -> bytes | None:

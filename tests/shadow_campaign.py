@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from ckpt.pipeline import Resources
-from ckpt.shadow import server
+from ckpt.shadow import listener, server
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.follow import follow
 from ckpt.shadow.server import Server
@@ -102,7 +102,7 @@ def _check_run(run: Path, finished: Path, truth: dict[int, State]) -> None:
 
 def send_noise(peers: int, place: Path, seed: int) -> dict[str, int]:
     """Let so many hostile peers connect, several at a time."""
-    server.LOGIN_SECONDS = server.IDLE_SECONDS = 0.5
+    listener.LOGIN_SECONDS = server.IDLE_SECONDS = 0.5
     run = place / "listening.chain"
     log_with_fingerprints(STEPS, 3).write(run)
     shadow = Shadow(run, Resources(workers=1))

@@ -121,3 +121,87 @@ def noise(seed: int) -> Peer:
         peer.sendall(bytes(content[:stop]))
 
     return act
+
+
+# Those of a server of a log
+
+
+def ask(content: object) -> bytes:
+    """The bytes of a request."""
+    return frame(FrameKind.ASK, json.dumps(content).encode())
+
+
+def asks(content: object, raw: bytes | None = None) -> Peer:
+    """Logs in, sends a request, and must get an error, or nothing."""
+
+    def act(peer: socket.socket) -> None:
+        log_in(peer)
+        peer.sendall(ask(content) if raw is None else raw)
+        answer = until_end(peer)
+        assert not answer or answer[4] == FrameKind.ERROR, f"it got {FrameKind(answer[4]).name}"
+
+    return act
+
+
+def _takes_nothing(peer: socket.socket) -> None:
+    """Asks for the log again and again, and never reads it."""
+    log_in(peer)
+    peer.settimeout(0.5)
+    try:
+        for _ in range(2000):
+            peer.sendall(ask({"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
+    except OSError:
+        pass
+
+
+def _asks_and_leaves(peer: socket.socket) -> None:
+    log_in(peer)
+    peer.sendall(ask({"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
+    peer.recv(10)
+
+
+SEGMENT = "gradients-0000000000"
+_LOG = {"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 10]}
+_FILE = {"ask": "file", "folder": SEGMENT, "file": "layout.json", "range": [0, 10]}
+_GROWN = {"ask": "grown", "folder": SEGMENT, "list": "", "nbytes": [0, 0], "seconds": 0}
+_HOSTILE_VALUES: tuple[object, ...] = (
+    *(None, True, -1, 1.5, 1 << 70, "", "x", "..", "../..", "/etc", "a/../../b", "\0", [], [1], {}, {"a": 1}),
+    *([-1, 1], [0, -1], [0, 1 << 62], [1 << 62, 1], [0.5, 1], ["0", 1], [0, 1, 2], [None, None], [True, True]),
+)
+LOG_HOSTILE: dict[str, Peer] = {
+    name: HOSTILE[name]
+    for name in (
+        *("silent", "leaves at once", "another protocol", "half a head", "too long", "longer than it says"),
+        *("a wrong hash", "an unknown kind", "no JSON", "deep JSON", "numbers", "a list", "no texts", "no nonce"),
+        *("reads before its login", "another kind of login"),
+    )
+}
+LOG_HOSTILE |= {
+    "a deep request": asks(None, frame(FrameKind.ASK, b"[" * 60_000)),
+    "a long request": asks(None, frame(FrameKind.ASK, b" " * (1 << 17))),
+    "no request": asks(None, frame(FrameKind.ASK, b"\xff")),
+    "another frame": asks(None, frame(FrameKind.READ, json.dumps(_LOG).encode())),
+    "a number": asks(5),
+    "a list of requests": asks([_LOG]),
+    "nothing asked": asks({}),
+    "an unknown request": asks({"ask": "write", "folder": SEGMENT}),
+    "another folder": asks({**_LOG, "folder": "chain.lock"}),
+    "no such file": asks({**_FILE, "file": "rank-00009.ckg"}),
+    "the list as a file": asks({**_FILE, "file": "../chain.json"}),
+    "an absolute file": asks({**_FILE, "file": "/etc/passwd"}),
+    "a link": asks({**_FILE, "file": "link"}),
+    "a link as a log": asks({**_LOG, "rank": 7}),
+    "too much": asks({**_LOG, "range": [0, 1 << 40]}),
+    "waits too long": asks({**_GROWN, "seconds": 1e9}),
+    "too many ranks": asks({**_GROWN, "nbytes": [0] * 5000}),
+    "takes nothing": _takes_nothing,
+    "asks and leaves": _asks_and_leaves,
+}
+LOG_HOSTILE |= {
+    f"{request['ask']}: {key} = {value!r:.20}": asks({**request, key: value})
+    for request in (_LOG, _FILE, _GROWN)
+    for key in request
+    if key != "ask"
+    for value in _HOSTILE_VALUES
+    if not (key == "rank" and value is True) and not (key == "list" and isinstance(value, str))
+}

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 @shadow_options
 @resources(locks=False)
 def shadow(chain: str, options: "ShadowOptions", resources: "Resources", as_json: bool) -> None:
-    from pathlib import Path
-
     from ckpt_cli.views import shadow
 
     if options.once:
-        shadow.follow_once(Path(chain), options, resources, as_json)
+        shadow.follow_once(chain, options, resources, as_json)
     else:
-        shadow.follow(Path(chain), options, resources, as_json)
+        shadow.follow(chain, options, resources, as_json)

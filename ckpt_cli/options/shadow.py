@@ -1,4 +1,4 @@
-"""Options of `shadow`."""
+"""Options of `shadow` and `serve`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -16,12 +16,9 @@ _FILE = click.Path(dir_okay=False, readable=False)
 
 
 @dataclass(frozen=True)
-class ShadowOptions:
-    """How long the shadow follows, and what it writes."""
+class ListenOptions:
+    """Where a command listens, and whom it lets in."""
 
-    once: bool
-    output: str | None
-    base_every: int | None
     listen: str | None
     tls_certificate: str | None
     tls_key: str | None
@@ -29,41 +26,71 @@ class ShadowOptions:
     """What readers must know, from the environment."""
 
 
+@dataclass(frozen=True)
+class ShadowOptions:
+    """What the shadow holds, how long it follows, and what it writes."""
+
+    once: bool
+    output: str | None
+    base_every: int | None
+    part: tuple[int, int] | None
+    mirror: str | None
+    listening: ListenOptions
+
+
+class PartOfState(click.ParamType[tuple[int, int]]):
+    """`i/N`: which part of how many."""
+
+    name = "part"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        number, slash, count = str(value).partition("/")
+        digits = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()
+        if not slash or not digits or len(value) > 12 or not 1 <= int(number) <= int(count):
+            self.fail(f"{value!r:.40} is not a part: write i/N, such as 1/4.", param, ctx)
+        return int(number), int(count)
+
+
 def shadow_options(command: F) -> F:
     """The options of `shadow`; the command gets them as one `ShadowOptions`."""
 
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
-        names = (field.name for field in fields(ShadowOptions) if field.name != "token")
-        options = ShadowOptions(**{name: arguments.pop(name) for name in names})
+        listening = _listening(arguments)
+        names = (field.name for field in fields(ShadowOptions) if field.name != "listening")
+        options = ShadowOptions(**{name: arguments.pop(name) for name in names}, listening=listening)
         if options.output is not None and not options.once:
             raise click.UsageError("--output needs --once: without it, the shadow does not end.")
-        if options.listen is not None and options.once:
+        if options.output is not None and options.part is not None:
+            raise click.UsageError("--output and --part exclude each other: a part is not a checkpoint.")
+        if listening.listen is not None and options.once:
             raise click.UsageError("--listen and --once exclude each other: with --once, the shadow ends.")
-        if (options.tls_certificate is None) != (options.tls_key is None):
-            raise click.UsageError("--tls-certificate and --tls-key belong together.")
-        if options.listen is not None:
-            from ckpt_cli.reading import shadow_token
-
-            options = replace(options, token=shadow_token())
         return command(*args, options=options, **arguments)
 
-    listening = with_options(
+    listening = _listening_options(
         wrapper,
-        click.option(
-            "--listen",
-            metavar="[HOST:]PORT",
-            help="Let `ckpt restore tcp://HOST:PORT` and other commands read the state. HOST is localhost unless "
-            "given; another one needs a token and TLS.",
-        ),
-        click.option("--tls-certificate", type=_FILE, metavar="FILE", help="The certificate (PEM) of the listener."),
-        click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key (PEM)."),
-        group="Listening",
+        "Let `ckpt restore tcp://HOST:PORT` and other commands read the state. HOST is localhost unless given; "
+        "another one needs a token and TLS.",
+        required=False,
     )
     return cast(
         F,
         with_options(
             listening,
+            click.option(
+                "--part",
+                type=PartOfState(),
+                metavar="i/N",
+                help="Hold part i of N of the state. Read with `ckpt restore tcp://HOST:PORT,tcp://HOST:PORT`, which "
+                "names the shadows of all parts.",
+            ),
+            click.option(
+                "--mirror",
+                type=CheckpointPath(),
+                metavar="DIR",
+                help="If CHAIN is an address: where the bytes of the log are kept until they are applied. The folder "
+                "of temporary files unless given.",
+            ),
             click.option("--once", is_flag=True, help="Go to the last step that all ranks have now, and end there."),
             click.option(
                 "-o", "--output", type=CheckpointPath(), metavar="OUT", help="With --once: write the state there."
@@ -78,3 +105,44 @@ def shadow_options(command: F) -> F:
             group="Work",
         ),
     )
+
+
+def serve_options(command: F) -> F:
+    """The options of `serve`; the command gets them as `ListenOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        return command(*args, options=_listening(arguments), **arguments)
+
+    return _listening_options(
+        cast(F, wrapper),
+        "Where shadows find the log. HOST is localhost unless given; another one needs a token and TLS.",
+        required=True,
+    )
+
+
+def _listening_options(command: F, text: str, required: bool) -> F:
+    return cast(
+        F,
+        with_options(
+            command,
+            click.option("--listen", metavar="[HOST:]PORT", required=required, help=text),
+            click.option(
+                "--tls-certificate", type=_FILE, metavar="FILE", help="The certificate (PEM) of the listener."
+            ),
+            click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key (PEM)."),
+            group="Listening",
+        ),
+    )
+
+
+def _listening(arguments: dict[str, Any]) -> ListenOptions:
+    names = (field.name for field in fields(ListenOptions) if field.name != "token")
+    options = ListenOptions(**{name: arguments.pop(name) for name in names})
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise click.UsageError("--tls-certificate and --tls-key belong together.")
+    if options.listen is not None:
+        from ckpt_cli.reading import shadow_token
+
+        options = replace(options, token=shadow_token())
+    return options

@@ -18,23 +18,25 @@ from ckpt.shadow import follow as following
 from ckpt.shadow.follow import ShadowEvent
 from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_cli import notes
-from ckpt_cli.options.shadow import ShadowOptions
+from ckpt_cli.options.shadow import ListenOptions, ShadowOptions
 from ckpt_cli.progress import on_terminal, progress_bar
+from ckpt_cli.reading import SHADOW, shadow_credentials
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, data, say
 from ckpt_formats.core.text import format_nbytes, printable
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from ckpt.shadow.server import Server
 
 _REDRAW_SECONDS, _LINE_SECONDS = 0.2, 30.0
 """How often the line on a terminal changes, and how often a line is printed elsewhere."""
 
 
-def follow_once(chain: Path, options: ShadowOptions, resources: Resources, as_json: bool) -> None:
+def follow_once(chain: str, options: ShadowOptions, resources: Resources, as_json: bool) -> None:
     """Go to the last step, and show it or write it."""
     load_kernels()
-    shadow = Shadow(chain, resources, base_every=options.base_every)
     bases: list[dict[str, Any]] = []
 
     def report(event: ShadowEvent) -> None:
@@ -43,67 +45,104 @@ def follow_once(chain: Path, options: ShadowOptions, resources: Resources, as_js
             if not as_json:
                 say(_text(event))
 
-    following.follow(shadow, report, threading.Event(), once=True)
-    with shadow.frozen() as checkpoint:
-        notes.note(*checkpoint.notices)
-    status = shadow.status
-    result = None
-    if options.output is not None:
-        notes.flush()
-        with progress_bar("writing") as progress:
-            result = following.write(shadow, Path(options.output), progress)
+    with _shadow(chain, options, resources) as shadow:
+        following.follow(shadow, report, threading.Event(), once=True)
+        with shadow.frozen() as checkpoint:
+            notes.note(*checkpoint.notices)
+        status = shadow.status
+        result = None
+        if options.output is not None:
+            notes.flush()
+            with progress_bar("writing") as progress:
+                result = following.write(shadow, Path(options.output), progress)
     if as_json:
         more = {} if result is None else {"written": job.to_json(result)}
-        data({"chain": str(chain), **status_json(status), "bases": bases, **more})
+        data({"chain": chain, **status_json(status), "bases": bases, **more})
         return
-    say(f"{printable(str(chain))}: {status_text(status)}")
+    say(f"{printable(chain)}: {status_text(status)}")
     if result is not None:
         job.show_result(result, as_json)
 
 
-def follow(chain: Path, options: ShadowOptions, resources: Resources, as_json: bool) -> None:
+def follow(chain: str, options: ShadowOptions, resources: Resources, as_json: bool) -> None:
     """Follow until a signal ends it: SIGINT (Ctrl-C) or SIGTERM."""
     load_kernels()
-    shadow = Shadow(chain, resources, base_every=options.base_every)
-    server = None if options.listen is None else _listen(shadow, options)
-    if server is not None:
-        if as_json:
-            _print_event({"event": "listening", "address": f"tcp://{server.address}"})
-        else:
-            say(f"listening on tcp://{server.address}")
+    with _shadow(chain, options, resources) as shadow:
+        server = None if options.listening.listen is None else _listen(shadow, options.listening)
+        if server is not None:
+            show_address(server.address, as_json)
+        try:
+            _follow(shadow, as_json)
+        finally:
+            if server is not None:
+                server.close()
+
+
+def _follow(shadow: Shadow, as_json: bool) -> None:
     line = _Line()
 
     def report(event: ShadowEvent) -> None:
         if as_json:
-            _print_event(_to_json(event))
+            print_event(_to_json(event))
         elif event.kind in ("base", "failed base"):
             line.end()
             say(_text(event))
         else:
             line.show(status_text(event.status), is_last=event.kind == "waiting")
 
-    try:
-        with _stopped_by_signals() as stop:
-            following.follow(shadow, report, stop)
-    finally:
-        if server is not None:
-            server.close()
+    with stopped_by_signals() as stop:
+        following.follow(shadow, report, stop)
     if as_json:
-        _print_event({"event": "stopped", **status_json(shadow.status)})
+        print_event({"event": "stopped", **status_json(shadow.status)})
         return
     line.end()
     say(f"stopped: {status_text(shadow.status)}")
 
 
-def _listen(shadow: Shadow, options: ShadowOptions) -> "Server":
-    from ckpt.shadow.server import Server, tls_of
+@contextmanager
+def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterator[Shadow]:
+    """A shadow of the chain in a folder, or of one that is served at an address."""
+    part = None
+    if options.part is not None:
+        from ckpt_formats.universal.gradients.parts import StatePart
+
+        part = StatePart(*options.part)
+    if not chain.startswith(SHADOW):
+        if options.mirror is not None:
+            raise click.UsageError("--mirror is for a CHAIN that is served: tcp://HOST:PORT.")
+        yield Shadow(chain, resources, base_every=options.base_every, part=part)
+        return
+    from ckpt.shadow.mirror import LogMirror
+    from ckpt.shadow.wire import parse_address
+
+    place = None if options.mirror is None else Path(options.mirror)
+    with LogMirror(parse_address(chain), shadow_credentials(), place) as mirror:
+        yield Shadow(mirror, resources, base_every=options.base_every, part=part)
+
+
+def _listen(shadow: Shadow, options: ListenOptions) -> "Server":
+    from ckpt.shadow.server import Server
     from ckpt.shadow.wire import parse_address
 
     assert options.listen is not None
-    tls = None
-    if options.tls_certificate is not None and options.tls_key is not None:
-        tls = tls_of(Path(options.tls_certificate), Path(options.tls_key))
-    return Server(shadow, parse_address(options.listen), options.token, tls)
+    return Server(shadow, parse_address(options.listen), options.token, tls(options))
+
+
+def tls(options: ListenOptions) -> "SSLContext | None":
+    """TLS with the certificate that the user names; None: without TLS."""
+    if options.tls_certificate is None or options.tls_key is None:
+        return None
+    from ckpt.shadow.listener import tls_of
+
+    return tls_of(Path(options.tls_certificate), Path(options.tls_key))
+
+
+def show_address(address: object, as_json: bool) -> None:
+    """Say where the command listens."""
+    if as_json:
+        print_event({"event": "listening", "address": f"tcp://{address}"})
+    else:
+        say(f"listening on tcp://{address}")
 
 
 def status_text(status: ShadowStatus) -> str:
@@ -140,13 +179,14 @@ def _text(event: ShadowEvent) -> str:
     return bounded(f"no base at step {event.status.step}: {event.error}")
 
 
-def _print_event(fields: dict[str, Any]) -> None:
+def print_event(fields: dict[str, Any]) -> None:
+    """Print an object on a line of its own."""
     click.echo(json.dumps(fields, allow_nan=False))
     sys.stdout.flush()
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
+def stopped_by_signals() -> Iterator[threading.Event]:
     """Within, SIGINT and SIGTERM set the event. A second one has its usual effect."""
     stop = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from ckpt.pipeline import Resources
-from ckpt.shadow import client as client_module
-from ckpt.shadow import described, server, wire
-from ckpt.shadow.client import Credentials, ShadowConnection
-from ckpt.shadow.server import Server, tls_of
+from ckpt.shadow import connection as connection_module
+from ckpt.shadow import described, listener, server, wire
+from ckpt.shadow.client import ShadowConnection
+from ckpt.shadow.connection import Credentials
+from ckpt.shadow.listener import tls_of
+from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import FrameKind, NetworkAddress, parse_address
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
@@ -115,7 +117,7 @@ def test_a_reader_without_requests_is_sent_away(listening: Listening, monkeypatc
 def test_hostile_peers_get_nothing_and_change_nothing(
     name: str, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LOGIN_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "LOGIN_SECONDS", 0.3)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
     problems: list[object] = []
     monkeypatch.setattr(threading, "excepthook", problems.append)
@@ -128,9 +130,9 @@ def test_hostile_peers_get_nothing_and_change_nothing(
 
 
 def test_too_many_peers_are_sent_away(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOGIN_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "LOGIN_SECONDS", 1.0)
     where = (listening.address.host, listening.address.port)
-    peers = [socket.create_connection(where, 5) for _ in range(server.MAX_PEERS)]
+    peers = [socket.create_connection(where, 5) for _ in range(listener.MAX_PEERS)]
     time.sleep(0.1)
     with socket.create_connection(where, 5) as another:
         assert another.recv(1) == b""
@@ -217,21 +219,21 @@ def test_addresses(tmp_path: Path) -> None:
 
 def hostile_shadow(answer: Callable[[socket.socket], None]) -> Iterator[NetworkAddress]:
     """The address of a listener that answers one reader in its own way."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
-            peer, _ = listener.accept()
+            peer, _ = listening.accept()
             with peer:
                 answer(peer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield NetworkAddress("127.0.0.1", listener.getsockname()[1])
+        yield NetworkAddress("127.0.0.1", listening.getsockname()[1])
         thread.join(5)
 
 
 def _hello(peer: socket.socket) -> None:
-    hello = {"protocol": 1, "nonce": "00" * 32, "token": False}
+    hello = {"protocol": 1, "nonce": "00" * 32, "token": False, "serves": "state"}
     wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), 5)
     wire.receive(peer, wire.MAX_REQUEST, 5)
 
@@ -270,7 +272,7 @@ ANSWERS: dict[str, Callable[[socket.socket], None]] = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_hostile_shadow_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SECONDS", 5.0)
+    monkeypatch.setattr(connection_module, "SECONDS", 5.0)
     for address in hostile_shadow(ANSWERS[name]):
         with pytest.raises((Corrupt, Incomplete, Unsupported)):
             ShadowConnection(address)
@@ -315,7 +317,7 @@ def test_a_login_is_needed_before_anything_is_sent(listening: Listening) -> None
     with_token = Server(listening.shadow, HERE, TOKEN)
     with socket.create_connection((with_token.address.host, with_token.address.port), 5) as peer:
         _, hello = wire.receive(peer, wire.MAX_REQUEST, 5)
-        assert json.loads(hello).keys() == {"protocol", "nonce", "token"}
+        assert json.loads(hello).keys() == {"protocol", "nonce", "token", "serves"}
         log_in(peer, hello=bytes(hello))
         kind, body = wire.receive(peer, wire.MAX_STATE, 5)
         assert kind is FrameKind.ERROR

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 
 from ckpt.chains.chain import Chain
+from ckpt.job import save
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.universal import Universal
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import Kind
 from damage import ckpt
+from followed import WAYS, Followed, Stopped
 from recorded import differences
 from recording_jobs import launch
-from recording_jobs.kinds import AFTER, KINDS, MIDDLE
+from recording_jobs.kinds import AFTER, END, KINDS, MIDDLE
 
 HERE = Path(__file__).parents[1]
 EXAMPLES = HERE.parent / "examples" / "recording"
@@ -68,12 +73,38 @@ RESUMED = [
 ]
 
 
+FOLLOWED = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp_2x2")
+"""The kinds that shadows follow while they train."""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all recorded runs."""
+    """The folder of all recorded runs. Shadows write what they hold at two steps: KIND/shadow-WAY-STEP."""
     out = tmp_path_factory.mktemp("recorded")
-    launch.train(KINDS, out)
+    stop = threading.Event()
+    threads = [threading.Thread(target=follow_run, args=(out / kind, stop)) for kind in FOLLOWED]
+    for thread in threads:
+        thread.start()
+    try:
+        launch.train(KINDS, out)
+        for thread in threads:
+            thread.join(60)
+    finally:
+        stop.set()
     return out
+
+
+def follow_run(run: Path, stop: threading.Event) -> None:
+    """Follow a run that is yet to begin, and write its state at two steps."""
+    with suppress(Stopped):
+        followed = Followed(run / "bare.chain", stop)
+        try:
+            for step in (MIDDLE, END):
+                for way in WAYS:
+                    with followed.at(way, step) as checkpoint:
+                        save(checkpoint, run / f"shadow-{way}-{step}", Universal())
+        finally:
+            followed.close()
 
 
 def log_of(run: Path) -> dict[str, Any]:
@@ -89,6 +120,16 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     done = ckpt("restore", run / chain, tmp_path / "state", "--step", log_of(run)[at])
     assert done.code == 0, done.err
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
+
+
+@pytest.mark.parametrize(("at", "step"), [("middle", MIDDLE), ("end", END)])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_shadows_have_what_the_engine_saved(kind: str, way: str, at: str, step: int, runs: Path) -> None:
+    """`python tests/shadow_engines.py` compares many steps of runs of 2 and 4 ranks."""
+    shadow = open_checkpoint(runs / kind / f"shadow-{way}-{step}")
+    assert log_of(runs / kind)[at] == shadow.step == step
+    assert differences(shadow, open_checkpoint(runs / kind / at)) == {}
 
 
 @pytest.mark.parametrize(("kind", "limit"), {"ddp_topk": 2 * 0.042, "ddp_int8": 1.0, "ddp": 5.0}.items())

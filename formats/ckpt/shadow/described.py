@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,29 @@ MakeBlob = Callable[[int, Shape, DType], Blob]
 """The blob of a tensor, from its number in the order of `Checkpoint.tensors`, its shape and its type."""
 
 
-def dump(checkpoint: Checkpoint) -> bytes:
-    """The JSON of a checkpoint. Raises `Unsafe` if it is too long."""
+@dataclass(frozen=True)
+class PartOfState:
+    """Which part of a state a shadow holds, and of which state.
+
+    Attributes:
+        number: Which of the parts, from 1 on.
+        count: How many parts there are.
+        run: The id of the run.
+        segment: The name of the folder of the segment.
+        total: How many parameters the whole state has.
+        places: Which of these the part has, in their order: from 0 on.
+    """
+
+    number: int
+    count: int
+    run: str
+    segment: str
+    total: int
+    places: tuple[int, ...]
+
+
+def dump(checkpoint: Checkpoint, part: PartOfState | None = None) -> bytes:
+    """The JSON of a checkpoint, or of a part of one. Raises `Unsafe` if it is too long."""
     origin, original = checkpoint.origin, checkpoint.original
     fields = {
         "origin": [origin.engine, origin.version, origin.step, encode(dict(origin.layout))],
@@ -47,6 +70,7 @@ def dump(checkpoint: Checkpoint) -> bytes:
         "suspicions": list(checkpoint.suspicions),
         "errors": [[name, state, encode(dict(error))] for (name, state), error in checkpoint.errors.items()],
         "original": None if original is None else [original.format, original.file],
+        "part": None if part is None else asdict(part),
     }
     content = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > MAX_STATE:
@@ -54,8 +78,10 @@ def dump(checkpoint: Checkpoint) -> bytes:
     return content
 
 
-def load(content: bytes | bytearray, where: Path, make_blob: MakeBlob, history: tuple[Edit, ...]) -> Checkpoint:
-    """The checkpoint whose JSON is `content`. Raises `Corrupt`."""
+def load(
+    content: bytes | bytearray, where: Path, make_blob: MakeBlob, history: tuple[Edit, ...]
+) -> tuple[Checkpoint, PartOfState | None]:
+    """The checkpoint whose JSON is `content`, and which part of a state it is. Raises `Corrupt`."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError):
@@ -73,7 +99,7 @@ def load(content: bytes | bytearray, where: Path, make_blob: MakeBlob, history: 
     aliases = check.mapping(fields, "aliases")
     check.texts(aliases.values(), "aliases")
     parameters = _parameters(check.sequence(fields, "parameters"), check, make_blob)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         where,
         Origin(engine, version, step, _mapping(layout, check, "origin")),
         parameters,
@@ -86,6 +112,19 @@ def load(content: bytes | bytearray, where: Path, make_blob: MakeBlob, history: 
         original=original,
         history=history,
     )
+    return checkpoint, _part(fields, len(parameters), check)
+
+
+def _part(fields: Any, own: int, check: FieldReader) -> PartOfState | None:
+    if check.get(fields, "part") is None:
+        return None
+    part = check.mapping(fields, "part")
+    number, count, total = (check.natural(part, key) for key in ("number", "count", "total"))
+    check.true(1 <= number <= count, "part: its number")
+    places = check.sequence(part, "places")
+    check.true(all(is_natural(one) and one < total for one in places), "part: places")
+    check.true(len(places) == own and all(a < b for a, b in pairwise(places)), "part: places")
+    return PartOfState(number, count, check.text(part, "run"), check.text(part, "segment"), total, tuple(places))
 
 
 def _row(row: Any, count: int, check: FieldReader, field: str) -> list[Any]:

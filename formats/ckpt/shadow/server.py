@@ -1,29 +1,22 @@
 """Let others read a shadow's state over a socket. A peer can neither change anything, nor hold the shadow for long."""
 
-import hmac
-import json
-import os
 import socket
 import ssl
-import threading
 import time
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack
 
 import numpy as np
 
 from ckpt.shadow import described, wire
+from ckpt.shadow.listener import Listener
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
+from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
+from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import FlatRangeBlob, Tensor
 
-MAX_PEERS = 16
-"""Connections at the same time. More are closed at once."""
-LOGIN_SECONDS = 10.0
-"""The time that a peer has for TLS and the proof of the token, together."""
 WAIT_SECONDS = 30.0
 """How long a peer waits until the state can be frozen, and how long one answer may take to be sent."""
 IDLE_SECONDS = 60.0
@@ -38,109 +31,49 @@ class Server:
     def __init__(
         self, shadow: Shadow, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen at once. Raises `Unsupported` for an address of other machines without a token and TLS.
-
-        `token`: what readers must know; `tls`: the server's certificate and key.
-        """
-        if not address.is_loopback and (token is None or tls is None):
-            raise Unsupported(
-                f"listening on {address}, where other machines are, needs a token and TLS",
-                hint="Give both, or listen on localhost.",
-            )
+        """Listen at once. Raises as `Listener`."""
         self._shadow = shadow
-        self._token = None if token is None else wire.check_token(token)
-        self._tls = tls
-        self._peers = threading.BoundedSemaphore(MAX_PEERS)
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((address.host, address.port), family=family)
-        except OSError as error:
-            raise Unsupported(f"cannot listen on {address}: {error.strerror or error}") from None
-        self.address = NetworkAddress(address.host, self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
+        self._listener = Listener("state", self._answer, address, token, tls)
+
+    @property
+    def address(self) -> NetworkAddress:
+        return self._listener.address
 
     def close(self) -> None:
         """Accept no more readers. Those that are connected stay until the process ends."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                if self._socket.fileno() < 0:
-                    return
-                time.sleep(0.1)  # for example, too many files are open
-                continue
-            if not self._peers.acquire(blocking=False):
-                peer.close()
-                continue
-            threading.Thread(target=self._serve, args=(peer,), name="ckpt-shadow-peer", daemon=True).start()
-
-    def _serve(self, peer: socket.socket) -> None:
-        """The life of a connection. Whatever a peer sends, only this connection ends."""
-        try:
-            with suppress(OSError, PeerGone):
-                peer.settimeout(LOGIN_SECONDS)
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._tls is not None:
-                    peer = self._tls.wrap_socket(peer, server_side=True)
-                try:
-                    self._log_in(peer)
-                    self._answer(peer)
-                except PeerGone:
-                    raise
-                except CkptError as error:
-                    fields = {"kind": wire.error_name(error), "what": error.what, "hint": error.hint}
-                    wire.send(peer, FrameKind.ERROR, json.dumps(fields).encode(), LOGIN_SECONDS)
-        finally:
-            with suppress(OSError):
-                peer.close()
-            self._peers.release()
-
-    def _log_in(self, peer: socket.socket) -> None:
-        """Raise `Unsupported` unless the peer speaks the protocol and knows the token."""
-        nonce = os.urandom(wire.NONCE)
-        hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
-        wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
-        kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
-        refused = Unsupported("the token is missing, or is not the shadow's")
-        try:
-            fields = json.loads(body)
-            client_nonce, given = bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["proof"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise refused from None
-        if kind is not FrameKind.LOGIN or len(client_nonce) != wire.NONCE:
-            raise refused
-        if self._token is not None and not hmac.compare_digest(given, wire.proof(self._token, nonce, client_nonce)):
-            raise refused
+        self._listener.close()
 
     def _answer(self, peer: socket.socket) -> None:
-        """Freeze the state, and send what is requested of it."""
-        with self._shadow.frozen(WAIT_SECONDS) as checkpoint, Reader(check=False) as reader:
+        """Freeze the state, and send what is requested of it. Once, it may be brought to a later step."""
+        end = time.monotonic() + FROZEN_SECONDS
+        with ExitStack() as stack:
+            with self._shadow.frozen_part(WAIT_SECONDS) as (checkpoint, part):
+                step = self._send_state(peer, checkpoint, part, end)
+                if step is None:
+                    return
+                if checkpoint.step is None or step <= checkpoint.step:
+                    raise Corrupt(f"the shadow is at step {checkpoint.step} already")
+                stack.enter_context(self._shadow.not_beyond(step))
+            with self._shadow.frozen_part(WAIT_SECONDS, step) as (checkpoint, part):
+                if self._send_state(peer, checkpoint, part, end) is not None:
+                    raise Corrupt("not a request")
+
+    def _send_state(
+        self, peer: socket.socket, checkpoint: Checkpoint, part: described.PartOfState | None, end: float
+    ) -> int | None:
+        """Answer requests of this state. Returns the step to which the peer wants it to be brought."""
+        with Reader(check=False) as reader:
             tensors = [tensor for _, _, tensor in checkpoint.tensors()]
-            content = described.dump(checkpoint)
-            wire.send(peer, FrameKind.STATE, content, WAIT_SECONDS)
-            end = time.monotonic() + FROZEN_SECONDS
+            wire.send(peer, FrameKind.STATE, described.dump(checkpoint, part), WAIT_SECONDS)
             while (seconds := min(IDLE_SECONDS, end - time.monotonic())) > 0:
-                kind, body = wire.receive(peer, wire.READ.size, seconds)
+                kind, body = wire.receive(peer, max(wire.READ.size, wire.ADVANCE.size), seconds)
+                if kind is FrameKind.ADVANCE and len(body) == wire.ADVANCE.size:
+                    return int(wire.ADVANCE.unpack(body)[0])
                 if kind is not FrameKind.READ or len(body) != wire.READ.size:
                     raise Corrupt("not a request")
                 number, index = wire.READ.unpack(body)
                 wire.send(peer, FrameKind.VALUES, _values(tensors, number, index, reader), WAIT_SECONDS)
-
-
-def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS with a certificate and its private key: files in PEM. Raises `Unsupported` if they cannot be used."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"the certificate and its key cannot be used: {error}", where=certificate) from None
-    return context
+        return None
 
 
 def _values(tensors: list[Tensor], number: int, index: int, reader: Reader) -> memoryview:

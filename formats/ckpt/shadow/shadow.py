@@ -4,11 +4,13 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt.pipeline import Resources
-from ckpt.shadow.bases import add_base
+from ckpt.shadow.bases import add_base, bases_of
+from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
@@ -16,13 +18,21 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.gradients.held import HeldState
+from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_formats.universal.gradients.state import Base
+
+if TYPE_CHECKING:
+    from ckpt.shadow.mirror import LogMirror  # few shadows follow a log elsewhere
 
 _BAND = 8
 """The maximum number of steps that are applied at once, while nobody can read."""
 _BAND_ELEMENTS = 1 << 31
 """The maximum number of gradients that are applied at once, if that is more than one step."""
+
+
+_FETCHING_SECONDS = 0.002
+"""How long to wait for bytes that are on their way, or for a step that another thread applies."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class ShadowStatus:
         step: The step of the states; None before the start of the log is complete.
         verified: The last step whose states had the hashes that the run recorded.
         segment: The name of the folder of the segment.
-        parameters: The number of elements that each step changes.
+        parameters: The number of elements that each step changes here.
         nbytes: The bytes of all states in memory.
         lag_nbytes: The bytes of the log that were not applied yet.
         lag_steps: About how many steps that is.
@@ -60,19 +70,44 @@ class ShadowStatus:
 
 
 class Shadow:
-    """The states of a recorded run at its last complete step. It reads files only; the run does not notice it.
+    """The states of a recorded run at its last complete step, or a part of them. The run does not notice it.
 
     One thread calls `poll`. Others may call `frozen` and `status` meanwhile.
     """
 
-    def __init__(self, chain: Path | str, resources: Resources = Resources(), *, base_every: int | None = None) -> None:
-        """Nothing is read before the first `poll`. `base_every`: `poll` stops where a base is due (see `base_due`)."""
-        self.path = Path(chain)
+    def __init__(
+        self,
+        chain: "Path | str | LogMirror",
+        resources: Resources = Resources(),
+        *,
+        base_every: int | None = None,
+        part: StatePart | None = None,
+    ) -> None:
+        """Nothing is read before the first `poll`.
+
+        `chain`: its folder, or what is fetched of it from elsewhere; `base_every`: `poll` stops where a base is due
+        (see `base_due`); `part`: hold no more of the state than that. Raises `Unsupported` for bases of a part, and of
+        a chain elsewhere.
+        """
+        self.mirror = None if isinstance(chain, str | Path) else chain
+        self.path = Path(chain) if isinstance(chain, str | Path) else chain.path
         self.resources = resources
+        self.part = part
+        if base_every is not None and part is not None:
+            raise Unsupported(
+                "a shadow with a part of the state cannot write bases",
+                hint="Let one without --part do that, or the run itself: `Recorder(base=N)`.",
+            )
+        if base_every is not None and self.mirror is not None:
+            raise Unsupported(
+                "a shadow that follows a log over a socket cannot write bases",
+                hint="Let a shadow do that where the chain is, or the run itself: `Recorder(base=N)`.",
+            )
         self.base_every = base_every
         self.has_more = False
         """Is it worth calling `poll` again without waiting?"""
         self._last_base = 0
+        self._holds: list[int] = []
         self._turns = Turns()
         self._state: HeldState | None = None
         self._limit: int | None = None
@@ -96,6 +131,27 @@ class Shadow:
         Raises `NotFound` if the chain has no log, `Corrupt` if the log is damaged or gives other values than the run
         had, and other `CkptError`s. After an error, nothing can be read.
         """
+        if self.mirror is None:
+            return self._poll(upto)
+        if not self.mirror.is_ready:
+            time.sleep(_FETCHING_SECONDS)
+            self.has_more = True
+            return 0
+        is_behind = self.mirror.is_behind  # before the files are looked at
+        if self.path != self.mirror.path:
+            before, self.path = self.path, self.mirror.path
+            with self._turns.writing():
+                self._state = self._seen = None
+            self.mirror.forget(before)
+        steps = self._poll(upto)
+        if self._state is not None:
+            self.mirror.applied(self._state.tail.folder.name, self._state.step)
+        if not steps and not self.has_more and is_behind:
+            time.sleep(_FETCHING_SECONDS)
+            self.has_more = True
+        return steps
+
+    def _poll(self, upto: int | None) -> int:
         state, self.has_more = self._state, False
         if state is None:
             self._open()
@@ -108,8 +164,8 @@ class Shadow:
                 raise
             self._follow_list(state)
             return 0
-        limits = (one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None)
-        step = max(state.step, min(*limits, state.step + self._band(state)))
+        limits = [one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None]
+        step = max(state.step, min(*limits, *self._holds, state.step + self._band(state)))
         if step > state.step or state.tail.fingerprints(step):
             self.has_more = True
             return self._advance(state, step)
@@ -149,12 +205,43 @@ class Shadow:
         `seconds`: how long to wait for others; None: without limit. Raises `Incomplete` if that is not enough or if
         there is no state yet, and the error of a step that failed.
         """
-        with self._turns.reading(seconds) as entered:
-            if not entered:
-                raise Incomplete("the shadow is busy", where=self.path, hint="Try again later.")
-            if self._state is None:
-                raise Incomplete("the log of gradients has no complete state yet", where=self.path)
-            yield self._state.checkpoint()
+        with self.frozen_part(seconds) as (checkpoint, _):
+            yield checkpoint
+
+    @contextmanager
+    def frozen_part(
+        self, seconds: float | None = None, step: int | None = None
+    ) -> Iterator[tuple[Checkpoint, PartOfState | None]]:
+        """The same, and which part of the state this is. `step`: wait until the shadow is there (see `not_beyond`).
+
+        Raises `Incomplete` if it does not reach the step in so many seconds, or has gone beyond it.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with self._turns.reading(remaining) as entered:
+                if not entered:
+                    raise Incomplete("the shadow is busy", where=self.path, hint="Try again later.")
+                state = self._state
+                if state is None:
+                    raise Incomplete("the log of gradients has no complete state yet", where=self.path)
+                if step is None or step == state.step:
+                    yield _described(state)
+                    return
+                if state.step > step:
+                    raise Incomplete(f"the shadow is at step {state.step}, after {step}", hint="Try again later.")
+            if deadline is not None and time.monotonic() > deadline:
+                raise Incomplete(f"the shadow did not reach step {step} in time", hint="Try again later.")
+            time.sleep(_FETCHING_SECONDS)
+
+    @contextmanager
+    def not_beyond(self, step: int) -> Iterator[None]:
+        """Within, no step after this one is applied."""
+        self._holds.append(step)
+        try:
+            yield
+        finally:
+            self._holds.remove(step)
 
     @property
     def status(self) -> ShadowStatus:
@@ -163,12 +250,15 @@ class Shadow:
         if state is None:
             return ShadowStatus(None, None, None, 0, 0, 0, 0, 0, 0.0, None)
         tail = state.tail
-        lag = max(0, _files_nbytes(tail.folder, len(tail.layout.ranks)) - tail.applied_nbytes)
+        elsewhere = 0 if self.mirror is None else self.mirror.lag_nbytes
+        lag = elsewhere + max(0, _files_nbytes(tail.folder, len(tail.layout.ranks)) - tail.applied_nbytes)
         each = (tail.applied_nbytes - self._start_nbytes) / max(1, state.step - self._start_steps)
         lag_steps = round(lag / each) if each > 0 else 0
         waiting = next(iter(tail.torn.values()), None) if lag else None
+        if self.mirror is not None and self.mirror.broken is not None:
+            waiting = f"no connection: {self.mirror.broken}"
         return ShadowStatus(
-            *(state.step, state.verified, tail.folder.name, tail.layout.numel, state.nbytes, lag, lag_steps),
+            *(state.step, state.verified, tail.folder.name, state.numel, state.nbytes, lag, lag_steps),
             *(self._steps, self._seconds, waiting),
         )
 
@@ -187,8 +277,10 @@ class Shadow:
         return self.base_every is not None and step >= self._last_base + self.base_every
 
     def _advance(self, state: HeldState, step: int) -> int:
-        count, began = step - state.step, time.perf_counter()
         with self._turns.writing():
+            began = time.perf_counter()
+            step = max(state.step, min(step, *self._holds)) if self._holds else step  # of a reader that just left
+            count = step - state.step
             state.advance(step, self.resources.workers)
         self._steps += count
         self._seconds += time.perf_counter() - began
@@ -211,16 +303,12 @@ class Shadow:
 
     def _find(self, chain: ChainIndex, logged: LoggedSteps) -> HeldState | None:
         """A segment at the last base that it has reached; None if its start is not complete yet."""
-        bases = [
-            one for one in chain.members if one.step >= logged.first and (one.exact or one.content == logged.parent)
-        ]
-        if logged.step is not None:
-            bases = [one for one in bases if one.step <= logged.step]
+        bases = bases_of(chain, logged)
         own = [] if logged.parent is not None else [None]
         try:
             for member in [*reversed(bases), *own]:
                 base = None if member is None else Base(member.step, open_member(self.path, chain, member))
-                state = HeldState(self.path / logged.folder, base)
+                state = HeldState(self.path / logged.folder, base, self.part)
                 if state.find_start(_BAND):
                     return state
         except Incomplete:
@@ -257,6 +345,18 @@ class Shadow:
 
     def _list_changed(self) -> bool:
         return self._seen is None or self._seen != _identity(self.path / index.NAME)
+
+
+def _described(state: HeldState) -> tuple[Checkpoint, PartOfState | None]:
+    """The state in memory as a checkpoint; of a part, with its own parameters only."""
+    whole, part, layout = state.checkpoint(), state.part, state.tail.layout
+    if part is None:
+        return whole, None
+    places = part.places(whole.parameters, layout, layout.aliases)
+    rows = list(whole.parameters.items())
+    own = replace(whole, parameters=dict(rows[place] for place in places))
+    segment = state.tail.folder.name
+    return own, PartOfState(part.number, part.count, layout.run, segment, len(rows), places)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

@@ -1,13 +1,19 @@
-"""What a shadow and its readers send each other: frames with a length and a hash, after the proof of a token.
+"""What listeners and their readers send each other: frames with a length and a hash, after the proof of a token.
 
-    reader                       shadow
-                                 HELLO   JSON: protocol, nonce, whether a token is demanded
+    reader                       listener
+                                 HELLO   JSON: protocol, nonce, whether a token is demanded, what is served
     LOGIN  JSON: nonce, proof
+    ---- a shadow, which serves a state
                                  STATE   JSON: the checkpoint without values; from now on the state is frozen
     READ   tensor, chunk
                                  VALUES  the values of the chunk, little-endian, C order
+    ADVANCE  a step              STATE   the same at that later step (for parts of a state, which must agree on one)
+    ---- `ckpt serve`, which serves the files of a log
+    ASK    JSON (`log_server`)
+                                 ANSWER  JSON, or bytes of a file
+                                 LOG     bytes of a log, without a hash: its records have their own
 
-Instead of an answer, the shadow may send ERROR, and then it ends the connection. The state is frozen until the
+Instead of an answer, the listener may send ERROR, and then it ends the connection. A state is frozen until the
 connection ends. A frame is a head of 24 bytes and a body: `CKSH`, the kind, zeros, the length of the body, and the
 XXH3-64 of the body.
 """
@@ -17,9 +23,11 @@ import hmac
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
+from typing import BinaryIO
 
 import xxhash
 
@@ -29,6 +37,7 @@ PROTOCOL = 1
 HEAD = Struct("<4sB3xQQ")
 MAGIC = b"CKSH"
 READ = Struct("<II")
+ADVANCE = Struct("<Q")
 CHUNK_NBYTES = 1 << 20
 """The maximum size of the values in a frame in bytes."""
 MAX_REQUEST = 1 << 12
@@ -50,6 +59,10 @@ class FrameKind(IntEnum):
     READ = 4
     VALUES = 5
     ERROR = 6
+    ADVANCE = 7
+    ASK = 8
+    ANSWER = 9
+    LOG = 10
 
 
 KINDS = frozenset(FrameKind)
@@ -79,6 +92,11 @@ class NetworkAddress:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def parse_addresses(text: str) -> tuple[NetworkAddress, ...]:
+    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises `Unsupported`."""
+    return tuple(parse_address(one.strip()) for one in text.split(","))
 
 
 def parse_address(text: str) -> NetworkAddress:
@@ -119,15 +137,65 @@ def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[Frame
     Raises `PeerGone`, and `Corrupt` if it is no frame, is longer than `max_nbytes` or does not have its hash.
     """
     deadline = time.monotonic() + seconds
+    kind, nbytes, digest = _receive_head(peer, max_nbytes, deadline)
+    body = _receive(peer, nbytes, deadline)
+    if xxhash.xxh3_64_intdigest(body) != digest:
+        raise Corrupt("a frame does not have its hash: it was damaged on the way")
+    return kind, body
+
+
+def send_file(peer: socket.socket, file: BinaryIO, offset: int, nbytes: int, seconds: float) -> None:
+    """Send a LOG frame with a range of a file: the system copies it (`sendfile`), but with TLS, which must encrypt it.
+
+    Raises `PeerGone`, also if the file ends before: the reader cannot know where the next frame begins.
+    """
+    try:
+        peer.settimeout(seconds)
+        peer.sendall(HEAD.pack(MAGIC, FrameKind.LOG, nbytes, 0))
+        sent = peer.sendfile(file, offset, nbytes) if nbytes else 0
+    except OSError as error:
+        raise PeerGone(f"the connection ended: {error}") from None
+    if sent != nbytes:
+        raise PeerGone("the file became shorter")
+
+
+def receive_log(
+    peer: socket.socket, max_nbytes: int, write: Callable[[memoryview], None], seconds: float
+) -> tuple[FrameKind, bytearray]:
+    """Pass the bytes of a LOG frame on as they arrive. Returns its kind; of another frame the kind and the body.
+
+    `seconds`: the longest time without any byte. Raises as `receive`.
+    """
+    deadline = time.monotonic() + seconds
+    kind, nbytes, digest = _receive_head(peer, max_nbytes, deadline)
+    if kind is not FrameKind.LOG:
+        body = _receive(peer, min(nbytes, MAX_REQUEST), deadline)
+        if xxhash.xxh3_64_intdigest(body) != digest:
+            raise Corrupt("a frame does not have its hash: it was damaged on the way")
+        return kind, body
+    buffer = memoryview(bytearray(min(nbytes, CHUNK_NBYTES)))
+    remaining = nbytes
+    try:
+        peer.settimeout(seconds)
+        while remaining:
+            received = peer.recv_into(buffer, min(remaining, len(buffer)))
+            if not received:
+                raise PeerGone("the other side ended the connection")
+            write(buffer[:received])
+            remaining -= received
+    except OSError as error:
+        raise PeerGone(f"the connection ended: {error}") from None
+    return kind, bytearray()
+
+
+def _receive_head(peer: socket.socket, max_nbytes: int, deadline: float) -> tuple[FrameKind, int, int]:
+    """The kind of a frame, the length of its body, and its hash."""
     magic, kind, nbytes, digest = HEAD.unpack(_receive(peer, HEAD.size, deadline))
     if magic != MAGIC or kind not in KINDS:
         raise Corrupt("not a frame of a shadow's protocol")
     if nbytes > max_nbytes:
         raise Corrupt(f"a frame of {nbytes} bytes, more than {max_nbytes}")
-    body = _receive(peer, nbytes, deadline)
-    if xxhash.xxh3_64_intdigest(body) != digest:
-        raise Corrupt("a frame does not have its hash: it was damaged on the way")
-    return FrameKind(kind), body
+    return FrameKind(kind), nbytes, digest
 
 
 def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:

@@ -21,6 +21,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.record import HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, open_layout, rank_file
@@ -274,11 +275,13 @@ class HeldState:
         base: The state from which it is followed; None: the one that the segment itself stores.
         names: For each optimizer, the names of the states that it changes, the weights first.
         verified: The last step at which all states had the hashes that the run recorded.
+        part: What is held; None: the whole state.
     """
 
-    def __init__(self, folder: Path, base: Base | None) -> None:
-        """Open a segment, and read nothing else. Raises as `open_segment`."""
+    def __init__(self, folder: Path, base: Base | None, part: StatePart | None = None) -> None:
+        """Open a segment, and read nothing else. Raises as `open_segment`. `part`: hold no more than that in memory."""
         self.base = base
+        self.part = part
         self.tail = SegmentTail(folder, None if base is None else base.step)
         self.names: tuple[tuple[str, ...], ...] = ()
         self.verified: int | None = None
@@ -287,7 +290,15 @@ class HeldState:
         self._stepped = set[int]()
         self._counts_at_start: list[Array] = []
         self._error: CkptError | None = None
-        self._chunks = [(rank, i) for rank, one in enumerate(layout.ranks) for i in range(one.chunk_count)]
+        whole = [(rank, i) for rank, one in enumerate(layout.ranks) for i in range(one.chunk_count)]
+        self._chunks = whole if part is None else part.chunks(layout)
+        self._places: list[dict[int, slice]] = [{} for _ in layout.ranks]
+        self._sizes = [0 for _ in layout.ranks]
+        for rank, index in self._chunks:
+            low, high = layout.ranks[rank].chunk_bounds(index)
+            begin = self._sizes[rank]
+            self._places[rank][index] = slice(begin, begin + high - low)
+            self._sizes[rank] = begin + high - low
 
     @property
     def step(self) -> int:
@@ -302,10 +313,15 @@ class HeldState:
         """The bytes of all states."""
         return sum(array.nbytes for arrays in self._arrays for array in arrays.values())
 
+    @property
+    def numel(self) -> int:
+        """The number of elements that each step changes."""
+        return sum(self._sizes)
+
     def chunk(self, rank: int, index: int) -> States:
         """A chunk of all states: views, which change with the next step."""
-        low, high = self.tail.layout.ranks[rank].chunk_bounds(index)
-        return {name: array[low:high] for name, array in self._arrays[rank].items()}
+        place = self._places[rank][index]
+        return {name: array[place] for name, array in self._arrays[rank].items()}
 
     def find_start(self, max_steps: int) -> bool:
         """Read the log up to the base, about `max_steps` steps at once. Is the start of the replay complete there?"""
@@ -351,7 +367,7 @@ class HeldState:
     def checkpoint(self) -> Checkpoint:
         """The states of the last step as a checkpoint: the same as that of `state.checkpoint_at`.
 
-        It must not be read any more when the next step is applied.
+        It must not be read any more when the next step is applied. Of a part, only what is in it can be read.
         """
         self._raise_error()
         if self.base is not None and self.step == self.base.step:
@@ -422,16 +438,16 @@ class HeldState:
     def _load(self, names: tuple[tuple[str, ...], ...], workers: int) -> None:
         """Read these states at the start, for each optimizer by their names."""
         tail = self.tail
-        for arrays, layout in zip(self._arrays, tail.layout.ranks, strict=True):
+        for arrays, size in zip(self._arrays, self._sizes, strict=True):
             for name in dict.fromkeys(name for one in names for name in one):
-                arrays.setdefault(name, np.zeros(layout.size, np.float32))
+                arrays.setdefault(name, np.zeros(size, np.float32))
         start = StartState(tail.start, None if self.base is None else self.base.checkpoint.parameters)
         counts = self._counts_at_start
         replay = _StartReplay(tail.stored_states(), tail.start, start, names=names, counts_at_start=counts)
 
         def load_chunk(rank: int, index: int, reader: Reader) -> None:
             layout = tail.layout.ranks[rank]
-            states, begin = replay.start_of(rank, index, reader), layout.chunk_bounds(index)[0]
+            states, begin = replay.start_of(rank, index, reader), self._places[rank][index].start
             for one in layout.ranges(index):
                 for name in names[layout.vectors[one.part.vector].optimizer]:
                     target = self._arrays[rank][name][begin + one.offset : begin + one.offset + one.size]

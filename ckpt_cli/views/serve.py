@@ -1,0 +1,23 @@
+"""Serve a log until a signal ends it."""
+
+from pathlib import Path
+
+from ckpt.shadow.log_server import LogServer
+from ckpt.shadow.wire import parse_address
+from ckpt_cli.options.shadow import ListenOptions
+from ckpt_cli.views.report import say
+from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
+
+
+def serve(chain: Path, options: ListenOptions, as_json: bool) -> None:
+    """Serve until SIGINT (Ctrl-C) or SIGTERM."""
+    assert options.listen is not None
+    with stopped_by_signals() as stop:
+        server = LogServer(chain, parse_address(options.listen), options.token, tls(options))
+        show_address(server.address, as_json)
+        stop.wait()
+        server.close()
+    if as_json:
+        print_event({"event": "stopped"})
+    else:
+        say("stopped")

@@ -1,0 +1,137 @@
+"""The reader's end of a connection to a listener: who is there, and the proof of the token."""
+
+import json
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.shadow import wire
+from ckpt.shadow.listener import Served
+from ckpt.shadow.wire import ERRORS, FrameKind, NetworkAddress, PeerGone
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+
+SECONDS = 60.0
+"""How long to wait for an answer."""
+
+_SERVED: dict[Served, tuple[str, str]] = {
+    "state": ("a shadow's state", "`ckpt restore` and other commands read it."),
+    "log": ("the log of a run", "`ckpt shadow tcp://HOST:PORT` follows it."),
+}
+_TOKEN_HINT = "The command takes it from CKPT_SHADOW_TOKEN, or from the file that CKPT_SHADOW_TOKEN_FILE names."
+_TLS_HINT = "Shadows on other machines need TLS. CKPT_SHADOW_CERTIFICATE names the file of certificates to trust."
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How to be let in, and how to know that it is the right shadow."""
+
+    token: bytes | None = None
+    certificate: Path | None = None
+    """A file with the certificates (PEM) of the shadow, or of who signed its own; None: those of the system."""
+
+
+class Connection:
+    """A connection after its login. Threads must not share one.
+
+    where: The address, for messages.
+    """
+
+    def __init__(self, address: NetworkAddress, credentials: Credentials, wanted: Served) -> None:
+        """Connect, with TLS unless the listener is on this machine and no certificate is given.
+
+        `wanted`: what it must serve. Raises `NotFound` if nobody listens, `Unsupported` if the token is refused,
+        `Unsafe` for a certificate that is not trusted, and `Corrupt` for an answer that is not a shadow's.
+        """
+        self.where = f"tcp://{address}"
+        self._socket = _connect(address, credentials, self.where)
+        try:
+            self._log_in(credentials, wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection: the other side goes on."""
+        self._socket.close()
+
+    def send(self, kind: FrameKind, body: bytes) -> None:
+        """Send a request. Raises `Incomplete` if the other side is gone."""
+        try:
+            wire.send(self._socket, kind, body, SECONDS)
+        except PeerGone as error:
+            raise Incomplete(error.what, where=self.where) from None
+
+    def receive(self, expected: FrameKind, max_nbytes: int, seconds: float = SECONDS) -> bytearray:
+        """The body of the answer. Raises `Corrupt`, `Incomplete`, and the error that the other side names."""
+        limit = max(max_nbytes, wire.MAX_REQUEST)
+        return self._checked(expected, lambda: wire.receive(self._socket, limit, seconds))
+
+    def receive_log(self, max_nbytes: int, write: Callable[[memoryview], None]) -> None:
+        """Pass on the bytes of a log as they arrive. Raises as `receive`, and what `write` raises."""
+        limit = max(max_nbytes, wire.MAX_REQUEST)
+        self._checked(FrameKind.LOG, lambda: wire.receive_log(self._socket, limit, write, SECONDS))
+
+    def _checked(self, expected: FrameKind, receive: Callable[[], tuple[FrameKind, bytearray]]) -> bytearray:
+        try:
+            kind, body = receive()
+        except PeerGone as error:
+            raise Incomplete(error.what, where=self.where, hint="Is the shadow still there?") from None
+        except Corrupt as error:
+            raise Corrupt(error.what, where=self.where) from None
+        if kind is FrameKind.ERROR:
+            raise self._error(body)
+        if kind is not expected:
+            raise Corrupt(f"the shadow sent {kind.name} instead of {expected.name}", where=self.where)
+        return body
+
+    def _log_in(self, credentials: Credentials, wanted: Served) -> None:
+        hello = self.receive(FrameKind.HELLO, wire.MAX_REQUEST)
+        try:
+            fields = json.loads(hello)
+            protocol, nonce, demands = fields["protocol"], bytes.fromhex(fields["nonce"]), bool(fields["token"])
+            served = fields.get("serves")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise Corrupt("not a shadow's greeting", where=self.where) from None
+        if protocol != wire.PROTOCOL:
+            raise Unsupported(f"the shadow speaks protocol {protocol!r:.20}, not {wire.PROTOCOL}", where=self.where)
+        if not isinstance(served, str) or served not in _SERVED:
+            raise Corrupt("not a shadow's greeting", where=self.where)
+        if served != wanted:
+            what, hint = _SERVED[served]
+            raise Unsupported(f"{what} is served there, not {_SERVED[wanted][0]}", where=self.where, hint=hint)
+        if demands and credentials.token is None:
+            raise Unsupported("the shadow demands a token", where=self.where, hint=_TOKEN_HINT)
+        own = os.urandom(wire.NONCE)
+        proof = b"" if credentials.token is None else wire.proof(credentials.token, nonce, own)
+        self.send(FrameKind.LOGIN, json.dumps({"nonce": own.hex(), "proof": proof.hex()}).encode())
+
+    def _error(self, body: bytearray) -> CkptError:
+        try:
+            fields = json.loads(body)
+            kind, what, hint = ERRORS[fields["kind"]], str(fields["what"]), fields["hint"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return Corrupt("the shadow sent an error that cannot be read", where=self.where)
+        return kind(what, where=self.where, hint=None if hint is None else str(hint))
+
+
+def _connect(address: NetworkAddress, credentials: Credentials, where: str) -> socket.socket:
+    try:
+        plain = socket.create_connection((address.host, address.port), SECONDS)
+    except OSError as error:
+        raise NotFound(f"no shadow can be reached: {error.strerror or error}", where=where) from None
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.is_loopback and credentials.certificate is None:
+            return plain
+        context = ssl.create_default_context(cafile=credentials.certificate)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        return context.wrap_socket(plain, server_hostname=address.host)
+    except ssl.SSLError as error:
+        plain.close()
+        raise Unsafe(f"the shadow is not trusted: {error.reason or error}", where=where, hint=_TLS_HINT) from None
+    except OSError as error:
+        plain.close()
+        raise NotFound(f"TLS fails: {error.strerror or error}", where=where, hint=_TLS_HINT) from None

@@ -1,0 +1,132 @@
+"""Listen for readers, let in those that know the token, and answer each in a thread.
+
+A peer can neither change anything, nor hold the listener for long.
+"""
+
+import hmac
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from ckpt.shadow import wire
+from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
+from ckpt_formats.core.errors import CkptError, Unsupported
+
+MAX_PEERS = 16
+"""Connections at the same time. More are closed at once."""
+LOGIN_SECONDS = 10.0
+"""The time that a peer has for TLS and the proof of the token, together."""
+
+Served = Literal["state", "log"]
+"""What a listener gives: the state of a shadow, or the files of a log."""
+
+
+class Listener:
+    """Listens at an address until it is closed."""
+
+    def __init__(
+        self,
+        served: Served,
+        answer: Callable[[socket.socket], None],
+        address: NetworkAddress,
+        token: bytes | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Listen at once. Raises `Unsupported` for an address of other machines without a token and TLS.
+
+        `answer`: called with each peer that was let in, in a thread; `token`: what readers must know; `tls`: the
+        certificate and key.
+        """
+        if not address.is_loopback and (token is None or tls is None):
+            raise Unsupported(
+                f"listening on {address}, where other machines are, needs a token and TLS",
+                hint="Give both, or listen on localhost.",
+            )
+        self._served, self._answer = served, answer
+        self._token = None if token is None else wire.check_token(token)
+        self._tls = tls
+        self._peers = threading.BoundedSemaphore(MAX_PEERS)
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((address.host, address.port), family=family)
+        except OSError as error:
+            raise Unsupported(f"cannot listen on {address}: {error.strerror or error}") from None
+        self.address = NetworkAddress(address.host, self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more readers. Those that are connected stay until the process ends."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)  # for example, too many files are open
+                continue
+            if not self._peers.acquire(blocking=False):
+                peer.close()
+                continue
+            threading.Thread(target=self._serve, args=(peer,), name="ckpt-shadow-peer", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        """The life of a connection. Whatever a peer sends, only this connection ends."""
+        try:
+            with suppress(OSError, PeerGone):
+                peer.settimeout(LOGIN_SECONDS)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._tls is not None:
+                    peer = self._tls.wrap_socket(peer, server_side=True)
+                try:
+                    self._log_in(peer)
+                    self._answer(peer)
+                except PeerGone:
+                    raise
+                except CkptError as error:
+                    fields = {"kind": wire.error_name(error), "what": error.what, "hint": error.hint}
+                    wire.send(peer, FrameKind.ERROR, json.dumps(fields).encode(), LOGIN_SECONDS)
+        finally:
+            with suppress(OSError):
+                peer.close()
+            self._peers.release()
+
+    def _log_in(self, peer: socket.socket) -> None:
+        """Raise `Unsupported` unless the peer speaks the protocol and knows the token."""
+        nonce = os.urandom(wire.NONCE)
+        hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
+        hello["serves"] = self._served
+        wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
+        kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
+        refused = Unsupported("the token is missing, or is not the shadow's")
+        try:
+            fields = json.loads(body)
+            client_nonce, given = bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["proof"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise refused from None
+        if kind is not FrameKind.LOGIN or len(client_nonce) != wire.NONCE:
+            raise refused
+        if self._token is not None and not hmac.compare_digest(given, wire.proof(self._token, nonce, client_nonce)):
+            raise refused
+
+
+def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
+    """TLS with a certificate and its private key: files in PEM. Raises `Unsupported` if they cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"the certificate and its key cannot be used: {error}", where=certificate) from None
+    return context

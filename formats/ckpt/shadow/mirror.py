@@ -1,0 +1,508 @@
+"""The files of a log elsewhere, fetched over a socket into a folder here, from which a shadow follows them.
+
+The bytes are those of the files, so everything that checks a log checks them. Gradients of steps before the base are
+not fetched, and those that the shadow has applied are freed again (as holes in the files), so a folder of bounded size
+follows a log of any size.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.shadow import wire
+from ckpt.shadow.bases import bases_of
+from ckpt.shadow.connection import Connection, Credentials
+from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
+from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.record import ENTRY, FILE_HEAD, HEAD, RECORD_MAGIC, Kind
+from ckpt_formats.universal.gradients.segment import rank_file
+
+WINDOW = 1 << 30
+"""How many bytes of a rank may be here that were not applied yet. (Two steps always may.)"""
+_READ = 8 << 20
+"""The bytes that are asked for at once, while the log is followed."""
+_PEEK = 1 << 16
+"""The bytes that are asked for at once, while records are passed over."""
+_WAIT = 0.5
+"""Seconds that the other side may wait for new bytes."""
+_PAUSE = 0.01
+"""Seconds to wait while there is no room."""
+_SOON, _AGAIN = 0.01, 1.0
+"""Seconds after which a broken connection is opened again: twice as long each time."""
+_YOUNG = 5.0
+"""Seconds in which a folder is being made."""
+_MAX_FILES = 1 << 20
+_MAX_NBYTES = 1 << 50
+_STEPPED = (Kind.GRADIENTS, Kind.STATE)
+"""The kinds of records whose chunks are not needed before the base."""
+
+
+class LogMirror:
+    """Fetches the log of a chain in a thread, until it is closed. Connections that break are opened again.
+
+    path: The folder of the chain here. It is another one after steps were dropped that had been fetched.
+    """
+
+    def __init__(
+        self,
+        address: NetworkAddress,
+        credentials: Credentials = Credentials(),
+        place: Path | None = None,
+        window: int = WINDOW,
+    ) -> None:
+        """Connect and begin. `place`: where files are kept; None: in the folder of temporary files.
+
+        Raises as `Connection` if that is not possible now.
+        """
+        self.address, self._credentials, self._window = address, credentials, window
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(Path(tempfile.gettempdir()) if place is None else place)
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        self._lock = _lock(self._root)
+        self.path = self._root / "0"
+        self.path.mkdir()
+        self._generation = 0
+        self._chain: ChainIndex | None = None
+        self._list_hash = ""
+        self._folders: dict[str, _SegmentFiles] = {}
+        self._applied: tuple[str, int] | None = None
+        self._closed = threading.Event()
+        self._error: CkptError | None = None
+        self._behind = True
+        self.broken: str | None = None
+        """Why there is no connection now; None: there is one."""
+        self.received = 0
+        """The bytes of logs that were received."""
+        try:
+            self._connection = Connection(address, credentials, "log")
+        except BaseException:
+            self.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="ckpt-shadow-mirror", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "LogMirror":
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and remove the files."""
+        self._closed.set()
+        if hasattr(self, "_connection"):
+            self._connection.close()
+            self._thread.join(5)
+        shutil.rmtree(self._root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Is the list of the chain here, and all that is needed to begin? Raises the error that ended the thread."""
+        if self._error is not None:
+            raise self._error
+        return (self.path / index.NAME).exists()
+
+    @property
+    def is_behind(self) -> bool:
+        """Had the other side more, when it was asked last? Raises the error that ended the thread."""
+        if self._error is not None:
+            raise self._error
+        return self._behind
+
+    @property
+    def lag_nbytes(self) -> int:
+        """The bytes of the log that were not fetched yet, as far as is known."""
+        return sum(files.lag_nbytes for files in list(self._folders.values()))
+
+    def applied(self, segment: str, step: int) -> None:
+        """Say up to which step the gradients of a segment are no longer needed."""
+        self._applied = (segment, step)
+
+    def forget(self, path: Path) -> None:
+        """Remove the files of an earlier `path`."""
+        if path != self.path:
+            shutil.rmtree(path, ignore_errors=True)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            pause = _SOON
+            while not self._closed.is_set():
+                received = self.received
+                why = self._follow_until_broken()
+                pause = min(2 * pause, _AGAIN) if self.received == received else _SOON
+                self.broken = why
+                self._closed.wait(pause)
+        except CkptError as error:
+            self._error = error
+        except OSError as error:
+            what = f"the log cannot be kept here: {error.strerror or error}"
+            self._error = Incomplete(what, where=self._root)
+
+    def _follow_until_broken(self) -> str:
+        """Fetch until the connection breaks. Returns why."""
+        try:
+            if self.broken is not None:
+                self._connection = Connection(self.address, self._credentials, "log")
+                self._chain, self.broken = None, None
+            self._follow()
+        except (Incomplete, NotFound) as error:  # the other side is gone, or changes its chain
+            if not self._folders:
+                raise
+            return error.what
+        finally:
+            self._connection.close()
+        return "closed"
+
+    def _follow(self) -> None:
+        """Fetch until the connection breaks."""
+        while not self._closed.is_set():
+            if self._chain is None:
+                self._take_list()
+            assert self._chain is not None
+            self._free()
+            busy = has_room = False
+            for files in list(self._folders.values()):
+                moved, room = files.fetch(self._ask_log, self._window)
+                busy |= moved
+                has_room |= room
+            if busy:
+                continue
+            files = self._folders[self._chain.segments[-1].folder]
+            nbytes, listed = self._grown(files, _WAIT if has_room or not files.lag_nbytes else 0.0)
+            files.see(nbytes)
+            for other in self._folders.values():
+                if other is not files:
+                    other.see(self._grown(other, 0.0)[0])
+            self._behind = self.lag_nbytes > 0 or listed != self._list_hash
+            if listed != self._list_hash:
+                self._chain = None
+            elif not has_room and files.lag_nbytes:
+                self._closed.wait(_PAUSE)
+
+    def _take_list(self) -> None:
+        """Read the list of the chain, and fetch what its last segment needs to begin."""
+        content = self._ask({"ask": "list"}, MAX_LIST)
+        chain = self._parsed(content)
+        if not chain.segments:
+            raise NotFound("the chain has no log of gradients", where=self._where)
+        if any(not _goes_on(files, chain, self._applied) for files in self._folders.values()):
+            self._begin_again()
+        last = chain.segments[-1]
+        if last.folder not in self._folders:
+            self._folders[last.folder] = self._begin(chain, last)
+        self._write_list(chain)
+        self._chain, self._list_hash = chain, list_hash(content)
+
+    def _begin_again(self) -> None:
+        """Steps that were fetched are no longer in the chain: begin in another folder."""
+        self._generation += 1
+        path = self._root / str(self._generation)
+        path.mkdir()
+        self._folders, self._applied, self.path = {}, None, path
+
+    def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> "_SegmentFiles":
+        """Fetch the layout of a segment and its last base."""
+        bases = bases_of(chain, logged)
+        members = chain.upto(bases[-1].step) if bases else ()
+        for name in sorted(chain.folders_of(members[-1]) if members else ()):
+            self._fetch_folder(name)
+        self._fetch_file(logged.folder, layouts.NAME, self._sizes(logged.folder).get(layouts.NAME, 0))
+        layout = layouts.load(self.path / logged.folder / layouts.NAME)
+        start = members[-1].step if members else None
+        ranks = [self.path / logged.folder / rank_file(rank) for rank in range(len(layout.ranks))]
+        return _SegmentFiles(logged, members, [_RankFile(path, start) for path in ranks])
+
+    def _write_list(self, chain: ChainIndex) -> None:
+        """Write the list of what is here: the segments that are followed, and their bases."""
+        here = [one for one in chain.segments if one.folder in self._folders]
+        needed = {one.step: one for files in self._folders.values() for one in files.members}
+        members = tuple(needed[step] for step in sorted(needed))
+        contents = {one.content for one in members}
+        segments = tuple(one if one.parent in contents else replace(one, parent=None) for one in here)
+        draft = self.path / f"{index.NAME}.tmp"
+        draft.write_bytes(index.dump(ChainIndex(members, segments)))
+        os.replace(draft, self.path / index.NAME)
+
+    def _free(self) -> None:
+        """Free what was applied: gradients, and all of the segment before."""
+        if self._applied is None or self._applied[0] not in self._folders:
+            return
+        segment, step = self._applied
+        self._folders[segment].free(step)
+        for name in list(self._folders):
+            if name == segment:
+                break
+            members = {one.folder for one in self._folders.pop(name).members}
+            kept = {one.folder for files in self._folders.values() for one in files.members}
+            assert self._chain is not None
+            self._write_list(self._chain)
+            for folder in (name, *members.difference(kept)):
+                shutil.rmtree(self.path / folder, ignore_errors=True)
+
+    # What is asked
+
+    @property
+    def _where(self) -> str:
+        return f"tcp://{self.address}"
+
+    def _ask(self, fields: Mapping[str, Any], max_nbytes: int) -> bytearray:
+        self._connection.send(FrameKind.ASK, json.dumps(dict(fields)).encode())
+        return self._connection.receive(FrameKind.ANSWER, max_nbytes)
+
+    def _ask_json(self, fields: Mapping[str, Any]) -> Any:
+        try:
+            return json.loads(self._ask(fields, MAX_LIST))
+        except (ValueError, RecursionError):
+            raise self._damaged() from None
+
+    def _ask_log(self, folder: str, rank: int, begin: int, nbytes: int, write: Callable[[memoryview], None]) -> None:
+        fields = {"ask": "log", "folder": folder, "rank": rank, "range": [begin, nbytes]}
+        self._connection.send(FrameKind.ASK, json.dumps(fields).encode())
+
+        def count(part: memoryview) -> None:
+            self.received += len(part)
+            write(part)
+
+        self._connection.receive_log(nbytes, count)
+
+    def _grown(self, files: "_SegmentFiles", seconds: float) -> tuple[list[int], str]:
+        known = [one.known for one in files.ranks]
+        fields = {"ask": "grown", "folder": files.logged.folder, "list": self._list_hash, "nbytes": known}
+        answer = self._ask_json({**fields, "seconds": seconds})
+        nbytes, listed = (answer.get("nbytes"), answer.get("list")) if isinstance(answer, dict) else (None, None)
+        if not isinstance(nbytes, list) or len(nbytes) != len(known) or not isinstance(listed, str):
+            raise self._damaged()
+        if not all(is_natural(one) and one < _MAX_NBYTES for one in nbytes):
+            raise self._damaged()
+        return nbytes, listed
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        """The names and sizes of a folder's files. Raises `Unsafe` for a name that would leave the folder."""
+        rows = self._ask_json({"ask": "folder", "folder": folder})
+        if not isinstance(rows, list) or len(rows) > _MAX_FILES:
+            raise self._damaged()
+        sizes = {}
+        for row in rows:
+            if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_natural(row[1])):
+                raise self._damaged()
+            parts = row[0].split("/")
+            if row[1] >= _MAX_NBYTES or "\0" in row[0] or not all(parts) or any(one in (".", "..") for one in parts):
+                raise Unsafe(f"the name {row[0]!r:.80} leaves its folder", where=self._where)
+            sizes[row[0]] = row[1]
+        return sizes
+
+    def _fetch_folder(self, folder: str) -> None:
+        for name, nbytes in self._sizes(folder).items():
+            self._fetch_file(folder, name, nbytes)
+
+    def _fetch_file(self, folder: str, name: str, nbytes: int) -> None:
+        """A file of a state that does not change, or what is missing of it here."""
+        path = self.path / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            while (begin := file.tell()) < nbytes:
+                wanted = min(wire.CHUNK_NBYTES, nbytes - begin)
+                fields = {"ask": "file", "folder": folder, "file": name, "range": [begin, wanted]}
+                part = self._ask(fields, wanted)
+                if not part:
+                    raise Incomplete(f"{name} of {folder} became shorter", where=self._where)
+                file.write(part)
+
+    def _parsed(self, content: bytearray) -> ChainIndex:
+        """The list of the chain there. Raises `Corrupt`."""
+        draft = self._root / "there.json"
+        draft.write_bytes(content)
+        try:
+            return index.load(draft)
+        except CkptError as error:
+            raise type(error)(error.what, where=self._where) from None
+
+    def _damaged(self) -> Corrupt:
+        return Corrupt("the answer cannot be read", where=self._where)
+
+
+class _SegmentFiles:
+    """The files of a segment here."""
+
+    def __init__(self, logged: LoggedSteps, members: tuple[Member, ...], ranks: "list[_RankFile]") -> None:
+        self.logged, self.members, self.ranks = logged, members, ranks
+
+    @property
+    def lag_nbytes(self) -> int:
+        return sum(max(0, one.known - one.end) for one in self.ranks)
+
+    def see(self, nbytes: list[int]) -> None:
+        """Note the sizes of all files there."""
+        for one, known in zip(self.ranks, nbytes, strict=True):
+            one.known = known
+
+    def fetch(self, ask: Callable[..., None], window: int) -> tuple[bool, bool]:
+        """Fetch some bytes of each rank. Returns whether there were any, and whether there is room for more."""
+        moved, room = False, False
+        for rank, one in enumerate(self.ranks):
+            if one.has_room(window):
+                room = True
+                moved |= one.fetch(lambda *a, rank=rank: ask(self.logged.folder, rank, *a))
+        return moved, room
+
+    def free(self, step: int) -> None:
+        for one in self.ranks:
+            one.free(step)
+
+
+class _RankFile:
+    """The file of a rank's log: what is here, which records these bytes are, and which of them were freed.
+
+    Attributes:
+        known: The size of the file there, as far as is known.
+        end: Where the bytes end that are here. A part that is not needed counts as here, and is a hole.
+    """
+
+    def __init__(self, path: Path, start: int | None) -> None:
+        """`start`: the step of the base; None: the log itself has the state at its start."""
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("w+b", buffering=0)
+        self._start = start
+        self._at = FILE_HEAD.size
+        """Where the next record begins whose head was not read yet."""
+        self._is_log = True
+        self._passes_over = start is not None
+        self._waiting = deque[tuple[int, int, int]]()
+        """Of records that were not applied: the step, where that begins which is not needed then, and the end."""
+        self._applied_end = 0
+        """Where the records end that were applied."""
+        self.known = self.end = 0
+
+    def has_room(self, window: int) -> bool:
+        """May more be fetched? Always of two steps, so that one of them is complete."""
+        steps = self._waiting[-1][0] - self._waiting[0][0] if self._waiting else 0
+        return self.end - self._applied_end < window or steps < 2
+
+    def fetch(self, ask: Callable[[int, int, Callable[[memoryview], None]], None]) -> bool:
+        """Fetch the bytes that follow. Returns whether there were any."""
+        self._read_heads()
+        if self.end >= self.known:
+            return False
+        most = _PEEK if self._passes_over else _READ
+        nbytes = min(self.known - self.end, most, MAX_LOG)
+        before = self.end
+
+        def write(part: memoryview) -> None:
+            os.pwrite(self._file.fileno(), part, self.end)
+            self.end += len(part)
+
+        ask(self.end, nbytes, write)
+        self._read_heads()
+        return self.end > before
+
+    def free(self, step: int) -> None:
+        """Make holes of the gradients of steps before this one."""
+        while self._waiting and self._waiting[0][0] < step:
+            _, begin, end = self._waiting.popleft()
+            _make_hole(self._file.fileno(), begin, end)
+            self._applied_end = end
+
+    def _read_heads(self) -> None:
+        """Read the heads of records that are here, and pass over the chunks of those before the base.
+
+        Nothing is checked: that is for those who read the file. What is no record is only kept.
+        """
+        while self._is_log and self.end >= self._at + HEAD.size:
+            raw = os.pread(self._file.fileno(), HEAD.size, self._at)
+            magic, kind, _, step, meta, count, nbytes = HEAD.unpack(raw)[:7]
+            begin = self._at + HEAD.size + meta + count * ENTRY.itemsize
+            end = begin + nbytes
+            if magic != RECORD_MAGIC or end >= _MAX_NBYTES or step >= 1 << 62:
+                self._is_log = self._passes_over = False
+                return
+            if self._passes_over and self._start is not None:
+                if step >= self._start:
+                    self._passes_over = False
+                elif kind in _STEPPED and self.end < end:
+                    if self.end < begin or self.known < end:
+                        return  # the rest of its head is fetched first
+                    os.ftruncate(self._file.fileno(), end)
+                    self.end = end
+            if self._start is None or step >= self._start:
+                self._waiting.append((step, begin if kind == Kind.GRADIENTS else end, end))
+            else:
+                self._applied_end = end
+            self._at = end
+
+
+def _goes_on(files: _SegmentFiles, chain: ChainIndex, applied: tuple[str, int] | None) -> bool:
+    """Does a chain still have the steps of a segment that were fetched, or at least those that were applied?"""
+    logged = next((one for one in chain.segments if one.folder == files.logged.folder), None)
+    if logged is None:
+        return applied is not None and _is_before(applied[0], files.logged, chain)
+    if (logged.run, logged.first) != (files.logged.run, files.logged.first):
+        return False
+    step = applied[1] if applied is not None and applied[0] == logged.folder else 0
+    return logged.step is None or step <= logged.step
+
+
+def _is_before(segment: str, earlier: LoggedSteps, chain: ChainIndex) -> bool:
+    """Is the segment that is followed now a later one, which the chain still has?"""
+    return any(one.folder == segment and one.first >= earlier.first for one in chain.segments)
+
+
+def _make_hole(file: int, begin: int, end: int) -> None:
+    """Free the space of a range of a file, if the file system can do that. The range is not read any more."""
+    begin, end = -(-begin // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY, end // mmap.PAGESIZE
+    end *= mmap.PAGESIZE
+    if end > begin and hasattr(mmap, "MADV_REMOVE"):
+        with suppress(OSError), mmap.mmap(file, end - begin, offset=begin) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)
+
+
+_PREFIX = "ckpt-mirror-"
+_LOCK = "lock"
+
+
+def _lock(root: Path) -> int | None:
+    """Lock the folder of a mirror for as long as this process lives. None: another one does."""
+    file = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove the folders of mirrors whose process was killed."""
+    for root in place.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            status = root.lstat()
+            is_own = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
+            # A younger one may not be locked yet.
+            if not is_own or time.time() - status.st_mtime < _YOUNG:
+                continue
+            file = _lock(root)
+            if file is not None:
+                shutil.rmtree(root, ignore_errors=True)
+                os.close(file)

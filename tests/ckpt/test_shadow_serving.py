@@ -1,0 +1,396 @@
+"""A shadow follows a log over a socket as it would its files; whoever else connects gets nothing."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from test_shadow_listening import TOKEN, certificate  # noqa: F401
+
+from ckpt.pipeline import Resources
+from ckpt.shadow import listener, log_server, mirror
+from ckpt.shadow.connection import Connection, Credentials
+from ckpt.shadow.listener import tls_of
+from ckpt.shadow.log_server import LogServer
+from ckpt.shadow.mirror import LogMirror
+from ckpt.shadow.shadow import Shadow
+from ckpt.shadow.wire import NetworkAddress
+from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.gradients import record
+from ckpt_formats.universal.gradients.segment import rank_file
+from damage import SAMPLES, ckpt
+from gradient_logs import restored, small_log
+from growing_log import State, bits, grow, log_with_fingerprints
+from shadow_peers import LOG_HOSTILE
+
+GOLDEN = SAMPLES / "recorded-1" / "run.chain"
+HERE = NetworkAddress("127.0.0.1", 0)
+ONE = Resources(workers=1)
+SEGMENT = "gradients-0000000000"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of 12 steps with a fingerprint of every third."""
+    log_with_fingerprints(12, 3).write(tmp_path / "run.chain")
+    return tmp_path / "run.chain"
+
+
+@contextmanager
+def served(run: Path, place: Path, **options: int) -> Iterator[tuple[LogServer, Shadow]]:
+    server = LogServer(run, HERE)
+    with LogMirror(server.address, place=place / "mirror", **options) as there:
+        yield server, Shadow(there, ONE)
+    server.close()
+
+
+def states_until(shadow: Shadow, last: int) -> dict[int, State]:
+    """The states of all steps on the way to a step."""
+    states, deadline = {}, time.monotonic() + 30
+    while shadow.step != last:
+        assert time.monotonic() < deadline, shadow.status
+        before = shadow.step
+        shadow.poll(None if before is None else before + 1)
+        if shadow.step is not None and shadow.step != before:
+            with shadow.frozen() as checkpoint:
+                states[shadow.step] = bits(checkpoint)
+    return states
+
+
+def log_nbytes(run: Path, segment: str = SEGMENT) -> int:
+    return sum(path.stat().st_size for path in (run / segment).glob("*.ckg"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, tmp_path: Path) -> None:
+    """Of a log with two ranks, two segments and a base, which is fetched."""
+    run = tmp_path / "run.chain"
+    pieces = grow(GOLDEN, run, seed)
+    next(pieces)
+    with served(run, tmp_path) as (_, shadow):
+        seen: dict[int, State] = {}
+        thread = threading.Thread(target=lambda: [time.sleep(0.003) for _ in pieces])
+        thread.start()
+        seen = states_until(shadow, 6)
+        thread.join()
+        assert shadow.verified == 6
+        last = index.load(run / index.NAME).segments[-1]
+        assert [path.name for path in shadow.path.glob("gradients-*")] == [last.folder], "the one before is gone"
+    assert list((tmp_path / "mirror").iterdir()) == []
+    for step, state in seen.items():
+        assert state.items() <= bits(restored(run, step)).items() or state == bits(restored(run, step)), step
+    assert set(seen) >= {0, 6}
+
+
+def test_each_byte_comes_once_also_when_connections_break(run: Path, tmp_path: Path) -> None:
+    """Through a relay that ends each connection after some more bytes."""
+    server = LogServer(run, HERE)
+    with broken_relay(server.address, step=700) as (address, count), LogMirror(address, place=tmp_path / "m") as there:
+        states = states_until(Shadow(there, ONE), 12)
+        assert there.received == log_nbytes(run)
+    assert count[0] > 5, "connections"
+    assert states[12] == bits(restored(run, 12))
+    server.close()
+
+
+@contextmanager
+def broken_relay(target: NetworkAddress, step: int) -> Iterator[tuple[NetworkAddress, list[int]]]:
+    """The address of a relay whose nth connection ends after n times `step` bytes; and how many there were."""
+    count = [0]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def pump(source: socket.socket, sink: socket.socket, limit: int) -> None:
+            with suppress(OSError):
+                while limit > 0 and (part := source.recv(min(limit, 1 << 16))):
+                    sink.sendall(part)
+                    limit -= len(part)
+            for one in (source, sink):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    peer, _ = listening.accept()
+                    count[0] += 1
+                    there = socket.create_connection((target.host, target.port))
+                    limit = count[0] * step
+                    threading.Thread(target=pump, args=(peer, there, 1 << 60), daemon=True).start()
+                    threading.Thread(target=pump, args=(there, peer, limit), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield NetworkAddress("127.0.0.1", listening.getsockname()[1]), count
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_is_started_again_is_found(run: Path, tmp_path: Path) -> None:
+    path = run / SEGMENT / rank_file(1)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    server = LogServer(run, HERE)
+    with LogMirror(server.address, place=tmp_path / "m") as there:
+        shadow = Shadow(there, ONE)
+        states_until(shadow, 5)
+        server.close()
+        there._connection.close()  # as if the process had ended
+        path.write_bytes(content)
+        deadline = time.monotonic() + 10
+        while there.broken is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert "no connection" in str(shadow.status.waiting)
+        again = LogServer(run, server.address)
+        assert states_until(shadow, 12)[12] == bits(restored(run, 12))
+        again.close()
+
+
+def test_gradients_before_the_base_are_not_fetched(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpt("shadow", run, "--once", "--base-every", 9).code == 0
+    assert [one.step for one in index.load(run / index.NAME).members] == [9]
+    monkeypatch.setattr(mirror, "_PEEK", 64)
+    with served(run, tmp_path) as (_, shadow):
+        states = states_until(shadow, 12)
+        assert shadow.mirror is not None
+        missing = log_nbytes(run) - shadow.mirror.received
+    sizes = {
+        one.step: one.nbytes + -one.nbytes % 8
+        for rank in range(2)
+        for one in record.scan(run / SEGMENT / rank_file(rank), _head(run, rank)).records
+        if one.kind is record.Kind.GRADIENTS
+    }
+    assert missing > sum(sizes[step] for step in range(1, 9)), "the bodies of 8 steps, of both ranks"
+    assert states[12] == bits(restored(run, 12))
+    assert min(states) == 9
+
+
+def _head(run: Path, rank: int) -> record.FileHead:
+    from ckpt_formats.universal.gradients.segment import open_layout
+
+    return open_layout(run / SEGMENT)[1][rank]
+
+
+def test_what_was_applied_is_freed_and_not_needed_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = 0
+
+    def overwrite(file: int, begin: int, end: int) -> None:
+        nonlocal freed
+        freed += end - begin
+        os.pwrite(file, b"\xff" * (end - begin), begin)
+
+    monkeypatch.setattr(mirror, "_make_hole", overwrite)
+    monkeypatch.setattr(mirror, "_READ", 100)
+    with served(run, tmp_path, window=1) as (_, shadow):
+        states = states_until(shadow, 12)
+    assert freed > 0
+    assert all(states[step] == bits(restored(run, step)) for step in states)
+    assert len(states) == 13
+
+
+def test_holes_are_made(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"x" * (1 << 20))
+        file.flush()
+        before = os.fstat(file.fileno()).st_blocks
+        mirror._make_hole(file.fileno(), 5000, (1 << 20) - 5000)
+        content = os.pread(file.fileno(), 1 << 20, 0)
+    assert content[:5000] == b"x" * 5000
+    assert content[-5000:] == b"x" * 5000
+    assert os.stat(tmp_path / "file").st_blocks < before / 4
+    mirror._make_hole(-1, 0, 1 << 20)  # a file system that cannot do it keeps the bytes
+
+
+def test_no_more_than_two_steps_come_if_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_log(100).write(tmp_path / "run.chain")
+    monkeypatch.setattr(mirror, "_READ", 256)
+    with served(tmp_path / "run.chain", tmp_path, window=1) as (_, shadow):
+        states_until(shadow, 10)
+        time.sleep(0.2)
+        assert shadow.mirror is not None
+        each = log_nbytes(tmp_path / "run.chain") / 100
+        assert shadow.mirror.received < 15 * each + 5000
+        assert shadow.status.lag_nbytes > 80 * each, "what is still elsewhere is counted"
+        states_until(shadow, 100)
+
+
+def test_steps_that_the_chain_dropped_are_forgotten(run: Path, tmp_path: Path) -> None:
+    with served(run, tmp_path) as (_, shadow):
+        states_until(shadow, 12)
+        assert ckpt("compact", run, "--upto", 4).code == 0
+        assert states_until(shadow, 4)[4] == bits(restored(run, 4))
+        assert [path.name for path in shadow.path.parent.iterdir() if path.name.isdigit()] == ["1"]
+
+
+def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckpt_cli", "serve", str(run), "--listen", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = json.loads(child.stdout.readline())["address"]
+        done = ckpt("shadow", address, "--once", "-o", tmp_path / "out", "--mirror", tmp_path / "m", "--json")
+        assert done.code == 0, done
+        assert (json.loads(done.out)["step"], json.loads(done.out)["chain"]) == (12, address)
+        assert ckpt("shadow", address, "--once", "--base-every", 3).code == 22
+        refused = ckpt("inspect", address)
+        assert refused.code == 22
+        assert "`ckpt shadow tcp://HOST:PORT` follows it" in refused.err
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(20) == 0
+        assert json.loads(child.stdout.readline()) == {"event": "stopped"}
+    assert ckpt("restore", run, tmp_path / "restored").code == 0
+    assert ckpt("diff", tmp_path / "out", tmp_path / "restored").code == 0
+    assert list((tmp_path / "m").iterdir()) == []
+    assert ckpt("shadow", address, "--once").code == 10
+    assert ckpt("shadow", run, "--once", "--mirror", tmp_path / "m").code == 2
+    assert ckpt("serve", tmp_path / "other", "--listen", "0").code == 10
+    assert ckpt("serve", run).code == 2
+
+
+def test_other_machines_need_a_token_and_tls(
+    run: Path,
+    tmp_path: Path,
+    certificate: tuple[Path, Path],  # noqa: F811
+) -> None:
+    with pytest.raises(Unsupported, match="needs a token and TLS"):
+        LogServer(run, NetworkAddress("0.0.0.0", 0))
+    server = LogServer(run, HERE, TOKEN, tls_of(*certificate))
+    for credentials, error in (
+        (Credentials(), (CkptError,)),
+        (Credentials(TOKEN, tmp_path / "run.chain" / "chain.json"), (Unsafe, NotFound, Unsupported)),
+        (Credentials(None, certificate[0]), (Unsupported,)),
+    ):
+        with pytest.raises(error):
+            LogMirror(server.address, credentials, tmp_path / "m")
+    connection = Connection(server.address, Credentials(TOKEN + b"!", certificate[0]), "log")
+    with pytest.raises(Unsupported, match="is not the shadow's"):
+        connection.receive(log_server.FrameKind.ANSWER, 100)
+    with LogMirror(server.address, Credentials(TOKEN, certificate[0]), tmp_path / "m") as there:
+        assert states_until(Shadow(there, ONE), 12)[12] == bits(restored(run, 12))
+    server.close()
+
+
+@pytest.mark.parametrize("name", [name for number, name in enumerate(LOG_HOSTILE) if number < 35 or number % 9 == 0])
+def test_hostile_peers_get_nothing_and_change_nothing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample; `shadow_campaign.py` sends all of them, and noise."""
+    for module, field in ((listener, "LOGIN_SECONDS"), (log_server, "IDLE_SECONDS"), (log_server, "SEND_SECONDS")):
+        monkeypatch.setattr(module, field, 0.3)
+    (run / SEGMENT / "link").symlink_to("/etc/passwd")
+    (run / SEGMENT / rank_file(7)).symlink_to("/etc/passwd")
+    problems: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", problems.append)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    server = LogServer(run, HERE)
+    with socket.create_connection((server.address.host, server.address.port), 5) as peer:
+        LOG_HOSTILE[name](peer)
+    Connection(server.address, Credentials(), "log").close()
+    server.close()
+    assert problems == []
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+ANSWERS: dict[str, tuple[str, object]] = {
+    "a list that is none": ("list", {"format": "ckpt-chain"}),
+    "a list that is no JSON": ("list", "x"),
+    "a name that leaves its folder": ("folder", [["../../x", 5]]),
+    "an absolute name": ("folder", [["/x", 5]]),
+    "a name with a zero": ("folder", [["a\0", 5]]),
+    "a huge file": ("folder", [["layout.json", 1 << 60]]),
+    "no rows": ("folder", {"a": 1}),
+    "no sizes": ("folder", [["a", -1]]),
+    "other ranks": ("grown", {"nbytes": [1], "list": ""}),
+    "huge logs": ("grown", {"nbytes": [1 << 60, 1], "list": ""}),
+    "nothing grown": ("grown", []),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, answer = ANSWERS[name]
+    content = LogServer._content
+
+    def answered(self: LogServer, asked: dict[str, object]) -> bytes:
+        return json.dumps(answer).encode() if asked["ask"] == what else content(self, asked)
+
+    monkeypatch.setattr(LogServer, "_content", answered)
+    with served(run, tmp_path) as (_, shadow), pytest.raises((Corrupt, Unsafe)):
+        states_until(shadow, 12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mirror", "run.chain"]
+    assert list((tmp_path / "mirror").iterdir()) == []
+
+
+def test_damage_on_the_way_ends_the_steps_before_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log has no hash on the way; its records have."""
+    damaged = shutil.copytree(run, tmp_path / "damaged.chain")
+    path = damaged / SEGMENT / rank_file(1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    files = Shadow(damaged, ONE)
+    while files.poll() or files.has_more:
+        pass
+    with served(damaged, tmp_path) as (_, shadow):
+        assert files.step is not None
+        states = states_until(shadow, files.step)
+        for _ in range(50):
+            shadow.poll()
+        assert shadow.step == files.step
+        assert shadow.status.waiting is not None
+    assert states[files.step] == bits(restored(run, files.step))
+
+
+@pytest.mark.parametrize("way", ["files", "socket"])
+def test_a_thousand_steps_are_caught_up_and_each_record_is_read_once(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = tmp_path / "run.chain", 0
+    small_log(1000).write(run)
+    records = sum(len(record.scan(run / SEGMENT / rank_file(rank), _head(run, rank)).records) for rank in range(2))
+    one = record._next
+
+    def counted(*arguments):  # type: ignore[no-untyped-def]
+        nonlocal read
+        found = one(*arguments)
+        read += 1
+        return found
+
+    monkeypatch.setattr(record, "_next", counted)
+    with served(run, tmp_path) as (_, there):
+        shadow = there if way == "socket" else Shadow(run, ONE)
+        most = 0
+        while shadow.step != 1000:
+            most = max(most, shadow.poll())
+        assert shadow.status.lag_steps == shadow.status.lag_nbytes == 0
+        assert shadow.status.steps == 1000
+    assert read == records
+    assert most == 8, "steps at once"
+    with shadow.frozen() as checkpoint:
+        assert bits(checkpoint) == {
+            (name, state): values.tobytes()
+            for name, held in small_log(1000).truth[1000].items()
+            for state, values in held.items()
+        } | {key: value for key, value in bits(checkpoint).items() if key[0] not in ("w", "b", "v")}
+
+
+def test_leftovers_of_a_killed_shadow_are_removed_and_others_stay(run: Path, tmp_path: Path) -> None:
+    server, place = LogServer(run, HERE), tmp_path / "mirror"
+    place.mkdir()
+    (place / "ckpt-mirror-killed").mkdir()
+    (place / "other").mkdir()
+    with LogMirror(server.address, place=place) as living:
+        os.utime(living.path.parent, (0, 0))
+        os.utime(place / "ckpt-mirror-killed", (0, 0))
+        with LogMirror(server.address, place=place):
+            assert living.path.exists()
+            assert len(list(place.iterdir())) == 3
+    assert [path.name for path in place.iterdir()] == ["other"]
+    server.close()
