@@ -70,6 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("steps", 100), ("saves", 50), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--pause", type=float, default=0.25, help="seconds after each step: or all end before one looks"
+    )
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
@@ -83,7 +86,7 @@ def main() -> None:
                 out = Path(place) / f"{kind}-{world}"
                 out.mkdir()
                 jobs.append({"kind": kind, "changes": {"shards": world}, "steps": options.steps} | {"saves": saves})
-                jobs[-1]["out"] = str(out)
+                jobs[-1] |= {"out": str(out), "pause": options.pause}
         listed = Path(place) / "jobs.json"
         listed.write_text(json.dumps(jobs))
         command = [sys.executable, "recording_jobs/shadowed.py", str(listed)]

@@ -1,9 +1,7 @@
 """Others read a shadow's state over a socket, checked; hostile peers get nothing, and change and crash nothing."""
 
 import json
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -164,19 +162,6 @@ def test_the_token_is_demanded(listening: Listening, tmp_path: Path, monkeypatch
     with pytest.raises(Unsupported, match="must have 16"):
         Server(listening.shadow, HERE, b"short")
     with_token.close()
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of localhost that signs itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    place = tmp_path_factory.mktemp("tls")
-    key, path = place / "key.pem", place / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, "-keyout", key, "-out", path, "-days", "2", *names], check=True, capture_output=True)
-    return path, key
 
 
 def test_other_machines_need_a_token_and_tls(listening: Listening, certificate: tuple[Path, Path]) -> None:

@@ -1,6 +1,7 @@
 """Record runs that save their own checkpoints at many steps: `python tests/recording_jobs/shadowed.py JOBS.json`.
 
-A job has the `kind` of the run, what `changes`, how many `steps` it trains, at which of them it `saves`, and its folder
+A job has the `kind` of the run, what `changes`, how many `steps` it trains, how long it
+`pause`s after each, at which of them it `saves`, and its folder
 `out`. The log is in OUT/run.chain; the engine's checkpoint of step N is OUT/N, complete when OUT/N.saved exists.
 """
 
@@ -31,6 +32,7 @@ def train(kind: Kind, job: dict[str, Any]) -> None:
     with Recorder(run.model, run.optimizer, out / "run.chain", fingerprint=10) as recorder:
         for step in range(1, job["steps"] + 1):
             run.train(1)
+            time.sleep(job["pause"])
             recorder.note(**run.notes())
             assert recorder.broken is None
             assert recorder.step == step

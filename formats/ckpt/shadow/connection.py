@@ -5,6 +5,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,9 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """End the connection: the other side goes on."""
+        """End the connection: the other side goes on. A thread that waits for an answer gets an error."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def send(self, kind: FrameKind, body: bytes) -> None:

@@ -27,7 +27,7 @@ from ckpt.shadow.connection import Connection, Credentials
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe
+from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts
@@ -111,6 +111,8 @@ class LogMirror:
         if hasattr(self, "_connection"):
             self._connection.close()
             self._thread.join(5)
+        for files in self._folders.values():
+            files.close()
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -169,8 +171,6 @@ class LogMirror:
                 self._chain, self.broken = None, None
             self._follow()
         except (Incomplete, NotFound) as error:  # the other side is gone, or changes its chain
-            if not self._folders:
-                raise
             return error.what
         finally:
             self._connection.close()
@@ -207,7 +207,7 @@ class LogMirror:
         content = self._ask({"ask": "list"}, MAX_LIST)
         chain = self._parsed(content)
         if not chain.segments:
-            raise NotFound("the chain has no log of gradients", where=self._where)
+            raise Unsupported("the chain has no log of gradients", where=self._where)
         if any(not _goes_on(files, chain, self._applied) for files in self._folders.values()):
             self._begin_again()
         last = chain.segments[-1]
@@ -219,6 +219,8 @@ class LogMirror:
     def _begin_again(self) -> None:
         """Steps that were fetched are no longer in the chain: begin in another folder."""
         self._generation += 1
+        for files in self._folders.values():
+            files.close()
         path = self._root / str(self._generation)
         path.mkdir()
         self._folders, self._applied, self.path = {}, None, path
@@ -255,7 +257,9 @@ class LogMirror:
         for name in list(self._folders):
             if name == segment:
                 break
-            members = {one.folder for one in self._folders.pop(name).members}
+            earlier = self._folders.pop(name)
+            earlier.close()
+            members = {one.folder for one in earlier.members}
             kept = {one.folder for files in self._folders.values() for one in files.members}
             assert self._chain is not None
             self._write_list(self._chain)
@@ -369,8 +373,13 @@ class _SegmentFiles:
         return moved, room
 
     def free(self, step: int) -> None:
+        """Make holes of the gradients of steps before this one."""
         for one in self.ranks:
             one.free(step)
+
+    def close(self) -> None:
+        for one in self.ranks:
+            one.close()
 
 
 class _RankFile:
@@ -424,6 +433,9 @@ class _RankFile:
             _, begin, end = self._waiting.popleft()
             _make_hole(self._file.fileno(), begin, end)
             self._applied_end = end
+
+    def close(self) -> None:
+        self._file.close()
 
     def _read_heads(self) -> None:
         """Read the heads of records that are here, and pass over the chunks of those before the base.
