@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
 from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.gradients import held, record
 from ckpt_formats.universal.gradients.segment import rank_file
 from damage import SAMPLES, ckpt
@@ -399,3 +401,31 @@ def test_leftovers_of_a_killed_shadow_are_removed_and_others_stay(run: Path, tmp
             assert len(list(place.iterdir())) == 3
     assert [path.name for path in place.iterdir()] == ["other"]
     server.close()
+
+
+@pytest.mark.parametrize("way", ["files", "socket"])
+def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: str, tmp_path: Path) -> None:
+    """A run that was killed at once after it had been resumed leaves such a chain."""
+    run = tmp_path / "run.chain"
+    small_log(3).write(run)
+    later = small_log(3, seed=2)
+    later.layout = replace(later.layout, first=3)
+    for entries in later.ranks:
+        for one in entries:
+            one.step += 3
+    later.write(tmp_path / "later.chain")
+    (tmp_path / "later.chain" / "gradients-0000000003").rename(run / "gradients-0000000003")
+    (first,) = index.load(run / index.NAME).segments
+    (last,) = index.load(tmp_path / "later.chain" / index.NAME).segments
+    (run / index.NAME).write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
+    rest = {}
+    for path in sorted((run / last.folder).glob("*.ckg")):
+        rest[path] = path.read_bytes()
+        path.write_bytes(rest[path][:200])
+    with served(run, tmp_path) as (_, there):
+        shadow = there if way == "socket" else Shadow(run, ONE)
+        assert states_until(shadow, 3)[3] == bits(restored(run, 3))
+        assert shadow.status.segment == first.folder
+        for path, content in rest.items():
+            path.write_bytes(content)
+        assert states_until(shadow, 6)[6] == bits(restored(run, 6))

@@ -86,7 +86,8 @@ class LogMirror:
         self._applied: tuple[str, int] | None = None
         self._closed = threading.Event()
         self._error: CkptError | None = None
-        self._behind = True
+        self._behind = self._is_unseen = True
+        self._looks_back = False
         self.broken: str | None = None
         """Why there is no connection now; None: there is one."""
         self.received = 0
@@ -188,7 +189,7 @@ class LogMirror:
                 moved, room = files.fetch(self._ask_log, self._window)
                 busy |= moved
                 has_room |= room
-            if busy:
+            if busy or (self._looks_back and not self._is_unseen and self._look_back(self._chain)):
                 continue
             files = self._folders[self._chain.segments[-1].folder]
             nbytes, listed = self._grown(files, _WAIT if has_room or not files.lag_nbytes else 0.0)
@@ -196,7 +197,8 @@ class LogMirror:
             for other in self._folders.values():
                 if other is not files:
                     other.see(self._grown(other, 0.0)[0])
-            self._behind = self.lag_nbytes > 0 or listed != self._list_hash
+            self._is_unseen = False
+            self._behind = self._looks_back or self.lag_nbytes > 0 or listed != self._list_hash
             if listed != self._list_hash:
                 self._chain = None
             elif not has_room and files.lag_nbytes:
@@ -213,8 +215,23 @@ class LogMirror:
         last = chain.segments[-1]
         if last.folder not in self._folders:
             self._folders[last.folder] = self._begin(chain, last)
+            self._looks_back = len(self._folders) == 1
         self._write_list(chain)
         self._chain, self._list_hash = chain, list_hash(content)
+
+    def _look_back(self, chain: ChainIndex) -> bool:
+        """Fetch the segment before as well, if the start of the only one that is here is not complete yet."""
+        self._looks_back = False
+        number = next((i for i, one in enumerate(chain.segments) if one.folder in self._folders), 0)
+        if number == 0 or self._folders[chain.segments[number].folder].has_start:
+            return False
+        before = chain.segments[number - 1]
+        if before.step != chain.segments[number].first:
+            return False
+        self._folders = {before.folder: self._begin(chain, before), **self._folders}
+        self._looks_back = True
+        self._write_list(chain)
+        return True
 
     def _begin_again(self) -> None:
         """Steps that were fetched are no longer in the chain: begin in another folder."""
@@ -358,6 +375,11 @@ class _SegmentFiles:
     def lag_nbytes(self) -> int:
         return sum(max(0, one.known - one.end) for one in self.ranks)
 
+    @property
+    def has_start(self) -> bool:
+        """Is all here from which a replay begins?"""
+        return bool(self.members) or all(one.has_start for one in self.ranks)
+
     def see(self, nbytes: list[int]) -> None:
         """Note the sizes of all files there."""
         for one, known in zip(self.ranks, nbytes, strict=True):
@@ -388,6 +410,7 @@ class _RankFile:
     Attributes:
         known: The size of the file there, as far as is known.
         end: Where the bytes end that are here. A part that is not needed counts as here, and is a hole.
+        has_start: Is a fingerprint here? One follows the states at the start of a segment.
     """
 
     def __init__(self, path: Path, start: int | None) -> None:
@@ -404,6 +427,7 @@ class _RankFile:
         self._applied_end = 0
         """Where the records end that were applied."""
         self.known = self.end = 0
+        self.has_start = False
 
     def has_room(self, window: int) -> bool:
         """May more be fetched? Always of two steps, so that one of them is complete."""
@@ -458,6 +482,7 @@ class _RankFile:
                         return  # the rest of its head is fetched first
                     os.ftruncate(self._file.fileno(), end)
                     self.end = end
+            self.has_start |= kind == Kind.FINGERPRINT  # it follows the states at the start
             if self._start is None or step >= self._start:
                 self._waiting.append((step, begin if kind == Kind.GRADIENTS else end, end))
             else:

@@ -287,11 +287,19 @@ class Shadow:
         return count
 
     def _open(self) -> None:
-        """Load the state of the last segment, if its start is complete."""
+        """Load the state of the last segment, or the end of one before while the start of the last is not complete."""
         chain = self._read_list()
-        state = self._find(chain, chain.segments[-1])
-        if state is not None:
-            self._load(chain.segments[-1], state)
+        following: LoggedSteps | None = None
+        for logged in reversed(chain.segments):
+            if following is not None and logged.step != following.first:
+                return
+            state = self._find(chain, logged)
+            if state is not None:
+                self._load(logged, state)
+                if following is not None:
+                    self._seen = None  # look again
+                return
+            following = logged
 
     def _load(self, logged: LoggedSteps, state: HeldState) -> None:
         if self.base_every is not None and not state.tail.window().is_exact:
