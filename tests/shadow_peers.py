@@ -203,5 +203,24 @@ LOG_HOSTILE |= {
     for key in request
     if key != "ask"
     for value in _HOSTILE_VALUES
-    if not (key == "rank" and value is True) and not (key == "list" and isinstance(value, str))
+    if not (key == "list" and isinstance(value, str))
+    and not (key == "seconds" and value == 1.5)
+    and not (key == "nbytes" and isinstance(value, list) and all(type(one) is int and one >= 0 for one in value))
 }
+
+
+def log_noise(seed: int) -> Peer:
+    """A peer that sends a valid login or request of a log, with some of its bytes changed."""
+    draw = random.Random(seed)
+    content = bytearray(draw.choice([_login({"nonce": "11" * 32, "proof": ""}), *map(ask, (_LOG, _FILE, _GROWN))]))
+    for _ in range(draw.randrange(1, 6)):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    stop = draw.randrange(1, len(content) + 1)
+    logs_in = draw.random() < 0.7
+
+    def act(peer: socket.socket) -> None:
+        if logs_in:
+            log_in(peer)
+        peer.sendall(bytes(content[:stop]))
+
+    return act

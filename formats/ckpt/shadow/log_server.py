@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,10 +114,11 @@ class LogServer:
 
     def _grown(self, ask: dict[str, Any]) -> bytes:
         """The sizes of all logs of a segment, when one is not what the reader says, or after some time."""
-        known, listed, seconds = ask.get("nbytes"), ask.get("list"), ask.get("seconds")
+        known, listed = ask.get("nbytes"), ask.get("list")
+        seconds: Any = ask.get("seconds")
         if not isinstance(known, list) or len(known) > _MAX_RANKS or not all(map(is_natural, known)):
             raise _NOT_ASKED
-        if not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_WAIT or not isinstance(listed, str):
+        if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_WAIT or not isinstance(listed, str):
             raise _NOT_ASKED
         folder, deadline, pause = self._folder(ask), time.monotonic() + seconds, _SHORTEST
         while True:
@@ -169,9 +171,10 @@ def list_hash(content: bytes | bytearray) -> str:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.lstat()
     except FileNotFoundError:
         return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def _range(ask: dict[str, Any], max_nbytes: int) -> tuple[int, int]:
