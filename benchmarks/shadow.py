@@ -2,23 +2,29 @@
 
     python benchmarks/shadow.py [FOLDER]
 
-Each step is read, its hashes are compared, it is decoded and applied, with one thread. Gradients are float32 as drawn
-(their mantissas are stored as they are), float32 of training in bfloat16 (coded), or those of a top-k hook (coded).
-CPU seconds count, since other work may run beside; the best of three.
+Each step is read, its hashes are compared, it is decoded and applied, with one thread; "over a socket" the log is
+fetched from `ckpt serve` first. Gradients are float32 as drawn (their mantissas are stored as they are), float32 of
+training in bfloat16 (coded), or those of a top-k hook (coded). CPU seconds of the shadow's process count, since other
+work may run beside; the best of three. Those of the server are stated for each GB.
 """
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from ckpt.pipeline import Resources
+from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
+from ckpt.shadow.wire import NetworkAddress, parse_address
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.files import Reader
@@ -94,20 +100,40 @@ def write_log(run: Path, kind: str) -> tuple[float, int]:
     return nbytes / values.size, start
 
 
-def follow(run: Path, start: int) -> float:
-    """CPU seconds to read, check and apply all steps, without loading the start."""
+def follow(run: Path, start: int, address: NetworkAddress | None = None) -> float:
+    """CPU seconds to read, check and apply all steps, without loading the start. `address`: of a server of the log."""
     path = run / "gradients-0000000000" / rank_file(0)
     content = path.read_bytes()
     os.truncate(path, start)
-    shadow = Shadow(run, Resources(workers=1))
-    while shadow.step is None:
-        shadow.poll()
-    with path.open("ab") as file:
-        file.write(content[start:])
-    began = time.process_time()
-    while shadow.step != STEPS:
-        shadow.poll()
-    return time.process_time() - began
+    with ExitStack() as stack:
+        if address is None:
+            shadow = Shadow(run, Resources(workers=1))
+        else:
+            shadow = Shadow(stack.enter_context(LogMirror(address, place=run.parent / "mirror")), Resources(workers=1))
+        while shadow.step is None:
+            shadow.poll()
+        with path.open("ab") as file:
+            file.write(content[start:])
+        began = time.process_time()
+        while shadow.step != STEPS:
+            shadow.poll()
+        return time.process_time() - began
+
+
+@contextmanager
+def served(run: Path) -> Iterator[tuple[NetworkAddress, Callable[[], float]]]:
+    """The address of a server of the log in a process of its own, and how many CPU seconds that has taken."""
+    command = [sys.executable, "-m", "ckpt_cli", "serve", str(run), "--listen", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = parse_address(json.loads(child.stdout.readline())["address"])
+
+        def spent() -> float:
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        yield address, spent
+        child.kill()
 
 
 def restore(run: Path) -> float:
@@ -128,9 +154,16 @@ def main() -> None:
         nbytes, start = write_log(run, kind)
         follow(run, start)
         followed, restored = min(follow(run, start) for _ in range(3)), min(restore(run) for _ in range(3))
+        with served(run) as (address, spent):
+            follow(run, start, address)
+            before = spent()
+            fetched = min(follow(run, start, address) for _ in range(3))
+            serving = (spent() - before) / (3 * (run / "gradients-0000000000" / rank_file(0)).stat().st_size / 1e9)
         total = TENSORS * SIZE * STEPS / 1e6
-        figures = {"shadow": round(total / followed), "restore": round(total / restored)}
-        print(json.dumps({"gradients": kind, "B/param": round(nbytes, 2), "Mparam/s of a core": figures}), flush=True)
+        rates = {"shadow": followed, "over a socket": fetched, "restore": restored}
+        figures = {name: round(total / seconds) for name, seconds in rates.items()}
+        row = {"gradients": kind, "B/param": round(nbytes, 2), "Mparam/s of a core": figures}
+        print(json.dumps(row | {"server's CPU s/GB": round(serving, 2)}), flush=True)
         shutil.rmtree(run)
 
 

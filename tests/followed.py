@@ -18,6 +18,7 @@ from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.gradients.parts import StatePart
+from ckpt_formats.universal.gradients.record import Kind
 
 WAYS = ("files", "socket", "parts")
 HERE = NetworkAddress("127.0.0.1", 0)
@@ -56,7 +57,7 @@ class Followed:
     def at(self, way: str, step: int) -> Iterator[Checkpoint]:
         """The state of the shadows of a way, which are brought to this step, and no further."""
         for shadow in self._shadows[way]:
-            while shadow.step != step:
+            while shadow.step != step or not self._has_notes(shadow, step):
                 if not shadow.poll(upto=step) and not shadow.has_more:
                     self._wait()
         if way == "files":
@@ -69,6 +70,11 @@ class Followed:
     def verified(self, way: str) -> int | None:
         """The last step at which the shadows compared their states with the hashes of the run."""
         return min((shadow.verified for shadow in self._shadows[way]), key=lambda step: -1 if step is None else step)
+
+    def _has_notes(self, shadow: Shadow, step: int) -> bool:
+        """Did the shadow read what the run noted after this step? That comes after the gradients of the step."""
+        assert shadow._state is not None
+        return any(record.step == step for record in shadow._state.tail.last_step().records(0, Kind.NOTES))
 
     def _begin(self, way: str, run: Path) -> None:
         if way == "files":

@@ -287,6 +287,8 @@ def test_any_description_loads_or_is_refused(listening: Listening) -> None:
     fields["errors"] = [["w", "param", {"codec": "int8"}]]
     fields["notices"] = [["a notice", ["w"], 1]]
     fields["original"] = ["torch", "a.pt"]
+    part = {"number": 1, "count": 2, "run": "run", "segment": "gradients-0000000000", "total": 3, "places": [0]}
+    fields["part"] = part
     count = 0
     for _, mutant in mutants(fields):
         content = json.dumps(mutant).encode()

@@ -74,8 +74,7 @@ class Connection:
 
     def receive_log(self, max_nbytes: int, write: Callable[[memoryview], None]) -> None:
         """Pass on the bytes of a log as they arrive. Raises as `receive`, and what `write` raises."""
-        limit = max(max_nbytes, wire.MAX_REQUEST)
-        self._checked(FrameKind.LOG, lambda: wire.receive_log(self._socket, limit, write, SECONDS))
+        self._checked(FrameKind.LOG, lambda: wire.receive_log(self._socket, max_nbytes, write, SECONDS))
 
     def _checked(self, expected: FrameKind, receive: Callable[[], tuple[FrameKind, bytearray]]) -> bytearray:
         try:

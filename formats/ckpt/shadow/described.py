@@ -19,6 +19,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Blob, Tensor
 from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients.parts import MAX_PARTS
 
 _ROLES: dict[str, Role] = {"parameter": "parameter", "frozen": "frozen", "buffer": "buffer", "extra": "extra"}
 _MAX_ELEMENTS = 1 << 50
@@ -120,7 +121,7 @@ def _part(fields: Any, own: int, check: FieldReader) -> PartOfState | None:
         return None
     part = check.mapping(fields, "part")
     number, count, total = (check.natural(part, key) for key in ("number", "count", "total"))
-    check.true(1 <= number <= count, "part: its number")
+    check.true(1 <= number <= count <= MAX_PARTS, "part: its number")
     places = check.sequence(part, "places")
     check.true(all(is_natural(one) and one < total for one in places), "part: places")
     check.true(len(places) == own and all(a < b for a, b in pairwise(places)), "part: places")

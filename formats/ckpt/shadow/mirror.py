@@ -83,7 +83,7 @@ class LogMirror:
         self._chain: ChainIndex | None = None
         self._list_hash = ""
         self._folders: dict[str, _SegmentFiles] = {}
-        self._applied: tuple[str, int] | None = None
+        self._applied: tuple[Path, int] | None = None
         self._closed = threading.Event()
         self._error: CkptError | None = None
         self._behind = self._is_unseen = True
@@ -119,12 +119,12 @@ class LogMirror:
             os.close(self._lock)
             self._lock = None
 
-    @property
-    def is_ready(self) -> bool:
-        """Is the list of the chain here, and all that is needed to begin? Raises the error that ended the thread."""
+    def ready_path(self) -> Path | None:
+        """`path`, if all is there that is needed to begin. Raises the error that ended the thread."""
         if self._error is not None:
             raise self._error
-        return (self.path / index.NAME).exists()
+        path = self.path
+        return path if (path / index.NAME).exists() else None
 
     @property
     def is_behind(self) -> bool:
@@ -138,8 +138,8 @@ class LogMirror:
         """The bytes of the log that were not fetched yet, as far as is known."""
         return sum(files.lag_nbytes for files in list(self._folders.values()))
 
-    def applied(self, segment: str, step: int) -> None:
-        """Say up to which step the gradients of a segment are no longer needed."""
+    def applied(self, segment: Path, step: int) -> None:
+        """Say up to which step the gradients of a segment, whose folder is here, are no longer needed."""
         self._applied = (segment, step)
 
     def forget(self, path: Path) -> None:
@@ -210,7 +210,7 @@ class LogMirror:
         chain = self._parsed(content)
         if not chain.segments:
             raise Unsupported("the chain has no log of gradients", where=self._where)
-        if any(not _goes_on(files, chain, self._applied) for files in self._folders.values()):
+        if any(not _goes_on(files, chain, self._applied_here()) for files in self._folders.values()):
             self._begin_again()
         last = chain.segments[-1]
         if last.folder not in self._folders:
@@ -233,6 +233,13 @@ class LogMirror:
         self._write_list(chain)
         return True
 
+    def _applied_here(self) -> tuple[str, int] | None:
+        """The segment that the shadow is in, and the step; None: it is not in one that is followed now."""
+        applied = self._applied  # the shadow's thread may say another one, or one of an earlier `path`
+        if applied is None or applied[0].parent != self.path or applied[0].name not in self._folders:
+            return None
+        return applied[0].name, applied[1]
+
     def _begin_again(self) -> None:
         """Steps that were fetched are no longer in the chain: begin in another folder."""
         self._generation += 1
@@ -240,7 +247,7 @@ class LogMirror:
             files.close()
         path = self._root / str(self._generation)
         path.mkdir()
-        self._folders, self._applied, self.path = {}, None, path
+        self._folders, self.path = {}, path
 
     def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> "_SegmentFiles":
         """Fetch the layout of a segment and its last base."""
@@ -267,9 +274,10 @@ class LogMirror:
 
     def _free(self) -> None:
         """Free what was applied: gradients, and all of the segment before."""
-        if self._applied is None or self._applied[0] not in self._folders:
+        applied = self._applied_here()
+        if applied is None:
             return
-        segment, step = self._applied
+        segment, step = applied
         self._folders[segment].free(step)
         for name in list(self._folders):
             if name == segment:

@@ -133,19 +133,20 @@ class Shadow:
         """
         if self.mirror is None:
             return self._poll(upto)
-        if not self.mirror.is_ready:
+        path = self.mirror.ready_path()
+        if path is None:
             time.sleep(_FETCHING_SECONDS)
             self.has_more = True
             return 0
         is_behind = self.mirror.is_behind  # before the files are looked at
-        if self.path != self.mirror.path:
-            before, self.path = self.path, self.mirror.path
+        if self.path != path:
+            before, self.path = self.path, path
             with self._turns.writing():
                 self._state = self._seen = None
             self.mirror.forget(before)
         steps = self._poll(upto)
         if self._state is not None:
-            self.mirror.applied(self._state.tail.folder.name, self._state.step)
+            self.mirror.applied(self._state.tail.folder, self._state.step)
         if not steps and not self.has_more and is_behind:
             time.sleep(_FETCHING_SECONDS)
             self.has_more = True

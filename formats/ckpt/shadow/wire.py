@@ -164,12 +164,14 @@ def receive_log(
 ) -> tuple[FrameKind, bytearray]:
     """Pass the bytes of a LOG frame on as they arrive. Returns its kind; of another frame the kind and the body.
 
-    `seconds`: the longest time without any byte. Raises as `receive`.
+    `max_nbytes`: of a LOG frame; `seconds`: the longest time without any byte. Raises as `receive`.
     """
     deadline = time.monotonic() + seconds
-    kind, nbytes, digest = _receive_head(peer, max_nbytes, deadline)
+    kind, nbytes, digest = _receive_head(peer, max(max_nbytes, MAX_REQUEST), deadline)
+    if nbytes > (max_nbytes if kind is FrameKind.LOG else MAX_REQUEST):
+        raise Corrupt(f"a frame of {nbytes} bytes, more than was asked for")
     if kind is not FrameKind.LOG:
-        body = _receive(peer, min(nbytes, MAX_REQUEST), deadline)
+        body = _receive(peer, nbytes, deadline)
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise Corrupt("a frame does not have its hash: it was damaged on the way")
         return kind, body

@@ -7,6 +7,9 @@ from math import prod
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.universal.gradients.layout import SegmentLayout
 
+MAX_PARTS = 1 << 16
+"""The maximum number of parts of a state."""
+
 
 @dataclass(frozen=True)
 class StatePart:
@@ -20,7 +23,7 @@ class StatePart:
 
     def __post_init__(self) -> None:
         """Raise `Unsupported` unless there is such a part."""
-        if not 1 <= self.number <= self.count:
+        if not 1 <= self.number <= self.count <= MAX_PARTS:
             raise Unsupported(f"there is no part {self.number} of {self.count}")
 
     def tensors(self, layout: SegmentLayout) -> frozenset[int]:
