@@ -3,15 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath
 
+if TYPE_CHECKING:
+    from ckpt.shadow.connection import Credentials
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ADDRESS = "tcp://"
+"""How the address of a server of a log begins."""
 _FILE = click.Path(dir_okay=False, readable=False)
 
 
@@ -36,9 +41,11 @@ class ShadowOptions:
     part: tuple[int, int] | None
     mirror: str | None
     listening: ListenOptions
+    credentials: "Credentials | None" = None
+    """How to be let in where the log is served; None: the chain is a folder."""
 
 
-class PartOfState(click.ParamType[tuple[int, int]]):
+class PartType(click.ParamType[tuple[int, int]]):
     """`i/N`: which part of how many."""
 
     name = "part"
@@ -57,7 +64,7 @@ def shadow_options(command: F) -> F:
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
         listening = _listening(arguments)
-        names = (field.name for field in fields(ShadowOptions) if field.name != "listening")
+        names = (field.name for field in fields(ShadowOptions) if field.name not in ("listening", "credentials"))
         options = ShadowOptions(**{name: arguments.pop(name) for name in names}, listening=listening)
         if options.output is not None and not options.once:
             raise click.UsageError("--output needs --once: without it, the shadow does not end.")
@@ -65,6 +72,12 @@ def shadow_options(command: F) -> F:
             raise click.UsageError("--output and --part exclude each other: a part is not a checkpoint.")
         if listening.listen is not None and options.once:
             raise click.UsageError("--listen and --once exclude each other: with --once, the shadow ends.")
+        if arguments["chain"].startswith(_ADDRESS):
+            from ckpt_cli.reading import shadow_credentials
+
+            options = replace(options, credentials=shadow_credentials())
+        elif options.mirror is not None:
+            raise click.UsageError("--mirror is for a CHAIN that is served: tcp://HOST:PORT.")
         return command(*args, options=options, **arguments)
 
     listening = _listening_options(
@@ -79,7 +92,7 @@ def shadow_options(command: F) -> F:
             listening,
             click.option(
                 "--part",
-                type=PartOfState(),
+                type=PartType(),
                 metavar="i/N",
                 help="Hold part i of N of the state. Read with `ckpt restore tcp://HOST:PORT,tcp://HOST:PORT`, which "
                 "names the shadows of all parts.",

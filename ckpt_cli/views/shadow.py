@@ -20,7 +20,6 @@ from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_cli import notes
 from ckpt_cli.options.shadow import ListenOptions, ShadowOptions
 from ckpt_cli.progress import on_terminal, progress_bar
-from ckpt_cli.reading import SHADOW, shadow_credentials
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, data, say
 from ckpt_formats.core.text import format_nbytes, printable
@@ -107,16 +106,14 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
         from ckpt_formats.universal.gradients.parts import StatePart
 
         part = StatePart(*options.part)
-    if not chain.startswith(SHADOW):
-        if options.mirror is not None:
-            raise click.UsageError("--mirror is for a CHAIN that is served: tcp://HOST:PORT.")
+    if options.credentials is None:
         yield Shadow(chain, resources, base_every=options.base_every, part=part)
         return
     from ckpt.shadow.mirror import LogMirror
     from ckpt.shadow.wire import parse_address
 
     place = None if options.mirror is None else Path(options.mirror)
-    with LogMirror(parse_address(chain), shadow_credentials(), place) as mirror:
+    with LogMirror(parse_address(chain), options.credentials, place) as mirror:
         yield Shadow(mirror, resources, base_every=options.base_every, part=part)
 
 

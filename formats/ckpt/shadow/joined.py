@@ -74,10 +74,10 @@ def _check_parts(shadows: Sequence[ShadowConnection], addresses: Sequence[Networ
     for part, address in zip(parts, addresses, strict=True):
         if part is None:
             raise Unsupported("this shadow holds the whole state: name it alone", where=f"tcp://{address}")
-    held = [part for part in parts if part is not None]
-    if len({(part.run, part.count) for part in held}) > 1:
+    known = [part for part in parts if part is not None]
+    if len({(part.run, part.count) for part in known}) > 1:
         raise Unsupported("the shadows hold parts of different runs, or another number of parts")
-    numbers, count = [part.number for part in held], held[0].count
+    numbers, count = [part.number for part in known], known[0].count
     missing = sorted(set(range(1, count + 1)).difference(numbers))
     if missing:
         raise Incomplete(

@@ -285,10 +285,10 @@ class LogMirror:
             earlier = self._folders.pop(name)
             earlier.close()
             members = {one.folder for one in earlier.members}
-            kept = {one.folder for files in self._folders.values() for one in files.members}
+            needed = {one.folder for files in self._folders.values() for one in files.members}
             assert self._chain is not None
             self._write_list(self._chain)
-            for folder in (name, *members.difference(kept)):
+            for folder in (name, *members.difference(needed)):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
 
     # What is asked

@@ -44,7 +44,7 @@ class StatePart:
             (rank, index)
             for rank, one in enumerate(layout.ranks)
             for index in range(one.chunk_count)
-            if any(held.part.tensor in own for held in one.ranges(index))
+            if any(each.part.tensor in own for each in one.ranges(index))
         ]
 
     def places(self, names: Iterable[str], layout: SegmentLayout, aliases: Mapping[str, str]) -> tuple[int, ...]:
