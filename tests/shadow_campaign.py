@@ -126,6 +126,7 @@ def _check_run(run: Path, finished: Path, truth: dict[int, State]) -> None:
 def send_noise(peers: int, place: Path, seed: int) -> dict[str, int]:
     """Let so many hostile peers connect to a shadow, several at a time."""
     listener.LOGIN_SECONDS = server_module.IDLE_SECONDS = 0.5
+    server_module.WAIT_SECONDS = 5.0
     run = place / "listening.chain"
     log_with_fingerprints(STEPS, 3).write(run)
     shadow = Shadow(run, Resources(workers=1))

@@ -117,6 +117,7 @@ def test_hostile_peers_get_nothing_and_change_nothing(
 ) -> None:
     monkeypatch.setattr(listener, "LOGIN_SECONDS", 0.3)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "WAIT_SECONDS", 0.5)
     problems: list[object] = []
     monkeypatch.setattr(threading, "excepthook", problems.append)
     with socket.create_connection((listening.address.host, listening.address.port), 5) as peer:

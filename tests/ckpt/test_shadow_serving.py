@@ -236,6 +236,12 @@ def test_steps_that_the_chain_dropped_are_forgotten(run: Path, tmp_path: Path) -
         assert ckpt("compact", run, "--upto", 4).code == 0
         assert states_until(shadow, 4)[4] == bits(restored(run, 4))
         assert [path.name for path in shadow.path.parent.iterdir() if path.name.isdigit()] == ["1"]
+        there, root = shadow.mirror, shadow.path.parent
+        assert there is not None
+        there.applied(root / "0" / SEGMENT, 12)  # what was said of the folder before frees nothing of this one
+        assert there._applied_here() is None
+        there.applied(root / "1" / SEGMENT, 4)
+        assert there._applied_here() == (SEGMENT, 4)
 
 
 def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
