@@ -435,3 +435,22 @@ def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: s
         for path, content in rest.items():
             path.write_bytes(content)
         assert states_until(shadow, 6)[6] == bits(restored(run, 6))
+
+
+def test_a_shadow_that_was_ahead_when_steps_were_dropped_begins_again(run: Path, tmp_path: Path) -> None:
+    """It may apply a step after the list was read, and before it has seen the list."""
+    with served(run, tmp_path) as (_, shadow):
+        states_until(shadow, 3)
+        there = shadow.mirror
+        assert there is not None
+        assert ckpt("compact", run, "--upto", 4).code == 0
+        deadline = time.monotonic() + 10
+        while index.load(there.path / index.NAME).segments[0].step != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        there.applied(there.path / SEGMENT, 9)
+        there.applied(there.path / SEGMENT, 0)  # as one says that was ahead, and loads its state anew
+        while there.path.name != "1":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert states_until(shadow, 4)[4] == bits(restored(run, 4))

@@ -112,8 +112,6 @@ class LogMirror:
         if hasattr(self, "_connection"):
             self._connection.close()
             self._thread.join(5)
-        for files in self._folders.values():
-            files.close()
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -140,6 +138,9 @@ class LogMirror:
 
     def applied(self, segment: Path, step: int) -> None:
         """Say up to which step the gradients of a segment, whose folder is here, are no longer needed."""
+        before = self._applied
+        if before is not None and before[0] == segment:
+            step = max(step, before[1])  # a shadow goes back when steps were dropped; what was freed stays so
         self._applied = (segment, step)
 
     def forget(self, path: Path) -> None:
@@ -183,7 +184,9 @@ class LogMirror:
             if self._chain is None:
                 self._take_list()
             assert self._chain is not None
-            self._free()
+            if not self._free(self._chain):
+                self._chain = None
+                continue
             busy = has_room = False
             for files in list(self._folders.values()):
                 moved, room = files.fetch(self._ask_log, self._window)
@@ -215,7 +218,7 @@ class LogMirror:
         last = chain.segments[-1]
         if last.folder not in self._folders:
             self._folders[last.folder] = self._begin(chain, last)
-            self._looks_back = len(self._folders) == 1
+            self._looks_back, self._is_unseen = len(self._folders) == 1, True
         self._write_list(chain)
         self._chain, self._list_hash = chain, list_hash(content)
 
@@ -229,7 +232,7 @@ class LogMirror:
         if before.step != chain.segments[number].first:
             return False
         self._folders = {before.folder: self._begin(chain, before), **self._folders}
-        self._looks_back = True
+        self._looks_back = self._is_unseen = True
         self._write_list(chain)
         return True
 
@@ -243,8 +246,6 @@ class LogMirror:
     def _begin_again(self) -> None:
         """Steps that were fetched are no longer in the chain: begin in another folder."""
         self._generation += 1
-        for files in self._folders.values():
-            files.close()
         path = self._root / str(self._generation)
         path.mkdir()
         self._folders, self.path = {}, path
@@ -272,24 +273,26 @@ class LogMirror:
         draft.write_bytes(index.dump(ChainIndex(members, segments)))
         os.replace(draft, self.path / index.NAME)
 
-    def _free(self) -> None:
-        """Free what was applied: gradients, and all of the segment before."""
+    def _free(self, chain: ChainIndex) -> bool:
+        """Free what was applied: gradients, and all of the segment before. Returns False if that was dropped since."""
         applied = self._applied_here()
         if applied is None:
-            return
+            return True
         segment, step = applied
+        limit = next((one.step for one in chain.segments if one.folder == segment), None)
+        if limit is not None and limit < step:
+            self._begin_again()
+            return False
         self._folders[segment].free(step)
         for name in list(self._folders):
             if name == segment:
                 break
-            earlier = self._folders.pop(name)
-            earlier.close()
-            members = {one.folder for one in earlier.members}
+            members = {one.folder for one in self._folders.pop(name).members}
             needed = {one.folder for files in self._folders.values() for one in files.members}
-            assert self._chain is not None
-            self._write_list(self._chain)
+            self._write_list(chain)
             for folder in (name, *members.difference(needed)):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
+        return True
 
     # What is asked
 
@@ -407,10 +410,6 @@ class _SegmentFiles:
         for one in self.ranks:
             one.free(step)
 
-    def close(self) -> None:
-        for one in self.ranks:
-            one.close()
-
 
 class _RankFile:
     """The file of a rank's log: what is here, which records these bytes are, and which of them were freed.
@@ -424,7 +423,8 @@ class _RankFile:
     def __init__(self, path: Path, start: int | None) -> None:
         """`start`: the step of the base; None: the log itself has the state at its start."""
         path.parent.mkdir(exist_ok=True)
-        self._file = path.open("w+b", buffering=0)
+        path.write_bytes(b"")
+        self._path = path
         self._start = start
         self._at = FILE_HEAD.size
         """Where the next record begins whose head was not read yet."""
@@ -444,38 +444,40 @@ class _RankFile:
 
     def fetch(self, ask: Callable[[int, int, Callable[[memoryview], None]], None]) -> bool:
         """Fetch the bytes that follow. Returns whether there were any."""
-        self._read_heads()
-        if self.end >= self.known:
-            return False
-        most = _PEEK if self._passes_over else _READ
-        nbytes = min(self.known - self.end, most, MAX_LOG)
         before = self.end
+        if before >= self.known:
+            return False
+        with self._path.open("r+b", buffering=0) as opened:  # there may be thousands of ranks
+            file = opened.fileno()
+            self._read_heads(file)  # what was not needed may have been incomplete before
 
-        def write(part: memoryview) -> None:
-            os.pwrite(self._file.fileno(), part, self.end)
-            self.end += len(part)
+            def write(part: memoryview) -> None:
+                os.pwrite(file, part, self.end)
+                self.end += len(part)
 
-        ask(self.end, nbytes, write)
-        self._read_heads()
+            if self.end < self.known:
+                most = _PEEK if self._passes_over else _READ
+                ask(self.end, min(self.known - self.end, most, MAX_LOG), write)
+                self._read_heads(file)
         return self.end > before
 
     def free(self, step: int) -> None:
         """Make holes of the gradients of steps before this one."""
-        while self._waiting and self._waiting[0][0] < step:
-            _, begin, end = self._waiting.popleft()
-            _make_hole(self._file.fileno(), begin, end)
-            self._applied_end = end
+        if not self._waiting or self._waiting[0][0] >= step:
+            return
+        with self._path.open("r+b", buffering=0) as file:
+            while self._waiting and self._waiting[0][0] < step:
+                _, begin, end = self._waiting.popleft()
+                _make_hole(file.fileno(), begin, end)
+                self._applied_end = end
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _read_heads(self) -> None:
+    def _read_heads(self, file: int) -> None:
         """Read the heads of records that are here, and pass over the chunks of those before the base.
 
         Nothing is checked: that is for those who read the file. What is no record is only kept.
         """
         while self._is_log and self.end >= self._at + HEAD.size:
-            raw = os.pread(self._file.fileno(), HEAD.size, self._at)
+            raw = os.pread(file, HEAD.size, self._at)
             magic, kind, _, step, meta, count, nbytes = HEAD.unpack(raw)[:7]
             begin = self._at + HEAD.size + meta + count * ENTRY.itemsize
             end = begin + nbytes
@@ -488,7 +490,7 @@ class _RankFile:
                 elif kind in _STEPPED and self.end < end:
                     if self.end < begin or self.known < end:
                         return  # the rest of its head is fetched first
-                    os.ftruncate(self._file.fileno(), end)
+                    os.ftruncate(file, end)
                     self.end = end
             self.has_start |= kind == Kind.FINGERPRINT  # it follows the states at the start
             if self._start is None or step >= self._start:
