@@ -21,12 +21,13 @@ from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.universal.gradients import layout as layout_module
 from ckpt_formats.universal.gradients.layout import LoggedTensor
 from ckpt_formats.universal.gradients.parts import StatePart
-from damage import ckpt
+from damage import SAMPLES, ckpt
 from gradient_logs import restored, small_layout
 from growing_log import bits, log_with_fingerprints
 
 HERE = NetworkAddress("127.0.0.1", 0)
 ONE = Resources(workers=1)
+GOLDEN = SAMPLES / "recorded-1" / "run.chain"
 
 
 @dataclass
@@ -215,3 +216,23 @@ def test_what_parts_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
         assert ckpt("shadow", run, "--part", text, "--once").code == 2, text
     done = ckpt("shadow", run, "--part", "2/2", "--once", "--json")
     assert (json.loads(done.out)["step"], json.loads(done.out)["verified"]) == (12, 12)
+
+
+def test_parts_of_a_run_with_two_optimizers_a_base_and_tensors_that_are_not_stepped(tmp_path: Path) -> None:
+    """At a base, after it, and at the end: what is no parameter, and what is tied, is there once."""
+    shadows = [Shadow(GOLDEN, ONE, part=StatePart(number, 3)) for number in (1, 2, 3)]
+    servers = [Server(shadow, HERE) for shadow in shadows]
+    whole = Shadow(GOLDEN, ONE)
+    for step in (3, 5, 6):
+        for shadow in (whole, *shadows):
+            go_to(shadow, step)
+        with JoinedShadows([server.address for server in servers]) as joined, whole.frozen() as checkpoint:
+            assert bits(joined.checkpoint) == bits(checkpoint)
+            assert list(joined.checkpoint.parameters) == list(checkpoint.parameters)
+            for name, parameter in joined.checkpoint.parameters.items():
+                other = checkpoint.parameters[name]
+                assert (parameter.role, dict(parameter.values)) == (other.role, dict(other.values))
+            assert joined.checkpoint.extras.keys() == checkpoint.extras.keys()
+            assert joined.checkpoint.groups == checkpoint.groups
+    for server in servers:
+        server.close()
