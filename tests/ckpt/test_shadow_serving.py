@@ -26,7 +26,7 @@ from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record
 from ckpt_formats.universal.gradients.segment import rank_file
 from damage import SAMPLES, ckpt
@@ -411,30 +411,64 @@ def test_leftovers_of_a_killed_shadow_are_removed_and_others_stay(run: Path, tmp
     server.close()
 
 
-@pytest.mark.parametrize("way", ["files", "socket"])
-def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: str, tmp_path: Path) -> None:
-    """A run that was killed at once after it had been resumed leaves such a chain."""
-    run = tmp_path / "run.chain"
+def write_segments(run: Path) -> tuple[LoggedSteps, LoggedSteps]:
+    """A run of two segments, from step 0 to 3 and from 3 to 6, without any base. The list has the first one only."""
     small_log(3).write(run)
     later = small_log(3, seed=2)
     later.layout = replace(later.layout, first=3)
     for entries in later.ranks:
         for one in entries:
             one.step += 3
-    later.write(tmp_path / "later.chain")
-    (tmp_path / "later.chain" / "gradients-0000000003").rename(run / "gradients-0000000003")
-    (first,) = index.load(run / index.NAME).segments
-    (last,) = index.load(tmp_path / "later.chain" / index.NAME).segments
+    other = run.with_name("later.chain")
+    later.write(other)
+    (other / "gradients-0000000003").rename(run / "gradients-0000000003")
+    (first,), (last,) = (index.load(one / index.NAME).segments for one in (run, other))
+    return first, last
+
+
+def cut(run: Path, segment: str, remaining: float) -> dict[Path, bytes]:
+    """Leave a part of the files of a segment. Returns what they had."""
+    contents = {path: path.read_bytes() for path in sorted((run / segment).glob("*.ckg"))}
+    for path, content in contents.items():
+        path.write_bytes(content[: int(len(content) * remaining)])
+    return contents
+
+
+@pytest.mark.parametrize("way", ["files", "socket"])
+def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: str, tmp_path: Path) -> None:
+    """A run that was killed at once after it had been resumed leaves such a chain."""
+    run = tmp_path / "run.chain"
+    first, last = write_segments(run)
     (run / index.NAME).write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
-    rest = {}
-    for path in sorted((run / last.folder).glob("*.ckg")):
-        rest[path] = path.read_bytes()
-        path.write_bytes(rest[path][:200])
-    with served(run, tmp_path) as (_, there):
+    contents = cut(run, last.folder, 0.05)
+    with served(run, tmp_path) as (server, there):
         shadow = there if way == "socket" else Shadow(run, ONE)
         assert states_until(shadow, 3)[3] == bits(restored(run, 3))
         assert shadow.status.segment == first.folder
-        for path, content in rest.items():
+        address = f"tcp://{server.address}" if way == "socket" else run
+        done = ckpt("shadow", address, "--once", "--json")
+        assert json.loads(done.out)["step"] == 3, "it does not wait for what may never come"
+        for path, content in contents.items():
+            path.write_bytes(content)
+        assert states_until(shadow, 6)[6] == bits(restored(run, 6))
+
+
+@pytest.mark.parametrize("way", ["files", "socket"])
+def test_the_next_segment_may_be_in_the_list_before_the_last_step_is_seen(way: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    first, last = write_segments(run)
+    contents = cut(run, first.folder, 0.8)
+    with served(run, tmp_path) as (_, there):
+        shadow = there if way == "socket" else Shadow(run, ONE)
+        states_until(shadow, 2)
+        (run / "draft").write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
+        (run / "draft").rename(run / index.NAME)
+        deadline = time.monotonic() + 10
+        while shadow._limit != 3:
+            assert time.monotonic() < deadline
+            shadow.poll()
+        assert shadow.step == 2
+        for path, content in contents.items():
             path.write_bytes(content)
         assert states_until(shadow, 6)[6] == bits(restored(run, 6))
 

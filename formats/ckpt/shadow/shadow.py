@@ -111,6 +111,8 @@ class Shadow:
         self._turns = Turns()
         self._state: HeldState | None = None
         self._limit: int | None = None
+        self._has_next = False
+        """Does the chain have a later segment than the one that is followed?"""
         self._seen: tuple[int, ...] | None = None
         self._steps, self._seconds = 0, 0.0
         self._start_nbytes, self._start_steps = 0, 0
@@ -170,9 +172,11 @@ class Shadow:
         if step > state.step or state.tail.fingerprints(step):
             self.has_more = True
             return self._advance(state, step)
-        if self._list_changed():
+        changed = self._list_changed()
+        if changed or (self._has_next and state.step == self._limit):
             self._follow_list(state)
-            self.has_more = self._state is not state or self._limit is not None
+            is_later = changed and self._limit is not None and state.step < self._limit
+            self.has_more = self._state is not state or is_later
         return 0
 
     @property
@@ -297,8 +301,7 @@ class Shadow:
             state = self._find(chain, logged)
             if state is not None:
                 self._load(logged, state)
-                if following is not None:
-                    self._seen = None  # look again
+                self._has_next = following is not None
                 return
             following = logged
 
@@ -331,12 +334,13 @@ class Shadow:
         is_dropped = logged is None or (logged.step is not None and logged.step < state.step)
         self._limit = None if logged is None else logged.step
         last = chain.segments[-1]
+        self._has_next = last != logged
         if is_dropped or (last != logged and state.step == self._limit):
             following = self._find(chain, last)
             if following is not None:
                 self._load(last, following)
+                self._has_next = False
                 return
-            self._seen = None  # its start is not complete: look again
             if is_dropped:
                 with self._turns.writing():
                     self._state = None
