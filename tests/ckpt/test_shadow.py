@@ -22,7 +22,8 @@ from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.gradients.segment import rank_file
+from ckpt_formats.universal.gradients.record import HEAD, Kind, scan
+from ckpt_formats.universal.gradients.segment import open_layout, rank_file
 from damage import SAMPLES, ckpt
 from gradient_logs import restored, same, small_log, values_of
 from growing_log import State, bits, grow, log_with_fingerprints
@@ -313,3 +314,26 @@ def test_reading_changes_no_file(run: Path) -> None:
     settle(shadow)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
     assert open_checkpoint(run).step == shadow.step
+
+
+def test_a_step_is_verified_when_the_fingerprints_of_all_ranks_came_one_after_another(run: Path) -> None:
+    segment = run / "gradients-0000000000"
+    contents = {path: path.read_bytes() for path in sorted(segment.glob("*.ckg"))}
+    _, heads = open_layout(segment)
+    ends = {}
+    for rank, head in enumerate(heads):
+        records = scan(segment / rank_file(rank), head).records
+        at = next(i for i, one in enumerate(records) if one.kind is Kind.FINGERPRINT and one.step == 9)
+        # Up to the fingerprint of step 9, and with it.
+        ends[segment / rank_file(rank)] = [one.begin - HEAD.size for one in records[at : at + 2]]
+    for path, (before, _) in ends.items():
+        path.write_bytes(contents[path][:before])
+    shadow = Shadow(run, ONE, base_every=9)
+    settle(shadow)
+    assert (shadow.step, shadow.verified) == (9, 6)
+    for path, (_, after) in ends.items():
+        assert not shadow.base_due
+        path.write_bytes(contents[path][:after])
+        settle(shadow)
+    assert (shadow.step, shadow.verified) == (9, 9)
+    assert shadow.base_due

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +69,13 @@ def states_until(shadow: Shadow, last: int) -> dict[int, State]:
     return states
 
 
+def poll_until(shadow: Shadow, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, shadow.status
+        shadow.poll()
+
+
 def log_nbytes(run: Path, segment: str = SEGMENT) -> int:
     return sum(path.stat().st_size for path in (run / segment).glob("*.ckg"))
 
@@ -85,9 +92,9 @@ def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, tmp_path: Pat
         thread.start()
         seen = states_until(shadow, 6)
         thread.join()
-        assert shadow.verified == 6
         last = index.load(run / index.NAME).segments[-1]
-        assert [path.name for path in shadow.path.glob("gradients-*")] == [last.folder], "the one before is gone"
+        poll_until(shadow, lambda: shadow.verified == 6)
+        poll_until(shadow, lambda: [path.name for path in shadow.path.glob("gradients-*")] == [last.folder])
     assert list((tmp_path / "mirror").iterdir()) == []
     for step, state in seen.items():
         # At the start, states may be zero that no step has changed.
@@ -463,10 +470,7 @@ def test_the_next_segment_may_be_in_the_list_before_the_last_step_is_seen(way: s
         states_until(shadow, 2)
         (run / "draft").write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
         (run / "draft").rename(run / index.NAME)
-        deadline = time.monotonic() + 10
-        while shadow._limit != 3:
-            assert time.monotonic() < deadline
-            shadow.poll()
+        poll_until(shadow, lambda: shadow._limit == 3)
         assert shadow.step == 2
         for path, content in contents.items():
             path.write_bytes(content)

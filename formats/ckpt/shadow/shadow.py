@@ -276,7 +276,7 @@ class Shadow:
             return None
         ranks = len(state.tail.layout.ranks)
         steps = range(max(state.step + 1, self._last_base + self.base_every), last + 1)
-        return next((step for step in steps if state.tail.fingerprints(step) == ranks), None)
+        return next((step for step in steps if len(state.tail.fingerprints(step)) == ranks), None)
 
     def _is_due(self, step: int) -> bool:
         return self.base_every is not None and step >= self._last_base + self.base_every

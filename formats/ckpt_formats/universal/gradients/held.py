@@ -122,9 +122,10 @@ class SegmentTail:
         """The states that the segment itself stores, without any step."""
         return self._segment(self.layout.first, self._states)
 
-    def fingerprints(self, step: int) -> int:
-        """How many ranks have a fingerprint of this step that was read and not yet compared."""
-        return sum(any(_is_fingerprint(record, step) for record in records) for records in self._pending)
+    def fingerprints(self, step: int) -> frozenset[int]:
+        """The ranks that have a fingerprint of this step that was read and not yet compared."""
+        ranks = enumerate(self._pending)
+        return frozenset(rank for rank, of in ranks if any(_is_fingerprint(record, step) for record in of))
 
     def move_to(self, step: int) -> None:
         """Forget the gradients of all steps up to `step`, and all fingerprints of earlier ones."""
@@ -288,6 +289,8 @@ class HeldState:
         layout = self.tail.layout
         self._arrays: list[dict[str, Array]] = [{} for _ in layout.ranks]
         self._stepped = set[int]()
+        self._compared = frozenset[int]()
+        """The ranks whose fingerprint of this step was compared."""
         self._counts_at_start: list[Array] = []
         self._error: CkptError | None = None
         whole = [(rank, i) for rank, one in enumerate(layout.ranks) for i in range(one.chunk_count)]
@@ -348,8 +351,9 @@ class HeldState:
         compared = [number for number in range(tail.step, step + 1) if tail.fingerprints(number)]
         if step == tail.step and not compared:
             return
-        ranks = len(tail.layout.ranks)
-        verified = [number for number in compared if tail.fingerprints(number) == ranks]
+        ranks = {number: tail.fingerprints(number) for number in compared}
+        ranks[tail.step] = ranks.get(tail.step, frozenset()) | self._compared  # others may have come before
+        verified = [number for number in compared if len(ranks[number]) == len(tail.layout.ranks)]
         self._error = Corrupt("a step was interrupted", where=tail.folder)
         try:
             self._add_names(step, workers)
@@ -362,6 +366,7 @@ class HeldState:
         self._error = None
         tail.move_to(step)
         tail.drop_fingerprints()
+        self._compared = ranks.get(step, frozenset())
         self.verified = max(verified, default=self.verified)
 
     def checkpoint(self) -> Checkpoint:
