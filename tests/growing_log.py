@@ -54,7 +54,8 @@ def grow(finished: Path, run: Path, seed: int, pieces: int = 40) -> Iterator[Non
         shutil.copy(there / "layout.json", here)
         before = [*chain.segments[:number], replace(logged, step=None)]
         members = tuple(member for member in chain.members if member.step <= logged.first)
-        (run / index.NAME).write_bytes(index.dump(ChainIndex(members, tuple(before))))
+        (run / "draft").write_bytes(index.dump(ChainIndex(members, tuple(before))))
+        (run / "draft").rename(run / index.NAME)  # as the recorder does: nobody sees half of it
         contents = {path.name: path.read_bytes() for path in sorted(there.glob("rank-*.ckg"))}
         for name in contents:
             (here / name).touch()
