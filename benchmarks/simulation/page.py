@@ -16,7 +16,7 @@ _WEB = Path(__file__).with_name("web")
 
 def page_of(facts: Mapping[str, Any]) -> str:
     """The page, of ASCII characters only. `facts`: those of `--json`, with `curves`."""
-    scripts = [resource(f"{name}.js") for name in ("elements", "numbers", "tip")]
+    scripts = [resource(f"{name}.js") for name in ("elements", "numbers", "tip", "charts")]
     style = resource("page.css") + (_WEB / "simulation.css").read_text("ascii")
     body = "\n".join([*scripts, (_WEB / "simulation.js").read_text("ascii")])
     return assemble((_WEB / "simulation.html").read_text("ascii"), style, body, facts)

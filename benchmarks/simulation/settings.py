@@ -73,7 +73,7 @@ GB = 1e9
 _LLAMA3 = "Llama 3 paper (arXiv 2407.21783), as quoted on page, section 4.4"
 _MTBF = "page, section 1.1: a case of the table of simulated runs"
 _SHARE = Figure(
-    0.78, "Llama 3 paper (arXiv 2407.21783): about 78 % of unexpected interruptions are confirmed or suspected hardware"
+    0.78, "Llama 3 paper (arXiv 2407.21783): summaries state that about 78 % of interruptions were hardware"
 )
 _RESTART = Figure(120, "assumed: the example of docs/recording.md; no paper that we read states it")
 _SPOT_RESTART = Figure(
@@ -222,7 +222,7 @@ LLAMA3_405B = Setting(
 MT_NLG = Setting(
     name="mt-nlg-530b",
     title="MT-NLG 530B, 2,240 A100, storage of 20 Gbit/s (Gemini's example)",
-    parameters=Figure(530e9, "Gemini (SOSP '23), introduction: MT-NLG"),
+    parameters=Figure(530e9, "Gemini (SOSP '23), as quoted at news.ycombinator 39074646: MT-NLG"),
     gpus=Figure(2_240, "MT-NLG paper, section 2.4, as quoted by github.com/cli99/llm-analysis: 280 DGX A100"),
     machines=Figure(280, "MT-NLG paper, section 2.4, same quotation"),
     shards=Figure(
@@ -232,11 +232,11 @@ MT_NLG = Setting(
     step=Figure(60.1, "MT-NLG paper, section 2.4, same quotation: 60.1 s at batch size 1,920"),
     update=Figure(0.1, "assumed: below 1 % of a step, as in the trial's cases"),
     state=Figure(
-        42 * 60 * 20e9 / 8, "Gemini (SOSP '23), introduction: 42 min at 20 Gbit/s, which is 12 bytes a parameter"
+        42 * 60 * 20e9 / 8, "Gemini (SOSP '23), same quotation: 42 min at 20 Gbit/s, which is 12 bytes a parameter"
     ),
     copy_rate=Figure(20 * GB, "trial: 20 GB/s on A100"),
     network_rate=Figure(200 * GB, "assumed: eight links of 200 Gbit/s a machine, usual for machines of 8 A100"),
-    storage_rate=Figure(20e9 / 8, "Gemini (SOSP '23), introduction: 20 Gbit/s to remote persistent storage"),
+    storage_rate=Figure(20e9 / 8, "Gemini (SOSP '23), same quotation: 20 Gbit/s to remote persistent storage"),
     mtbf=Figure(54 * 86_400 / 419 * 16_384 / 2_240, f"{_LLAMA3}: the rate of a GPU; assumed for A100"),
     restart=Figure(300, "assumed: more than in the small settings; no paper that we read states it"),
     machine_share=_SHARE,

@@ -35,6 +35,7 @@ loaded("simulation", BENCHMARKS / "simulation" / "__init__.py", BENCHMARKS / "si
 training = loaded("simulate_training", BENCHMARKS / "simulate_training.py")
 
 from simulation.failures import Course, Outcome, Tier, drawn, simulate  # noqa: E402
+from simulation.page import page_of  # noqa: E402
 from simulation.settings import FIGURES, SETTINGS, Figure  # noqa: E402
 from simulation.systems import SYSTEMS  # noqa: E402
 
@@ -178,3 +179,12 @@ def test_the_report_is_the_same_each_time_and_its_claims_hold(
     code = script + "".join(shown.texts("style"))
     assert set(re.findall(r"https?://[^\"'\s]+", code)) == {SVG}
     assert all(a[k].startswith("#") for _, a in shown.elements for k in ("src", "href") if a.get(k))
+
+
+def test_a_page_shows_hostile_names_as_text() -> None:
+    hostile = "</script><img src=x onerror=alert(1)>&amp;\u202e"
+    text = page_of({"systems": {hostile: hostile}, "rows": [], "curves": {}})
+    assert text.isascii()
+    assert "<img" not in text
+    assert Page(text).facts()["systems"] == {hostile: hostile}
+    assert "default-src 'none'" in text
