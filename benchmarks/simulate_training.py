@@ -176,7 +176,7 @@ def lines(facts: dict[str, Any], with_sources: bool) -> Iterator[str]:
         mtbf = format_seconds(setting["figures"]["mtbf"]["value"])
         yield f"\n{setting['title']} ({name}): a failure every {mtbf}"
         yield (
-            f"{'':20} {'effective':>17} {'overhead':>8} {'state each':>11} {'repeated':>19} "
+            f"{'':24} {'effective':>17} {'overhead':>8} {'state each':>11} {'repeated':>19} "
             f"{'back after':>12} {'stored a day':>12} {'sent a day':>11}"
         )
         best = max(one["effective"] for one in chosen)
@@ -184,7 +184,7 @@ def lines(facts: dict[str, Any], with_sources: bool) -> Iterator[str]:
             mark = "*" if one["effective"] == best else " "
             again = f"{one['repeated_steps']:.1f} +- {one['repeated_error'] / one['slow_step']:.1f} steps"
             yield (
-                f"{facts['systems'][one['system']]:20} {one['effective']:8.2%} +- {one['error']:5.2%}{mark} "
+                f"{facts['systems'][one['system']]:24} {one['effective']:8.2%} +- {one['error']:5.2%}{mark} "
                 f"{one['overhead']:8.2%} {one['every']:6} steps {again:>19} {format_seconds(one['recovery']):>12} "
                 f"{format_nbytes(one['stored_day']):>12} {format_nbytes(one['sent_day']):>11}  "
                 f"{'; '.join(one['notes'])}"

@@ -123,25 +123,38 @@ def checkmate(one: Setting, mtbf: float) -> Course:
 
 
 def our_log(one: Setting, mtbf: float) -> Course:
-    """Bases and the log of gradients on durable storage, as `ckpt plan` says: exact, else int8, else bases only.
+    """The log of gradients beside the trainer's own checkpoints, which are its bases: `torch.save` of the whole state.
 
-    Bases are at once: copied during forward and backward, with the stall max(0, S/B - (t - U)), written behind.
+    The codec and the intervals are those of `ckpt plan`: exact, else int8, else no log at all.
     """
-    sizes = {"log: exact": FIGURES.our_nbytes.value, "log: int8, approximate": FIGURES.our_int8_nbytes.value}
-    return _logged(one, mtbf, sizes)
+    return _logged(one, mtbf, _DENSE, one.copy + one.write, 0.0)
+
+
+def our_bases(one: Setting, mtbf: float) -> Course:
+    """The log, and bases at once: copied during forward and backward, with a stall of max(0, S/B - (t - U))."""
+    return _logged(one, mtbf, _DENSE, *_at_once(one))
 
 
 def our_topk(one: Setting, mtbf: float) -> Course:
     """The same for training that compresses its gradients to 1 %, as LowDiff's does: the log is exact."""
-    dense = FIGURES.our_nbytes.value
-    sizes = {"training compresses its gradients to 1 %": min(dense, FIGURES.our_topk_nbytes.value * one.replicas.value)}
-    return _logged(one, mtbf, sizes)
+    sent = FIGURES.our_topk_nbytes.value * one.replicas.value
+    sizes = {"training compresses its gradients to 1 %": min(FIGURES.our_nbytes.value, sent)}
+    return _logged(one, mtbf, sizes, *_at_once(one))
 
 
-def _logged(one: Setting, mtbf: float, sizes: dict[str, float]) -> Course:
-    """`sizes`: bytes a parameter and step of codecs to try, by what is noted of them."""
-    stall, slow = snapshot_stall(one), FIGURES.our_slowdown.value
-    load, delay = one.copy + one.write, max(0.0, one.copy - stall) + one.write
+_DENSE = {"log: exact": FIGURES.our_nbytes.value, "log: int8, approximate": FIGURES.our_int8_nbytes.value}
+"""Bytes a parameter and step of codecs that are tried, by what is noted of them."""
+
+
+def _at_once(one: Setting) -> tuple[float, float]:
+    """The stall of a base at once, and the seconds until it can be restored."""
+    stall = snapshot_stall(one)
+    return stall, max(0.0, one.copy - stall) + one.write
+
+
+def _logged(one: Setting, mtbf: float, sizes: dict[str, float], stall: float, delay: float) -> Course:
+    """The first of these logs that fits and pays; else bases only."""
+    load, slow = one.copy + one.write, FIGURES.our_slowdown.value
     run = RunCosts(one.step.value, mtbf, stall, min(one.restart.value + load, 0.99 * mtbf), delay)
     for label, size in sizes.items():
         nbytes = one.parameters.value * size
@@ -188,8 +201,9 @@ SYSTEMS: dict[str, tuple[str, Callable[[Setting, float], Course]]] = {
     "lowdiff": ("LowDiff", lowdiff),
     "lowdiff+": ("LowDiff+", lowdiff_plus),
     "checkmate": ("Checkmate", checkmate),
-    "log": ("ours: bases and log", our_log),
-    "topk": ("ours: top-k and log", our_topk),
+    "log": ("ours: torch.save and log", our_log),
+    "bases": ("ours: bases at once, log", our_bases),
+    "topk": ("ours: the same, top-k", our_topk),
     "shadow": ("ours: shadow", our_shadow),
 }
 """By name: title, and the course of a setting at a mean time between failures."""
