@@ -71,8 +71,6 @@ class Recovery:
     step: float
     replayed: int
     """Steps that were replayed."""
-    replay: float
-    """Seconds of that: `restore` less a restore of the base alone, by as many workers."""
     exact: bool
 
     @property
@@ -186,16 +184,24 @@ def recover(run: Killed, way: str, width: int, layers: int) -> Recovery:
     seconds, after = time.perf_counter() - began, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     loaded = json.loads(finished(__file__, "--load", path, "--width", width, "--layers", layers))
-    step, replay = loaded["step"], 0.0
-    if way.startswith("base and"):
-        began = time.perf_counter()
-        restore(f"{run.folder / CHAIN}@{run.base}", path.with_name("base.pt"), workers)
-        replay = seconds - (time.perf_counter() - began)
+    step = loaded["step"]
     exact = run.digests.get(step, loaded["digest"] if step == run.reached + 1 else "") == loaded["digest"]
     return Recovery(
         *(way, seconds if way != "base only" else 0.0, cpu if way != "base only" else 0.0, loaded["load"]),
-        *(run.reached - step, run.step, step - run.base if way.startswith("base and") else 0, replay, exact),
+        *(run.reached - step, run.step, step - run.base if way.startswith("base and") else 0, exact),
     )
+
+
+def replay_seconds(run: Killed, workers: int, repeats: int = 3) -> float:
+    """Seconds of replay alone: the least of a restore, less the least of a restore of the base, in turn."""
+    seconds: dict[str, list[float]] = {"": [], f"@{run.base}": []}
+    for _ in range(repeats):
+        for step, measured in seconds.items():
+            began = time.perf_counter()
+            restore(f"{run.folder / CHAIN}{step}", run.folder / f"replay-{len(measured)}{step}-{workers}.pt", workers)
+            measured.append(time.perf_counter() - began)
+    whole, base = (min(measured) for measured in seconds.values())
+    return whole - base
 
 
 def restore(source: object, target: Path, workers: int) -> None:
@@ -217,7 +223,7 @@ def finished(*arguments: object) -> str:
 # The table
 
 
-def show(rounds: list[list[Recovery]]) -> None:
+def show(rounds: list[list[Recovery]], replays: list[dict[int, float]]) -> None:
     """Means of the rounds; ratios to base only."""
     print(
         f"{'':26}{'restored s':>11}{'CPU s':>8}{'loaded s':>10}{'steps again':>13}{'their s':>9}{'in all s':>10}"
@@ -233,9 +239,8 @@ def show(rounds: list[list[Recovery]]) -> None:
             f"{way:26}{figures[0]:11.2f}{figures[1]:8.2f}{figures[2]:10.2f}{figures[3]:13.1f}{repeated:9.2f}{total:10.2f}"
             f"{total / usual:17.3f}x"
         )
-    one, two = (mean[f"base and log, {count} worker{'s' * (count > 1)}"] for count in (1, 2))
-    replayed = statistics.fmean(each.replayed for each in one)
-    first, second = (statistics.fmean(each.replay for each in ones) for ones in (one, two))
+    replayed = statistics.fmean(one.replayed for one in mean[WAYS[1]])
+    first, second = (statistics.fmean(one[workers] for one in replays) for workers in (1, 2))
     print(f"{replayed:.0f} steps replayed, without the base: 1 worker {first:.2f} s, 2 workers {second:.2f} s")
 
 
@@ -257,7 +262,7 @@ def main() -> int:
     if options.load:
         load(options.load, *model)
         return 0
-    dice, rounds = random.Random(options.seed), []
+    dice, rounds, replays = random.Random(options.seed), [], []
     for number in range(options.rounds):
         with (
             tempfile.TemporaryDirectory(dir=options.folder) as name,
@@ -265,6 +270,7 @@ def main() -> int:
         ):
             order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
             rounds.append([recover(run, way, *model) for way in order])
+            replays.append({workers: replay_seconds(run, workers) for workers in (1, 2) if not options.json})
         for one in rounds[-1]:
             fields = {**vars(one), "total": one.total, "reached": run.reached}
             exact = "" if one.exact else "; DIFFERENT WEIGHTS"
@@ -272,7 +278,7 @@ def main() -> int:
             print(json.dumps(fields) if options.json else text, flush=True)
     if not options.json:
         print(f"steps of {statistics.median(one.step for each in rounds for one in each) * 1e3:.0f} ms")
-        show(rounds)
+        show(rounds, replays)
     return int(not all(one.exact for each in rounds for one in each))
 
 
