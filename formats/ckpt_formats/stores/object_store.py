@@ -161,7 +161,7 @@ class ObjectStore:
                     where=where,
                     hint="Read it when no process writes it any more.",
                 ) from None
-            except NotFoundError:
+            except (NotFoundError, FileNotFoundError):
                 raise Incomplete("was removed while it was read", where=where) from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
                 raise PermissionError(errno.EACCES, _text(error), where) from None
@@ -190,7 +190,7 @@ def open_store(url: str, key: str) -> StorePath:
                     hint="Name the folder of one checkpoint.",
                 )
         if not objects and key:
-            with suppress(NotFoundError):  # then there is nothing at this path, as its status says
+            with suppress(NotFoundError, FileNotFoundError):  # then there is nothing at this path, as its status says
                 objects[key] = _described(obstore.head(client, key))
     return StorePath(ObjectStore(url, objects, key), key)
 
@@ -258,11 +258,15 @@ class _store_errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
             raise NotFound(f"the store refuses: {_text(error)}", where=self._where, hint=_CREDENTIALS) from None
-        if isinstance(error, BaseError):
+        if isinstance(error, (BaseError, OSError)):
             raise NotFound(f"the store cannot be read: {_text(error)}", where=self._where) from None
 
 
 def _text(error: BaseException) -> str:
-    """The message of the store's library, without what follows a `?` in a URL: it may be a signature."""
+    """The message of the store's library: its first line, without the body of the answer.
+
+    What follows a `?` in a URL is left out: it may be a signature.
+    """
     line = (str(error).splitlines() or [type(error).__name__])[0]
+    line = re.sub(r"(status code: \d+ [\w ]+).*", r"\1", line)
     return re.sub(r"\?[^\s\")]*", "?…", line)[:_MAX_TEXT]

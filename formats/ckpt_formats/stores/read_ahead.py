@@ -19,6 +19,8 @@ _MAX_AHEAD = 4
 """Requests for what comes after a read."""
 _MAX_BLOCKS = 160
 """Blocks that are kept, and requested: the memory of a process."""
+_MAX_STREAMS = 64
+"""Reads that go on, of which the places are kept."""
 _REQUESTS = 16
 """Requests at once."""
 _STEP = 16 * BLOCK
@@ -37,13 +39,13 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Position:
-    """Where the last read of an object ended, and how far has been requested."""
+class _Stream:
+    """Reads of an object of which each goes on where the last one ended. An object may have several at once."""
 
-    block: int
     run: int = 1
-    """Blocks of the next request: more with each read that goes on where the last one ended."""
+    """Blocks of the next request: more with each read."""
     requested: int = 0
+    """The block up to which all is requested."""
 
 
 class ReadAhead:
@@ -53,7 +55,8 @@ class ReadAhead:
         self._get = get
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
-        self._positions: OrderedDict[str, _Position] = OrderedDict()
+        self._streams: OrderedDict[tuple[str, int], _Stream] = OrderedDict()
+        """By object and the last block that was read."""
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -80,34 +83,38 @@ class ReadAhead:
         view[start - begin : stop - begin] = data[start - run.first * BLOCK : stop - run.first * BLOCK]
 
     def _requested(self, key: str, length: int, begin: int, end: int) -> dict[int, _Run]:
-        """The blocks of a range, which are requested, and those after it if it goes on where the last read ended."""
+        """The blocks of a range, which are requested, and those after it if a stream of reads goes on with it."""
         first, last = begin // BLOCK, (end - 1) // BLOCK
-        blocks = -(-length // BLOCK)
         with self._lock:
-            position = self._positions.pop(key, None) or _Position(-2)
-            goes_on = first in (position.block, position.block + 1)
-            if goes_on and last > position.block:
-                position.run = min(2 * position.run, _MAX_RUN)
-            elif not goes_on:
-                position.run, position.requested = 1, 0
-            position.block = last
-            self._positions[key] = position
-            while len(self._positions) > _MAX_BLOCKS:
-                self._positions.popitem(last=False)
             self._request(key, length, first, last + 1)
-            if goes_on and position.run > 1:
-                ahead = min(_MAX_AHEAD, max(1, _MAX_BLOCKS // (2 * _MAX_RUN * len(self._positions)))) * position.run
-                begin_ahead = max(last + 1, position.requested)
-                # In whole runs, so that requests are large.
-                if begin_ahead < blocks and begin_ahead - last - 1 <= ahead - position.run:
-                    position.requested = min(blocks, last + 1 + ahead)
-                    self._request(key, length, begin_ahead, position.requested)
-            found = {number: self._runs[key, number] for number in range(first, last + 1)}
-            for number in found:
+            stop = self._ahead(key, -(-length // BLOCK), first, last)
+            if stop is not None:
+                self._request(key, length, last + 1, stop)
+            needed = {number: self._runs[key, number] for number in range(first, last + 1)}
+            for number in needed:
                 self._runs.move_to_end((key, number))
             while len(self._runs) > _MAX_BLOCKS:
                 self._runs.popitem(last=False)
-        return found
+        return needed
+
+    def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
+        """The block up to which to request more now, after a read of the blocks `first` to `last`; None: nothing."""
+        before = next((n for n in (first, first - 1) if (key, n) in self._streams), None)
+        stream = _Stream() if before is None else self._streams.pop((key, before))
+        if last + 1 >= blocks:
+            return None
+        self._streams[key, last] = stream
+        while len(self._streams) > _MAX_STREAMS:
+            self._streams.popitem(last=False)
+        if before is None or before == last:
+            return None  # headers are many small reads of one block
+        active = max(1, sum(one.run > 1 for one in self._streams.values()))
+        stream.run = max(1, min(2 * stream.run, _MAX_RUN, _MAX_BLOCKS // (4 * active)))
+        ahead = stream.run * max(1, min(_MAX_AHEAD, _MAX_BLOCKS // (2 * stream.run * active)))
+        if stream.requested - last - 1 > ahead - stream.run:
+            return None  # in whole runs, so that requests are large
+        stream.requested = min(blocks, last + 1 + ahead)
+        return stream.requested
 
     def _request(self, key: str, length: int, first: int, stop: int) -> None:
         """Request those of the blocks that are not there, neighbours together."""
