@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_formats.core.store_path import Entry, StorePath
+from ckpt_formats.core.store_path import FolderEntry, StorePath
 
 _MAX_NAMES = 200_000
 """Limit of the entries of a folder that are read."""
@@ -18,7 +18,7 @@ _HARMLESS = re.compile(
 """Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
 
 
-def entries_of(path: Path) -> Iterator[Entry]:
+def entries_of(path: Path) -> Iterator[FolderEntry]:
     """The entries of a folder, in any order. Raises `OSError`."""
     if isinstance(path, StorePath):
         yield from path.entries()

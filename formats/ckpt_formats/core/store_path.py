@@ -18,7 +18,7 @@ _BLOCK = 1 << 20
 """Bytes that a buffered file reads at once."""
 
 
-class Entry(Protocol):
+class FolderEntry(Protocol):
     """A name in a folder, such as `os.scandir` gives."""
 
     @property
@@ -44,7 +44,7 @@ class Store(Protocol):
     def stat(self, key: str) -> os.stat_result:
         """An object or a folder. Raises `FileNotFoundError` if there is neither."""
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[FolderEntry]:
         """The names in a folder, sorted. Raises `FileNotFoundError`, `NotADirectoryError`."""
 
     def read_into(self, key: str, offset: int, view: memoryview) -> int:
@@ -161,7 +161,7 @@ class StorePath(PosixPath):
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FolderEntry]:
         """The names in a folder. Raises `FileNotFoundError`, `NotADirectoryError`."""
         return self.store.entries(self.resolve().key)
 

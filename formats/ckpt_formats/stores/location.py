@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import NotFound, Unsupported
 from ckpt_formats.core.text import printable
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
@@ -31,6 +31,8 @@ def source_path(text: str) -> Path:
     count = _CONTAINER_PARTS.get(kind)
     if count is None or len(parts) < count or not all(parts[:count]):
         raise Unsupported("is not the URL of a store that ckpt reads", where=printable(text), hint=f"It is {_FORMS}.")
+    if ".." in parts or "." in parts:
+        raise NotFound("no object has a part `..` or `.` in its key", where=printable(text))
     key = "/".join(part for part in parts[count:] if part)
     try:
         from ckpt_formats.stores.object_store import open_store

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from obstore.exceptions import (
 )
 
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.core.store_path import Entry, StorePath
+from ckpt_formats.core.store_path import FolderEntry, StorePath
 from ckpt_formats.stores.read_ahead import ReadAhead
 
 _MAX_OBJECTS = 2_000_000
@@ -100,13 +100,14 @@ class ObjectStore:
         return self._url
 
     def stat(self, key: str) -> os.stat_result:
+        is_folder = not key or self._is_folder(key)
         if (known := self._objects.get(key)) is not None:
             return known.status()
-        if not key or self._is_folder(key):
+        if is_folder:
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
 
-    def entries(self, key: str) -> list[Entry]:
+    def entries(self, key: str) -> list[FolderEntry]:
         if key in self._objects:
             raise NotADirectoryError(errno.ENOTDIR, "is an object, not a folder", f"{self._url}/{key}")
         names = self._names(key)
@@ -123,10 +124,7 @@ class ObjectStore:
         if self._root.startswith(f"{key}/"):
             return True
         above, _, name = key.rpartition("/")
-        is_folder = self._names(above).get(name)
-        if is_folder is False:
-            raise FileNotFoundError(errno.ENOENT, "is outside of the checkpoint", f"{self._url}/{key}")
-        return bool(is_folder)
+        return self._names(above).get(name, False)
 
     def _has_listed(self, key: str) -> bool:
         return not self._root or key == self._root or key.startswith(f"{self._root}/")
@@ -178,26 +176,30 @@ class ObjectStore:
 
 def open_store(url: str, key: str) -> StorePath:
     """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
-    objects = dict[str, StoredObject]()
     with _store_errors(f"{url}/{key}"):
-        client = _client(url)
-        for meta in _listed(client, key):
-            objects[meta["path"]] = _described(meta)
-            if len(objects) > _MAX_OBJECTS:
-                raise Unsafe(
-                    f"there are more than {_MAX_OBJECTS:,} objects below this path",
-                    where=f"{url}/{key}",
-                    hint="Name the folder of one checkpoint.",
-                )
-        if not objects and key:
-            with suppress(NotFoundError, FileNotFoundError):  # then there is nothing at this path, as its status says
-                objects[key] = _described(obstore.head(client, key))
-    return StorePath(ObjectStore(url, objects, key), key)
+        client, root = _client(url), key
+        objects = _listed(client, url, key)
+        if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
+            root = key.rpartition("@")[0]
+            objects = _listed(client, url, root)
+    return StorePath(ObjectStore(url, objects, root), key)
 
 
-def _listed(client: Any, key: str) -> Iterator[Any]:
+def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
+    """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
+    objects: dict[str, StoredObject] = {}
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
-        yield from page
+        objects |= {meta["path"]: _described(meta) for meta in page}
+        if len(objects) > _MAX_OBJECTS:
+            raise Unsafe(
+                f"there are more than {_MAX_OBJECTS:,} objects below this path",
+                where=f"{url}/{key}",
+                hint="Name the folder of one checkpoint.",
+            )
+    if not objects and key:
+        with suppress(NotFoundError, FileNotFoundError):  # then there is nothing at this path, as its status says
+            objects[key] = _described(obstore.head(client, key))
+    return objects
 
 
 def _described(meta: Any) -> StoredObject:

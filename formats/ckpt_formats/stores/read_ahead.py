@@ -39,7 +39,7 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _ReadStream:
     """Reads of an object of which each goes on where the last one ended. An object may have several at once."""
 
     run: int = 1
@@ -55,7 +55,7 @@ class ReadAhead:
         self._get = get
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
-        self._streams: OrderedDict[tuple[str, int], _Stream] = OrderedDict()
+        self._streams: OrderedDict[tuple[str, int], _ReadStream] = OrderedDict()
         """By object and the last block that was read."""
 
     @cached_property
@@ -100,7 +100,7 @@ class ReadAhead:
     def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
         """The block up to which to request more now, after a read of the blocks `first` to `last`; None: nothing."""
         before = next((n for n in (first, first - 1) if (key, n) in self._streams), None)
-        stream = _Stream() if before is None else self._streams.pop((key, before))
+        stream = _ReadStream() if before is None else self._streams.pop((key, before))
         if last + 1 >= blocks:
             return None
         self._streams[key, last] = stream
