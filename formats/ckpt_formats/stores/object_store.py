@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -30,11 +30,11 @@ from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsu
 from ckpt_formats.core.store_path import FolderEntry, StorePath
 from ckpt_formats.stores.read_ahead import ReadAhead
 
-_MAX_OBJECTS = 2_000_000
+_MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
-_RETRIES: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
+_RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=45)}
 """Of the library, with exponential backoff, where a request is answered with an error of the server."""
-_ATTEMPTS = 5
+_ATTEMPTS = 4
 """How often a range is requested whose body was cut."""
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
@@ -51,6 +51,12 @@ class StoredObject:
     e_tag: str
     modified: float
     """Seconds since 1970."""
+
+    def condition(self) -> dict[str, Any]:
+        """What a request demands, so that it is refused if the object is another one now."""
+        if self.e_tag:
+            return {"if_match": self.e_tag}
+        return {"if_unmodified_since": datetime.fromtimestamp(self.modified, timezone.utc)}
 
     def status(self) -> os.stat_result:
         """As of a file. Its identity is that of the content, by the e_tag."""
@@ -149,7 +155,7 @@ class ObjectStore:
     def _get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
         where, pause = f"{self._url}/{key}", _FIRST_PAUSE
-        options: Any = {"range": (offset, offset + nbytes), "if_match": self._objects[key].e_tag}
+        options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}
         for attempt in range(_ATTEMPTS):
             try:
                 data = memoryview(obstore.get(self._client, key, options=options).bytes())
