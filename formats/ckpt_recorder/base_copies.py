@@ -53,7 +53,7 @@ class CudaCopies(HostCopies):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def free_nbytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -61,7 +61,7 @@ class CudaCopies(HostCopies):
         return max(0, int(free) + cached - self._RESERVE)
 
     def mark(self) -> Any:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -72,7 +72,8 @@ class CudaCopies(HostCopies):
         return copies, self.mark()
 
     def pin(self, memory: Array) -> None:
-        torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # if it fails, copies are slower
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # if it fails, copies are only slower
 
     def copy(self, targets: Sequence[Array], sources: Sequence[torch.Tensor], after: Any) -> None:
         with torch.cuda.stream(self._stream):

@@ -1,7 +1,6 @@
 """Fold the pieces of a base: bring all to one step by the log, write a base, compare it with the log, and name it."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,47 +74,51 @@ def fold(run: Path, segment: str, pieces: Path, step: int, seconds: float, resou
             a later state, the disk is full. The chain is as it was.
     """
     layout, heads = open_layout(run / segment)
-    wait_until(lambda: missing_rank(pieces, len(heads)) is None, seconds, "a rank has not written its pieces", pieces)
+    _await_pieces(pieces, len(heads), seconds)
     logged = _logged(run, segment)
-    opened: list[Segment] = []
-
-    def has_step() -> bool:
-        grows = chain_folder.is_growing(run / segment)
-        opened[:] = [open_steps(run, logged)]
-        return opened[0].last >= step and (not grows or _is_complete(opened[0], step))
-
-    wait_until(has_step, seconds, f"the log has no step {step}", run / segment)
+    logged_steps = _with_step(run, logged, step)
     parts = open_pieces(pieces, layout, heads)
     if parts.step != step:
         raise Corrupt(f"these are the pieces of step {parts.step}", where=pieces)
     chain = index.read(run)
     member = nearest_base(chain, logged, step)
     base = None if member is None else Base(member.step, open_member(run, chain, member))
-    expected = replay_to(opened[0], step, base)
-    if not opened[0].is_exact and parts.first < step:
+    expected = replay_to(logged_steps, step, base)
+    if not logged_steps.is_exact and parts.first < step:
         raise Unsupported("a replay of this log is approximate: it cannot bring pieces to one step", where=run)
     # Values that are not replayed have no error, even if the log is approximate.
-    start = expected.start if opened[0].is_exact else StartState(step, expected.start.parameters)
+    start = expected.start if logged_steps.is_exact else StartState(step, expected.start.parameters)
     folded = checkpoint_of(
-        FoldedReplay(opened[0], step, start, pieces=parts), None if base is None else base.checkpoint
+        FoldedReplay(logged_steps, step, start, pieces=parts), None if base is None else base.checkpoint
     )
 
     def compare(written: Checkpoint) -> None:
-        """Raise `Corrupt` if the base that was written has other values than the log gives."""
-        findings = check_state(expected, written.parameters, resources)
+        """Raise `Corrupt` if the base that was written has other values than the log gives exactly."""
+        findings = check_state(expected, written.parameters, resources) if expected.segment.is_exact else []
         if findings:
-            raise Corrupt(f"the base differs from the log: {findings[0].message}", where=run)
+            raise Corrupt(f"the base differs from the log: {findings[0].what}", where=run)
 
     return add_base(run, folded, step, logged.folder, compare, resources)
 
 
-def _is_complete(segment: Segment, step: int) -> bool:
-    """Do all records of a step exist? Its notes come after its gradients, and before those of the next one."""
-    return (
-        segment.last > step
-        or segment.has_ended
-        or any(record.step == step for record in segment.records(0, Kind.FINGERPRINT))
-    )
+def _with_step(run: Path, logged: LoggedSteps, step: int) -> Segment:
+    """The segment, once it has all records of a step. Raises `Incomplete` if it ends before."""
+    pause = _SHORTEST
+    while True:
+        is_growing = chain_folder.is_growing(run / logged.folder)
+        segment = open_steps(run, logged)
+        if segment.last >= step and (_has_notes(segment, step) or not is_growing):
+            return segment
+        if not is_growing:
+            raise Incomplete(f"the log ends before step {step}", where=segment.folder)
+        time.sleep(pause)  # the training may pause for hours
+        pause = min(2 * pause, _LONGEST)
+
+
+def _has_notes(segment: Segment, step: int) -> bool:
+    """Are the notes of a step complete? They come after its gradients, and before those of the next step."""
+    fingerprints = (record.step for record in segment.records(0, Kind.FINGERPRINT))
+    return segment.last > step or segment.has_ended or step in fingerprints
 
 
 def _logged(run: Path, segment: str) -> LoggedSteps:
@@ -125,11 +128,11 @@ def _logged(run: Path, segment: str) -> LoggedSteps:
     return logged
 
 
-def wait_until(is_done: Callable[[], bool], seconds: float, reason: str, where: Path) -> None:
-    """Ask again and again, at most so many seconds. Raises `Incomplete` after that."""
+def _await_pieces(pieces: Path, world: int, seconds: float) -> None:
+    """Wait until all ranks have written their pieces. Raises `Incomplete` after some seconds."""
     deadline, pause = time.monotonic() + seconds, _SHORTEST
-    while not is_done():
+    while (rank := missing_rank(pieces, world)) is not None:
         if time.monotonic() > deadline:
-            raise Incomplete(reason, where=where)
+            raise Incomplete(f"rank {rank} has not written its pieces", where=pieces)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)

@@ -1,7 +1,7 @@
 """The process beside a rank that makes bases: it writes the pieces in the ring to a file, and rank 0's folds them.
 
 `python -m ckpt_recorder.base_process RING STATUS TRAINER` starts it, with two descriptors and a process id, as
-`ckpt_recorder.writer`. It has the lowest priority. It reads orders from its standard input, one line of JSON each: the
+`ckpt_recorder.writer`. It has a low priority. It reads orders from its standard input, one line of JSON each: the
 settings, then for each base `{"begin":STEP}`, one order for each piece, and `{"finish":STEP}`.
 
 It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `broken REASON`, and after each
@@ -31,7 +31,8 @@ from ckpt_recorder.ring import Ring
 from ckpt_recorder.writer import MessagesEnd, TrainerMessages, reason_of
 
 _IDLE_SECONDS = 1.0
-_NICE = 19
+_NICE = 10
+"""Added to the priority of the trainer. With 19, a process makes no progress where all cores are busy."""
 _RESOURCES = Resources(workers=1, memory=64 << 20)
 
 
@@ -59,6 +60,7 @@ class BaseWriter:
         self._folder: Path | None = None
         self._file: PiecesFile | None = None
         self._failure: str | None = None
+        os.nice(_NICE)  # after its start
         self._send("ready")
 
     def do(self, order: Mapping[str, Any]) -> None:
@@ -143,7 +145,6 @@ def write_bases(orders: TrainerMessages, ring_file: int, status: int) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # as the writer of the log does
-    os.nice(_NICE)
     ring_file, status, trainer = map(int, sys.argv[1:4])
     write_bases(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status)
 

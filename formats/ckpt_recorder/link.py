@@ -40,7 +40,7 @@ class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` after the writer fails, ends or hangs."""
 
     def __init__(
-        self, settings: LinkSettings, ring: Ring, stall_seconds: float, module: str = WRITER, task: str = "the log"
+        self, settings: LinkSettings, ring: Ring, stall_seconds: float, module: str | None = None, task: str = "the log"
     ) -> None:
         """Start the process, and wait until it is ready.
 
@@ -48,7 +48,7 @@ class WriterLink:
             settings: Its first message: a dataclass of plain values.
             ring: The memory that it shares with the trainer.
             stall_seconds: The time to wait for a message before the writer counts as stuck.
-            module: The module that it runs.
+            module: The module that it runs; None: `WRITER`.
             task: What it writes, for messages.
         """
         self._name = f"the process that writes {task}"
@@ -66,7 +66,7 @@ class WriterLink:
         """Seconds for which the trainer has waited for free slots."""
         self._reason: str | None = None
         try:
-            self._process = _start(module, ring.file, status)
+            self._process = _start(module or WRITER, ring.file, status)
         except OSError as error:
             os.close(self._status)
             raise WriterBroken(f"{self._name} cannot be started: {error.strerror}") from None
