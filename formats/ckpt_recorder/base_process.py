@@ -23,6 +23,7 @@ import numpy as np
 
 from ckpt.pipeline import Resources
 from ckpt_codecs.base import Array
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.segment import open_layout
 from ckpt_recorder.base_folding import fold
@@ -77,7 +78,7 @@ class BaseWriter:
                     order["step"], chunks, piece_values(self._ring.slot(order["slot"]), layout, chunks, names)
                 )
         except Exception as error:
-            self._failure = self._failure or reason_of(error)
+            self._failure = self._failure or (error.what if isinstance(error, CkptError) else reason_of(error))
             self._close()
         if "slot" in order:
             self._send("free")
