@@ -161,7 +161,7 @@ class BackgroundBases:
         self._copies = base_copies.copies_of(device)
         chunk_size = max((high - low for low, high in map(layout.chunk_bounds, range(layout.chunk_count))), default=1)
         each = len(self.names) * _ITEM
-        wanted = layout.size if steps == 1 else -(-layout.size // (2 * steps))
+        wanted = -(-layout.size // (_SLOTS if steps == 1 else 2 * steps))
         size = max(chunk_size, min(memory // (_SLOTS * each), wanted))
         self._plan = plan_pieces(layout, offsets, size, steps)
         self._ring = Ring(size * each, _SLOTS)
