@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_recorder import base_copies
-from ckpt_recorder.base_pieces import BaseSettings
+from ckpt_recorder.base_pieces import BaseSettings, folder_name, give_up
 from ckpt_recorder.link import WriterLink
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import TrackedRun, state_names, state_of
@@ -112,7 +113,7 @@ def _planned(layout: RankLayout, chunks: Sequence[int], places: dict[int, tuple[
 
 
 @dataclass(eq=False)
-class Piece:
+class CopiedPiece:
     """A piece of one step, on its way."""
 
     plan: PlannedPiece
@@ -143,6 +144,7 @@ class BackgroundBases:
         layout: RankLayout,
         offsets: Sequence[tuple[int, int]],
         settings: Callable[[int, int], BaseSettings],
+        run_name: str,
         steps: int,
         memory: int,
     ) -> None:
@@ -153,6 +155,7 @@ class BackgroundBases:
             layout: The rank's vector.
             offsets: For each part of it, the number of the tracked tensor and the index of its first element there.
             settings: Gives the settings of the process from the size of a slot and their number.
+            run_name: The name of the run in the layout of the segment.
             steps: The number of steps over which a base is spread; 1: all pieces are of one step.
             memory: The maximum bytes of the ring, if it has room for four chunks of all states.
         """
@@ -166,9 +169,9 @@ class BackgroundBases:
         self._plan = plan_pieces(layout, offsets, size, steps)
         self._ring = Ring(size * each, _SLOTS)
         self.nbytes = self._ring.slot_nbytes * _SLOTS
-        self._settings = settings(size * each, _SLOTS)
+        self._settings, self._run_name, self._folder = settings(size * each, _SLOTS), run_name, ""
         self._todo: deque[list[PlannedPiece]] = deque()
-        self._pending: list[Piece] = []
+        self._pending: list[CopiedPiece] = []
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[Callable[[WriterLink], None] | None] = queue.SimpleQueue()
         self._is_ready, self._is_dropped = threading.Event(), False
@@ -194,6 +197,7 @@ class BackgroundBases:
     def begin(self, step: int) -> None:
         """Begin a base after a step. `copy_next` must follow."""
         self.waited, self._current = 0.0, step
+        self._folder = folder_name(step, self._run_name)
         self._todo.extend(self._plan)
         self._is_ready.clear()
         self._orders.put(lambda link: link.order_task({"begin": step}))
@@ -202,7 +206,7 @@ class BackgroundBases:
         """Copy the pieces that are due after a step, in the background."""
         if not self._todo:
             return
-        self._pending = [Piece(plan, step, self._copies.mark()) for plan in self._todo.popleft()]
+        self._pending = [CopiedPiece(plan, step, self._copies.mark()) for plan in self._todo.popleft()]
         for piece in self._pending:
             self._orders.put(lambda link, piece=piece: self._copy(link, piece))  # type: ignore[misc]
         if not self._todo:
@@ -251,7 +255,7 @@ class BackgroundBases:
         if wait:
             self._thread.join(_END_SECONDS)
 
-    def _stage(self, piece: Piece) -> bool:
+    def _stage(self, piece: CopiedPiece) -> bool:
         """Copy a piece on its device, unless the thread copies it already."""
         with self._lock:
             if piece.started:
@@ -278,6 +282,8 @@ class BackgroundBases:
             while (order := self._orders.get()) is not None:
                 order(link)
         except Exception as error:
+            if self._current is not None:
+                give_up(Path(self._settings.chain) / self._folder, self._settings.rank)
             self.failure = str(error) or type(error).__name__
             base = "bases are" if self._current is None else f"the base that began after step {self._current} is"
             self.problems.append(f"{base} not stored: {self.failure}")
@@ -288,7 +294,7 @@ class BackgroundBases:
         if link is not None:
             link.close()
 
-    def _copy(self, link: WriterLink, piece: Piece) -> None:
+    def _copy(self, link: WriterLink, piece: CopiedPiece) -> None:
         """Copy a piece into the ring, and order it to be written."""
         slot = link.acquire_slot() if not self._is_dropped else 0
         with self._lock:

@@ -1,6 +1,7 @@
 """Fold the pieces of a base: bring all to one step by the log, write a base, compare it with the log, and name it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,9 @@ class FoldedReplay(SegmentReplay):
         return states
 
 
-def fold(run: Path, segment: str, pieces: Path, step: int, seconds: float, resources: Resources) -> Member:
+def fold(
+    run: Path, segment: str, pieces: Path, step: int, seconds: Callable[[], float], resources: Resources
+) -> Member:
     """Make a base of the pieces in a folder, and add it to the chain. Returns the new member.
 
     Args:
@@ -66,7 +69,7 @@ def fold(run: Path, segment: str, pieces: Path, step: int, seconds: float, resou
         segment: The name of the segment's folder.
         pieces: The folder of the pieces.
         step: The step of the base.
-        seconds: How long to wait for another rank that makes no progress.
+        seconds: Gives how long to wait in all for the pieces of other ranks: not as long once the trainer has ended.
         resources: How much of the machine to use.
 
     Raises:
@@ -128,11 +131,11 @@ def _logged(run: Path, segment: str) -> LoggedSteps:
     return logged
 
 
-def _await_pieces(pieces: Path, world: int, seconds: float) -> None:
+def _await_pieces(pieces: Path, world: int, seconds: Callable[[], float]) -> None:
     """Wait until all ranks have written their pieces. Raises `Incomplete` after some seconds."""
-    deadline, pause = time.monotonic() + seconds, _SHORTEST
+    begin, pause = time.monotonic(), _SHORTEST
     while (rank := missing_rank(pieces, world)) is not None:
-        if time.monotonic() > deadline:
+        if time.monotonic() > begin + seconds():
             raise Incomplete(f"rank {rank} has not written its pieces", where=pieces)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)

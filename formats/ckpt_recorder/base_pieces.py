@@ -75,6 +75,15 @@ class PiecesFile(RecordFile):
         os.close(self.descriptor)
 
 
+def give_up(folder: Path, rank: int) -> None:
+    """Show the other ranks that the pieces of this one will not come, because its process has ended."""
+    draft = folder / (_file_name(rank) + _DRAFT)
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with draft.open("ab") as file:
+            file.write(b"\0")
+
+
 def missing_rank(folder: Path, world: int) -> int | None:
     """The first rank whose pieces are not complete; None if all are. Raises `Incomplete` if one never will be."""
     missing = None

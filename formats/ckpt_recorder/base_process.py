@@ -32,6 +32,8 @@ from ckpt_recorder.ring import Ring
 from ckpt_recorder.writer import MessagesEnd, TrainerMessages, reason_of
 
 _IDLE_SECONDS = 1.0
+_ORPHAN_SECONDS = 10.0
+"""How long to wait for the pieces of other ranks after the trainer has ended."""
 _NICE = 10
 """Added to the priority of the trainer. With 19, a process makes no progress where all cores are busy."""
 _RESOURCES = Resources(workers=1, memory=64 << 20)
@@ -54,7 +56,9 @@ def piece_values(
 class BaseWriter:
     """Executes orders. After a failure it only frees slots, until the next base begins."""
 
-    def __init__(self, settings: BaseSettings, ring: Ring, status: int) -> None:
+    def __init__(self, settings: BaseSettings, ring: Ring, status: int, trainer: int) -> None:
+        """`status`: the descriptor for messages. `trainer`: the id of its process."""
+        self._trainer = trainer
         self._settings, self._ring, self._status = settings, ring, status
         self._run = Path(settings.chain)
         self._layout, self._heads = open_layout(self._run / settings.segment)
@@ -103,9 +107,13 @@ class BaseWriter:
         if self._settings.rank:
             return  # rank 0 folds; the lock shows that the folder is in use
         try:
-            fold(self._run, self._settings.segment, self._folder, step, self._settings.seconds, _RESOURCES)
+            fold(self._run, self._settings.segment, self._folder, step, self._seconds, _RESOURCES)
         finally:
             self.drop()
+
+    def _seconds(self) -> float:
+        """How long to wait for the pieces of other ranks."""
+        return self._settings.seconds if os.getppid() == self._trainer else _ORPHAN_SECONDS
 
     def _close(self) -> None:
         if self._file is not None:
@@ -123,14 +131,14 @@ class BaseWriter:
             os.write(self._status, line.encode() + b"\n")
 
 
-def write_bases(orders: TrainerMessages, ring_file: int, status: int) -> None:
+def write_bases(orders: TrainerMessages, ring_file: int, status: int, trainer: int) -> None:
     """Execute all orders until they end."""
     writer: BaseWriter | None = None
     try:
         while (first := orders.next(_IDLE_SECONDS)) is None:
             pass
         settings = BaseSettings(**first[0])
-        writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status)
+        writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status, trainer)
         while True:
             order = orders.next(_IDLE_SECONDS)
             if order is not None:
@@ -147,7 +155,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # as the writer of the log does
     ring_file, status, trainer = map(int, sys.argv[1:4])
-    write_bases(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status)
+    write_bases(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status, trainer)
 
 
 if __name__ == "__main__":

@@ -435,9 +435,10 @@ class Recorder:
         def settings(nbytes: int, slots: int) -> BaseSettings:
             return BaseSettings(str(self.chain), path.name, self._rank, nbytes, slots, self.options.stall_seconds)
 
+        rank_layout = layout.ranks[self._rank]
         offsets = [(number, part.offset) for number, part, _ in self._share.parts]
         return BackgroundBases(
-            self._run, layout.ranks[self._rank], offsets, settings, self._base_spread, self.options.base_memory
+            *(self._run, rank_layout, offsets, settings, layout.run, self._base_spread, self.options.base_memory)
         )
 
     def _warn_of_bases(self, bases: BackgroundBases) -> None:
