@@ -182,13 +182,20 @@ class BackgroundBases:
         self._current: int | None = None
         """The step after which the base in progress began."""
         self.pid: int | None = None
+        self._link: WriterLink | None = None
+        """Only the thread uses it, but for the question whether its process lives."""
         self._thread = threading.Thread(target=self._work, name="ckpt-bases", daemon=True)
         self._thread.start()
 
     @property
     def is_ready(self) -> bool:
         """Can a base begin now?"""
-        return self._is_ready.is_set() and self.failure is None
+        return self._is_ready.is_set() and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Is there no process any more that could make a base?"""
+        return self.failure is not None or (self._link is not None and not self._link.is_alive)
 
     def has_room(self) -> bool:
         """Has the optimizer the states that it had? The ring has room for no others."""
@@ -276,7 +283,7 @@ class BackgroundBases:
         link = None
         try:
             self._copies.pin(self._ring.content)
-            link = WriterLink(self._settings, self._ring, self._settings.seconds, MODULE, "bases")
+            link = self._link = WriterLink(self._settings, self._ring, self._settings.seconds, MODULE, "bases")
             self.pid = link.pid
             self._is_ready.set()
             while (order := self._orders.get()) is not None:

@@ -90,6 +90,11 @@ class WriterLink:
         return self._process.pid
 
     @property
+    def is_alive(self) -> bool:
+        """Does the process run?"""
+        return self._process.poll() is None
+
+    @property
     def _ended(self) -> str:
         return f"{self._name} has ended"
 

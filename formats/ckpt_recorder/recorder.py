@@ -410,7 +410,7 @@ class Recorder:
         has_room = bases is not None and bases.has_room()
         if not all(ranks.gather(bases is not None and has_room and bases.is_ready)):
             self._base_from += max(1, self._intervals.base_steps // 16)
-            if bases is not None and (bases.failure is not None or not has_room):
+            if bases is not None and (bases.has_failed or not has_room):
                 self._drop_bases()  # another one starts after the next step
             return
         assert bases is not None

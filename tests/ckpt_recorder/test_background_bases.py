@@ -323,6 +323,23 @@ def test_killed_bases_do_not_stop_training_and_others_follow(chain: Path, gate: 
     assert len(run.check_bases()) == 1
 
 
+def test_a_process_that_died_between_two_bases_costs_none(chain: Path) -> None:
+    run = Run(chain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with run.recorder as recorder:
+            bases = run.until_ready()
+            assert bases.pid is not None
+            os.kill(bases.pid, signal.SIGKILL)
+            wait_for(lambda: bases.has_failed)
+            recorder._base_from = recorder.step + 1 - EVERY
+            run.step()
+            assert run.bases is None
+            run.begin_base()
+            run.step(2)
+    assert len(run.check_bases()) == 1
+
+
 @pytest.mark.slow
 def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> None:
     """A base whose pieces are complete is stored even then; any other one is dropped."""
