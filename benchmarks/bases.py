@@ -193,8 +193,9 @@ def main() -> None:
     if arguments.only != "simulate":
         columns = f"{'S MB':>6} {'B MB/s':>7} {'Tc ms':>6} {'wait ms':>8} {'formula':>8} {'ratio':>6} {'ring MB':>8}"
         print(f"{'recorded':9} {columns}")
-        settings = [("at once", 1, b, t) for b, t in itertools.product((25e6, 50e6, 100e6), (0.1, 0.4))]
-        settings += [("rolling", 8, b, t) for b, t in ((20e6, 0.02), (20e6, 0.1), (400e6, 0.05))]
+        settings = [("at once", 1, b, t) for b, t in itertools.product((20e6, 40e6), (0.1, 0.5))]
+        settings += [("at once", 1, 400e6, 0.5)]
+        settings += [("rolling", 8, b, t) for b, t in ((10e6, 0.02), (10e6, 0.2), (400e6, 0.2))]
         for base, spread, bandwidth, seconds in settings:
             row = record(base, bandwidth, seconds, arguments.rounds, arguments.width, spread)
             rows.append(row)

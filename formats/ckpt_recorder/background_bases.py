@@ -261,6 +261,8 @@ class BackgroundBases:
         self._orders.put(None)
         if wait:
             self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():
+                self.problems.append(f"the base that began after step {self._current} is still being made")
 
     def _stage(self, piece: CopiedPiece) -> bool:
         """Copy a piece on its device, unless the thread copies it already."""
