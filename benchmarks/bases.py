@@ -155,7 +155,7 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
                 time.sleep(max(0.0, clock.begin + seconds - time.perf_counter()))  # forward and backward
                 optimizer.step()
             formula = sum(max(0.0, state / spread / bandwidth - each) for each in clock.times)
-            rows.append((bases.waited, formula, statistics.mean(clock.times)))
+            rows.append((bases.waited, formula, statistics.mean(clock.times or [seconds])))
         nbytes = bases.nbytes
     measured, formula, real = (statistics.median(column) for column in zip(*rows, strict=True))
     return {

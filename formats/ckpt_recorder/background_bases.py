@@ -201,6 +201,11 @@ class BackgroundBases:
         """Has the optimizer the states that it had? The ring has room for no others."""
         return tuple(state_names(self._run)) == self.names
 
+    @property
+    def is_copying(self) -> bool:
+        """Are there pieces for which an update may have to wait?"""
+        return any(not piece.done.is_set() and piece.staged is None for piece in self._pending)
+
     def begin(self, step: int) -> None:
         """Begin a base after a step. `copy_next` must follow."""
         self.waited, self._current = 0.0, step

@@ -327,7 +327,7 @@ class Recorder:
     def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of an optimizer, and wait for pieces of a base that it would change."""
         self._record_update(optimizer)
-        if self._bases is not None and self._recording is not None:
+        if self._bases is not None and self._recording is not None and self._bases.is_copying:
             tensors = self._recording.tensors_of(optimizer)
             self._intervals.copy_waited(self._bases.wait(tensors))
 
