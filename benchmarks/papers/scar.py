@@ -1,19 +1,20 @@
 """SCAR (Qiao et al., ICML 2019, arXiv 1810.07354): what a loss of blocks costs, by how they were saved and recovered.
 
-Small networks learn scikit-learn's digits with plain SGD. A block is a row of a weight, or a bias. At a random
-iteration a share of all blocks is lost. They come from a running checkpoint, saved with one budget in several ways:
-all of it every C iterations, or every r * C iterations the fraction r: in turn, at random, or the blocks that are
-farthest from their saved values. Counted are the norm of the perturbation and the iteration cost: how many more
-iterations it takes to the loss that the undisturbed run has at its end. Needs torch and scikit-learn.
+Small models learn to predict the next byte of Python's library with plain SGD. A block is a row of a weight, or a value
+of a bias. At a random iteration a share of all blocks is lost. They come from a running checkpoint, saved with one
+budget in several ways: all of it every C iterations, or every r * C iterations the fraction r: in turn, at random, or
+the blocks that are farthest from their saved values. Counted are the norm of the perturbation and the iteration cost:
+how many more iterations it takes to the loss that the undisturbed run has at its end. Needs torch.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import lossy_runs
 import numpy as np
 import torch
 from torch import nn
@@ -28,7 +29,19 @@ EVERY, FRACTION = 16, 1 / 8
 END, MOST = 160, 800
 FIRST, LAST = 40, 120
 """Iterations between which failures are."""
-lossy_runs.NETWORKS.setdefault("MLR", (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 0.1))
+CONTEXT, BATCH, KEPT = 4, 256, 2048
+TEXT = 1_000_000
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "MLR": (lambda: nn.EmbeddingBag(256 * CONTEXT, 256, mode="sum"), 20.0),
+    "MLP": (
+        lambda: nn.Sequential(
+            *(nn.Embedding(256 * CONTEXT, 16), nn.Flatten()),
+            *(nn.Linear(16 * CONTEXT, 128), nn.ReLU(), nn.Linear(128, 256)),
+        ),
+        0.5,
+    ),
+}
+"""Multinomial logistic regression on the last four bytes, and a network with a hidden layer: with their rates."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +101,44 @@ STRATEGIES = (
 )
 
 
+class ByteRun:
+    """A model that learns the next byte; the batch of a step depends on the number of the step alone."""
+
+    def __init__(self, network: str) -> None:
+        torch.manual_seed(1)
+        make, rate = NETWORKS[network]
+        self.model = make()
+        if isinstance(self.model, nn.EmbeddingBag):
+            nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
+        library = Path(sysconfig.get_paths()["stdlib"])
+        text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:TEXT]
+        self.text = np.frombuffer(text, np.uint8).astype(np.int64)
+        self.kept = self.batch(0, KEPT)
+
+    def batch(self, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each of so many places, the bytes before, numbered apart by their distance, and the byte."""
+        places = np.random.default_rng(step).integers(CONTEXT, self.text.size, size)
+        before = np.stack([self.text[places - back - 1] + 256 * back for back in range(CONTEXT)], axis=1)
+        return torch.from_numpy(before), torch.from_numpy(self.text[places])
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first + 1, last + 1):
+            before, wanted = self.batch(step, BATCH)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(before), wanted).backward()
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        return float(nn.functional.cross_entropy(self.model(self.kept[0]), self.kept[1]))
+
+
 class ScarRun:
     """One network; its undisturbed trajectory is kept."""
 
     def __init__(self, network: str) -> None:
-        self.run = lossy_runs.Digits(network)
+        self.run = ByteRun(network)
         self.states = [self.state()]
         for step in range(END):
             self.run.train(step, step + 1)
@@ -102,11 +148,8 @@ class ScarRun:
     def state(self) -> Blocks:
         return {name: p.detach().numpy().copy().reshape(len(p), -1) for name, p in self.run.model.named_parameters()}
 
-    @torch.no_grad()
     def loss(self) -> float:
-        kept = self.run.kept
-        images, labels = self.run.images[:kept], self.run.labels[:kept]
-        return float(nn.functional.cross_entropy(self.run.model(images), labels))
+        return self.run.loss()
 
     def saved(self, strategy: Strategy, failure: int, random: np.random.Generator) -> Blocks:
         """The running checkpoint right before the failure."""

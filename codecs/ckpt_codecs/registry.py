@@ -30,6 +30,7 @@ ENTRY_POINTS = "ckpt.codecs"
 
 DELTA_CODECS: dict[str, str] = {
     "replay": "ckpt_codecs.deltas.replay:Replay",
+    "rows": "ckpt_codecs.deltas.rows:Rows",
     "difference": "ckpt_codecs.deltas.difference:Difference",
     "subspace": "ckpt_codecs.lossy.subspace:Subspace",
     "lc": "ckpt_codecs.lossy.lc:LcCheckpoint",

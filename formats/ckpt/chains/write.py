@@ -18,7 +18,7 @@ from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
-from ckpt_formats.core.checkpoint import OLDER, Checkpoint, ErrorFigures, Parameter
+from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import Corrupt, Unsupported
@@ -96,15 +96,10 @@ class DeltaPolicy:
         return by_number or (self.base_by_cost and costs.needs_base(since[1:], raw_nbytes))
 
     def codecs(self, source: Checkpoint) -> dict[str, DeltaCodec]:
-        """The codec of each parameter. Parameters that are not trained, or that `exact` names, stay exact.
-
-        Blocks of two steps in one parameter are of no step of the optimizer: they get the codec `difference`.
-        """
+        """The codec of each parameter. Parameters that are not trained, or that `exact` names, stay exact."""
         lossless, chosen = parse_delta(DEFAULT_DELTA), self.lossy_parameters(source)
         names = (parameter.name for parameter in source.parameters.values() if parameter.role != "extra")
-        codecs = {name: self.delta_codec if name in chosen else lossless for name in names}
-        mixed = {name for (name, _), figures in source.errors.items() if OLDER in figures} if self.partial else set()
-        return codecs | {name: parse_delta("difference") for name in mixed & codecs.keys() if codecs[name].lossless}
+        return {name: self.delta_codec if name in chosen else lossless for name in names}
 
     def lossy_parameters(self, source: Checkpoint) -> dict[str, Parameter]:
         """The parameters that get the policy's own codec, by name."""

@@ -1,12 +1,14 @@
 """Whether and how the states of a parameter are to be stored as a delta, told from a few of its chunks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
 from ckpt_codecs.delta import DeltaCodec, StatePair, StateTypes, StepInfo
+from ckpt_codecs.deltas.replay import Replay
+from ckpt_codecs.deltas.rows import MAX_SHARE, Rows, changed_rows
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
@@ -86,9 +88,10 @@ def plan_delta(
     for draft in _drafts(parameter, against, transfer):
         samples = _samples(draft.chunking.count)
         try:
-            codec = against.codec.fit(partial(draft.changes, transfer), against.step)
-            plan = replace(draft, codec=codec)
-            coded = sum(len(codec.encode(plan.change(index, transfer, counted=False))) for index in samples)
+            plan, coded = min(
+                (_fitted(draft, codec, against.step, samples, transfer) for codec in _codecs(draft, samples, transfer)),
+                key=lambda fitted: fitted[1],
+            )
         except CodecError:  # also of what was fitted to values that nothing can be fitted to
             continue
         elements = sum(plan.chunking.box(index).size for index in samples)
@@ -145,6 +148,24 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
         before = _before(after, shape, against.earlier)
         if after and (against.earlier is None or before):
             yield DeltaPlan(after, before, against.codec, shape)
+
+
+def _codecs(draft: DeltaPlan, samples: list[int], transfer: Transfer) -> Iterator[DeltaCodec]:
+    """The codec of a draft; where it is `replay` and rows did not change, also the one that leaves them out."""
+    yield draft.codec
+    if isinstance(draft.codec, Replay) and len(draft.chunking.chunk) == 2 and draft.before.keys() == draft.after.keys():
+        changes = (changed_rows(draft.change(index, transfer, counted=False)) for index in samples)
+        if any(changed is not None and changed.mean() <= MAX_SHARE for changed in changes):
+            yield Rows(**asdict(draft.codec))
+
+
+def _fitted(
+    draft: DeltaPlan, codec: DeltaCodec, step: StepInfo, samples: list[int], transfer: Transfer
+) -> tuple[DeltaPlan, int]:
+    """The draft with a codec that is fitted to it, and the bytes of the samples."""
+    fitted = codec.fit(partial(draft.changes, transfer), step)
+    plan = replace(draft, codec=fitted)
+    return plan, sum(len(fitted.encode(plan.change(index, transfer, counted=False))) for index in samples)
 
 
 def _samples(count: int) -> list[int]:
