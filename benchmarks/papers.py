@@ -27,7 +27,7 @@ from papers import check_n_run, delta_dnn, fm_delta, inshrinkerator, qd
 from states import START, default_folder, state_path
 
 from ckpt_codecs import StatePair, StepInfo, delta_from_config
-from ckpt_codecs.delta import DeltaCodec, States
+from ckpt_codecs.delta import DeltaCodec, States, only_changed_rows
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
@@ -110,8 +110,9 @@ def ours(codec: DeltaCodec, before: State, after: State, step: StepInfo, lossy: 
     """A delta codec of the wheel, with the rows of the index that its chunks take."""
     made = Measured()
     if hasattr(codec, "survey"):
-        samples = ((next(iter(s.values())).size, c) for n, s in after.items() for c in chunks(before[n], s))
-        codec = codec.survey(samples, step)
+        changes = (c for n, s in after.items() for c in chunks(before[n], s))
+        some = only_changed_rows(changes) if codec.name.endswith("rows") else changes
+        codec = codec.survey(((next(iter(c.after.values())).size, c) for c in some), step)
     for name, states in after.items():
         old = before[name]
         fitted, fit = timed(lambda old=old, states=states: codec.fit(lambda: chunks(old, states), step))
@@ -276,7 +277,7 @@ def embedding() -> None:
             step = StepInfo(300, 300 + since, {})
             exact = theirs(check_n_run.encode, check_n_run.decode, before, after)
             results = {"Check-N-Run, exact": exact}
-            for name in ("difference", "replay"):
+            for name in ("difference", "replay", "rows"):
                 results[f"`{name}`"] = ours(delta_from_config({"name": name}), before, after, step)
             for bits in (8, 4):
                 results[f"Check-N-Run, {bits} bits"] = theirs(
@@ -286,8 +287,10 @@ def embedding() -> None:
                     after,
                     lambda values: float(values.max() - values.min()),
                 )
-            codec = delta_from_config({"name": "subspace"})
-            results["`subspace`"] = ours(codec, before, after, step, lossy=True)
+            results["`subspace`"] = ours(delta_from_config({"name": "subspace"}), before, after, step, lossy=True)
+            for size in (0.25, 2.0):
+                codec = delta_from_config({"name": "subspace-rows", "step_size": size})
+                results[f"`subspace-rows:step_size={size:g}`"] = ours(codec, before, after, step, lossy=True)
             for name, made in results.items():
                 error = f"{made.relative:.3f}" if made.change else "0"
                 figures = f"{made.raw / made.stored:.1f}", f"{made.encode:.2f}", f"{made.decode:.2f}", error

@@ -12,8 +12,8 @@ from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
+    from ckpt.chains.lost_blocks import RankSet
     from ckpt.chains.restore import ChainState
-    from ckpt.combine.blocks import RankSet
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ class RanksType(click.ParamType["RankSet"]):
     name = "ranks"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "RankSet":
-        from ckpt.combine.blocks import RankSet
+        from ckpt.chains.lost_blocks import RankSet
 
         match = re.fullmatch(r"(?:([a-z_]{1,32})=)?(\d{1,9}(?:,\d{1,9}){0,9999})", str(value))
         if match is None:
@@ -52,7 +52,7 @@ def partial_recovery(command: F) -> F:
         if partial and live is None:
             raise click.UsageError("--partial needs --live CHECKPOINT, which has what is not lost.")
         if live is not None:
-            from ckpt.combine.partial import recover_partially
+            from ckpt.chains.partial import recover_partially
             from ckpt_cli.reading import open_live
 
             surviving = open_live(live, click.get_current_context().meta["ckpt.read"])

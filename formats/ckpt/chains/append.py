@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.chains.block_changes import save_partially
+from ckpt.chains.partial import is_mixed
 from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
-from ckpt.combine.block_changes import save_partially
-from ckpt.combine.partial import is_mixed
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.chains import tip
-from ckpt.combine.partial import is_mixed
+from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.staging import check_target, staging_folder

@@ -61,7 +61,7 @@ class DeltaPolicy:
     whose last state is approximate this is always so."""
     partial: float | None = None
     """Of deltas, save only the blocks that moved most since they were saved, up to this share of all bytes; the others
-    stay as they are in the last state (`ckpt.combine.block_changes`). Bases have all blocks."""
+    stay as they are in the last state (`ckpt.chains.block_changes`). Bases have all blocks."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and not 0 < self.partial <= 1:

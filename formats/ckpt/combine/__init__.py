@@ -1,5 +1,4 @@
-"""Checkpoints computed from several others: the average of weights, a model with a LoRA adapter merged into it, and
-states of which lost blocks are those of an earlier one.
+"""Checkpoints computed from several others: the average of weights, and a model with a LoRA adapter merged into it.
 
 The results are indexes, like those of all edits: a tensor is computed when it is read, block by block.
 What a block's values are does not depend on how the tensor is cut into blocks.
@@ -7,14 +6,5 @@ What a block's values are does not depend on how the tensor is cut into blocks.
 
 from ckpt.combine.average import Average, average, ema_weights
 from ckpt.combine.lora import MergeLora, merge_lora
-from ckpt.combine.partial import PartialRecovery, recover_partially
 
-__all__ = [
-    "Average",
-    "MergeLora",
-    "PartialRecovery",
-    "average",
-    "ema_weights",
-    "merge_lora",
-    "recover_partially",
-]
+__all__ = ["Average", "MergeLora", "average", "ema_weights", "merge_lora"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
-from ckpt.combine.blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
-from ckpt.combine.sources import AllSeals, all_files, some_names
+from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
@@ -102,8 +101,8 @@ def take_blocks(
         live,
         PartialRecovery(saved.path, saved.history, _fingerprint(blocks)),
         parameters=parameters,
-        files=all_files([rest, saved]),
-        seals=AllSeals([rest, saved]),
+        files=tuple({file.path: file for file in (*rest.files, *saved.files)}.values()),
+        seals=SealsOfBoth(live.seals, saved.seals, files),
         notices=(*live.notices, *_notices(live, saved, blocks)),
         suspicions=tuple(dict.fromkeys([*live.suspicions, *saved.suspicions])),
         digests=digests,
@@ -152,7 +151,7 @@ def _check_saved(live: Checkpoint, saved: Checkpoint, blocks: LostBlocks) -> Non
     absent = [key for key in blocks if _saved_state(saved, key[0], live, key[1]) is None]
     if absent:
         raise Incomplete(
-            f"it lacks {len(absent)} of {len(blocks)} tensors that are lost: {some_names(_paths(absent))}",
+            f"it lacks {len(absent)} of {len(blocks)} tensors that are lost, such as {printable('/'.join(absent[0]))}",
             where=saved.path,
         )
     for name, state in blocks:
@@ -175,25 +174,22 @@ def _saved_state(saved: Checkpoint, name: str, live: Checkpoint, state: str) -> 
     return other if other is not None and other.dtype == live.parameters[name].states[state].dtype else None
 
 
-def _paths(keys: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"{name}/{state}" for name, state in keys]
-
-
 def _fingerprint(blocks: LostBlocks) -> str:
     return fingerprint([(name, state, [(b.start, b.stop) for b in boxes]) for (name, state), boxes in blocks.items()])
 
 
-class SealsWithout(Sequence[Seal]):
-    """The checksums of a checkpoint that are not of some files. They are evaluated when they are needed."""
+class SealsOfBoth(Sequence[Seal]):
+    """The checksums of two checkpoints, of the first without those of some files. They are evaluated when needed."""
 
-    def __init__(self, seals: Sequence[Seal], files: frozenset[Path]) -> None:
-        self._seals, self._files = seals, files
+    def __init__(self, live: Sequence[Seal], saved: Sequence[Seal], without: frozenset[Path]) -> None:
+        self._live, self._saved, self._without = live, saved, without
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Seal]:
-        return (seal for seal in self._seals if seal.path not in self._files)
+        yield from (seal for seal in self._live if seal.path not in self._without)
+        yield from self._saved
 
     @overload
     def __getitem__(self, index: int) -> Seal: ...
@@ -209,7 +205,6 @@ def _without_files(live: Checkpoint, files: frozenset[Path]) -> Checkpoint:
     return replace(
         live,
         files=tuple(file for file in live.files if file.path not in files),
-        seals=SealsWithout(live.seals, files),
         identities={path: identity for path, identity in live.identities.items() if path not in files},
     )
 

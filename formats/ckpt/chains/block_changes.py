@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from ckpt.combine.blocks import STEP_COUNT, LostBlocks
-from ckpt.combine.partial import take_blocks
+from ckpt.chains.lost_blocks import STEP_COUNT, LostBlocks
+from ckpt.chains.partial import take_blocks
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
