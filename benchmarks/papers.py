@@ -248,10 +248,10 @@ def lossy(folder: Path, start: int) -> None:
             _lossy_row(pair, f"QD, {bits} bits", made)
         for bits in (4, 5):
             _lossy_row(pair, f"Inshrinkerator, {bits} bits, 20 % pruned", clusters(bits, 0.2, *weights))
-        for error in (1e-3, 1e-4, 1e-5):
+        for error in (1e-2, 1e-3, 1e-4, 1e-5):
             codec = delta_from_config({"name": "subspace", "max_abs_err": log1p(error)})
             _lossy_row(pair, f"`subspace:max_abs_err={log1p(error):.3g}`", ours(codec, *weights, step, lossy=True))
-        for size in (1.0, 2.0, 4.0):
+        for size in (0.18, 0.7, 1.0, 2.0, 4.0):
             codec = delta_from_config({"name": "subspace", "step_size": size})
             _lossy_row(pair, f"`subspace:step_size={size:g}`", ours(codec, *weights, step, lossy=True))
         codec = delta_from_config({"name": "lc", "bits": 3})

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from ckpt.chains.chain import Chain
+from ckpt.chains.write import DeltaPolicy
 from ckpt_codecs.delta import StatePair
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Group
+from ckpt_formats.core.tensor import read
 from delta_cases import OPTIONS, fitted, table
 from held import checkpoint, contents, parameter
 
@@ -31,3 +33,23 @@ def test_a_chain_stores_the_rows_that_were_stepped(many: int, codecs: tuple[str,
         found = len(fitted(delta_from_config({"name": "rows"}), change, step).encode(change))
         assert found <= few + 100  # that, and which rows they are
         assert found < whole / 3
+
+
+def test_a_lossy_chain_stores_the_rows_that_were_stepped_and_leaves_all_others_exact(tmp_path: Path) -> None:
+    change, _ = table(40, 3)
+    groups = (Group(OPTIONS, ("embed",)),)
+    sizes = {}
+    for codec in ("subspace:rel_error=0.2", "subspace-rows:rel_error=0.2"):
+        chain = Chain(tmp_path / codec.partition(":")[0])
+        for number, states in ((20, change.before), (21, change.after)):
+            state = checkpoint([parameter("embed", states, step=number)], groups)
+            chain.append(state, DeltaPolicy(codec=codec), step=number)
+        member = chain.index.members[-1]
+        assert member.codecs == ("subspace-rows",)
+        sizes[codec] = member.stored_nbytes
+        found = read(chain[21]["embed"].states["fp32"])
+        stepped = (change.after["fp32"] != change.before["fp32"]).any(axis=1)
+        assert found[~stepped].tobytes() == change.after["fp32"][~stepped].tobytes()
+        error, moved = (np.linalg.norm(one - change.after["fp32"]) for one in (found, change.before["fp32"]))
+        assert 0 < error <= 0.2 * moved
+    assert abs(np.subtract(*sizes.values())) < 100  # nobody has to ask for it
