@@ -278,6 +278,16 @@ def divided_elsewhere(valid: bool) -> Change:
     return change
 
 
+def item_of_another(forged: Forged) -> None:
+    """The first delta has an item of other states.
+
+    Its number is looked up: how many items there are depends on which form of the arithmetic fits each parameter.
+    """
+    items, codecs = forged.fields["deltas"], forged.columns["delta.codec"]
+    states = items[codecs[0]]["states"]
+    codecs[0] = next(number for number, item in enumerate(items) if item["states"] != states)
+
+
 PACK_BYTES = [b""]
 """Of the member that is changed."""
 
@@ -371,7 +381,7 @@ HOSTILE: dict[str, tuple[Change, int, str]] = {
         "its delta has other states",
     ),
     "an item that is not there": (number("delta.codec", 0, 200), 20, "delta.codec"),
-    "the item of another": (number("delta.codec", 0, 2), 20, "`embed.weight`: its delta has other states"),
+    "the item of another": (item_of_another, 20, "`embed.weight`: its delta has other states"),
     "a delta in no pack": (number("delta.pack", 0, 7), 20, "the number of a pack"),
     "a delta elsewhere": (add("delta.offset", 0, 8), 20, "ranges of pack 0"),
     "a delta in the header": (number("delta.offset", 0, 0), 20, "ranges of pack 0"),
