@@ -6,7 +6,7 @@ do not, so that a step which is fitted to both predicts neither.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from ckpt_codecs.base import Array, Shape
@@ -26,7 +26,20 @@ class ReplayRows(Replay):
         return None
 
     def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> DeltaCodec:
-        fitted = super().fit(lambda: only_changed_rows(changes()), step)
+        """The codec fitted to the steps of the run, or to a single step, whichever makes a chunk of rows smaller.
+
+        Of many steps of the run, sparse gradients give most rows only one. A single step is accepted if it explains
+        nearly all rows; those that were not stepped follow it, too, so all rows are in that sample.
+        """
+        sample = next(only_changed_rows(changes()), None)
+        fitted = self._fitted(lambda: only_changed_rows(changes()), step)
+        if sample is None or step.before is None or step.after is None or step.after - step.before == 1:
+            return fitted
+        single = self._fitted(changes, replace(step, before=None, after=None))
+        return min(fitted, single, key=lambda codec: len(codec.encode(sample)))
+
+    def _fitted(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "ReplayRows":
+        fitted = super().fit(changes, step)
         assert isinstance(fitted, Replay)
         return ReplayRows(**asdict(fitted))
 
