@@ -223,13 +223,25 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> di
             except (OSError, ValueError):
                 missing.append(file)
         _check_serialization(folder, metadata)
-    if missing_files and sizes:
+    if missing and missing_files and sizes:
+        _check_objects(folder, by_rank, frozenset(missing))
         return sizes | dict.fromkeys(missing, 0)
     if missing:
         more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
         message = f"{', '.join(map(printable, missing[:3]))}{more} is missing, but is named in the metadata"
         raise Incomplete(message, where=folder, hint="Copy the files of all ranks.")
     return sizes
+
+
+def _check_objects(folder: Path, by_rank: Sequence[Metadata], missing: frozenset[str]) -> None:
+    """Raise `Incomplete` if a missing file had values that are no tensors: nothing else has those of this step."""
+    objects = [name for metadata in by_rank for name, item in metadata.objects.items() if item.file in missing]
+    if objects:
+        raise Incomplete(
+            f"a missing file had {len(objects)} values that are no tensors, such as `{printable(objects[0])}`",
+            where=folder,
+            hint="Copy that file; or take the full state of another step.",
+        )
 
 
 def _check_serialization(folder: Path, metadata: Metadata) -> None:
