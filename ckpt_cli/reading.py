@@ -21,6 +21,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.stores.location import source_path
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
@@ -36,7 +37,7 @@ _SILENCE = 0.5
 """Seconds after which a terminal shows that headers are being read."""
 
 
-def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
+def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
     """The checkpoint at a path; its notices become notes. Suspicions that are accepted become notes, too."""
     checkpoint = open_quietly(path, options)
     gc.freeze()  # the index lives as long as the process: the collector need not visit it
@@ -46,10 +47,12 @@ def open_source(path: str, options: ReadOptions, accept_suspicious: bool = False
     return noted(checkpoint)
 
 
-def open_quietly(path: str, options: ReadOptions) -> Checkpoint:
-    """The checkpoint at a path, whose notices the user knows from when it was a source."""
+def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
+    """The checkpoint at a path or a URL, whose notices the user knows from when it was a source."""
     with reading_headers(path):
-        return open_from_shadow(path) if path.startswith(SHADOW) else open_checkpoint(Path(path), options)
+        if isinstance(path, str) and path.startswith(SHADOW):
+            return open_from_shadow(path)
+        return open_checkpoint(source_path(path) if isinstance(path, str) else path, options)
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:
@@ -68,7 +71,11 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
     from ckpt.chains.restore import open_step
 
     with reading_headers(chain):
-        state = _open_shadow_state(chain, step) if chain.startswith(SHADOW) else open_step(Path(chain), step, options)
+        state = (
+            _open_shadow_state(chain, step)
+            if chain.startswith(SHADOW)
+            else open_step(source_path(chain), step, options)
+        )
     notes.note(*state.checkpoint.notices)
     return state
 
@@ -119,7 +126,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
             order = _names_in(file)
         else:
             orders[place] = _names_in(file)
-    other = None if shapes is None else open_checkpoint(Path(shapes))
+    other = None if shapes is None else open_checkpoint(source_path(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
 
 

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 def append(
     chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Resources", as_json: bool
 ) -> None:
-    from pathlib import Path
-
     from ckpt_cli.views import append
+    from ckpt_formats.stores.location import local_path
 
     append.note_warnings(options.policy, checkpoint)
     if options.dry_run:
-        append.show_plan(Path(chain), checkpoint, options, resources, as_json)
+        append.show_plan(local_path(chain), checkpoint, options, resources, as_json)
     else:
-        append.append(Path(chain), checkpoint, options, resources, as_json)
+        append.append(local_path(chain), checkpoint, options, resources, as_json)

@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 def compact(
     chain: str, retention: Any, base_every: int | None, dry_run: bool, resources: "Resources", as_json: bool
 ) -> None:
-    from pathlib import Path
-
     from ckpt.chains.compact import plan
     from ckpt.chains.write import DeltaPolicy
     from ckpt_cli.views.compact import run, show_plan
+    from ckpt_formats.stores.location import local_path
     from ckpt_formats.universal.chain import file
 
     policy = DeltaPolicy(base_every=base_every)
     if dry_run:
-        index = file.read(Path(chain))
-        show_plan(index, plan(Path(chain), index, retention, policy), as_json)
+        index = file.read(local_path(chain))
+        show_plan(index, plan(local_path(chain), index, retention, policy), as_json)
         return
-    run(Path(chain), retention, policy, resources, as_json)
+    run(local_path(chain), retention, policy, resources, as_json)

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 def compress(
     source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Resources", as_json: bool
 ) -> None:
-    from pathlib import Path
-
     from ckpt.job import Job
     from ckpt_cli.views import compress, job
+    from ckpt_formats.stores.location import local_path
     from ckpt_formats.universal import Universal
 
-    work = Job(source, Path(target), Universal(**encoding))
+    work = Job(source, local_path(target), Universal(**encoding))
     if dry_run:
         compress.show_estimate(work, as_json)
     else:

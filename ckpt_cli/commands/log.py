@@ -9,8 +9,7 @@ from ckpt_cli.options.types import CheckpointPath
 @command("log")
 @click.argument("chain", type=CheckpointPath())
 def log(chain: str, as_json: bool) -> None:
-    from pathlib import Path
-
     from ckpt_cli.views.chain_log import show_log
+    from ckpt_formats.stores.location import source_path
 
-    show_log(Path(chain), as_json)
+    show_log(source_path(chain), as_json)

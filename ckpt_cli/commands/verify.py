@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @resources(locks=False)
 @read_options
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
-    from pathlib import Path
-
     from ckpt_cli.views.verify import verify
+    from ckpt_formats.stores.location import source_path
 
-    if not verify(Path(path), opening(path, options), resources, replay, as_json):
+    place = source_path(path)
+    if not verify(place, opening(place, options), resources, replay, as_json):
         raise SystemExit(20)

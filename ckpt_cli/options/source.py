@@ -10,6 +10,8 @@ from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath, FloatType
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.format import ReadOptions
 
@@ -55,7 +57,7 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
-def opening(path: str, options: "ReadOptions") -> "Callable[[], Checkpoint]":
+def opening(path: "Path", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
 

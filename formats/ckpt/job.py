@@ -13,6 +13,7 @@ from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.registry.encoded import uses_codecs
+from ckpt_formats.stores.location import local_path
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far, and the total; from any thread, one call at a time."""
@@ -25,6 +26,10 @@ class Job:
     source: Checkpoint
     target: Path | str
     format: WritableFormat
+
+    def __post_init__(self) -> None:
+        if isinstance(self.target, str):
+            local_path(self.target)  # raises for a URL, which would be a folder of a strange name
 
     @property
     def id(self) -> str:

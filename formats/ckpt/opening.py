@@ -8,6 +8,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.rules import read_rules
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.stores.location import source_path
 
 
 def open(
@@ -18,7 +19,7 @@ def open(
     orders: Mapping[str, Sequence[str]] | None = None,
     shapes: Checkpoint | None = None,
 ) -> Checkpoint:
-    """The checkpoint at a path, whatever its format. Reads headers, and no tensor.
+    """The checkpoint at a path, or at a URL such as `s3://bucket/run`, whatever its format. Reads headers, no tensor.
 
     `rules` is a TOML file, or rules, for how tensor-parallel tensors are sharded. `order` lists the parameters that
     an optimizer numbers; `orders` does so for several, by their places in the file. `shapes` is another checkpoint
@@ -28,7 +29,8 @@ def open(
     """
     read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
-    return open_checkpoint(Path(path), ReadOptions(read, tuple(order), numbered, shapes))
+    place = source_path(path) if isinstance(path, str) else path
+    return open_checkpoint(place, ReadOptions(read, tuple(order), numbered, shapes))
 
 
 def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:

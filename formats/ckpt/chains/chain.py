@@ -13,6 +13,7 @@ from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.format import ReadOptions, WritableFormat
+from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import file, states
 from ckpt_formats.universal.chain.file import ChainIndex
 
@@ -25,7 +26,7 @@ class Chain(Mapping[int, Checkpoint]):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = source_path(path) if isinstance(path, str) else path
 
     def __repr__(self) -> str:
         return f"<Chain {self.path}: {len(self)} steps>"

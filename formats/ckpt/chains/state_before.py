@@ -19,6 +19,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, OutputError, Unsupported
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
@@ -85,8 +86,8 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
     if not member.exact or len(source.history) != 1 or not isinstance(source.history[0], Opened):
         return None
     path = source.path  # not that of a folder with several checkpoints, of which another may be the last one soon
-    if not path.exists() or os.path.samefile(path, run):
-        return None
+    if isinstance(path, StorePath) or not path.exists() or os.path.samefile(path, run):
+        return None  # the path that is noted is relative to the chain
     return AppendedFrom(member.content, os.path.relpath(path.resolve(), run.resolve()))
 
 
@@ -95,7 +96,7 @@ def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> 
     path, options = run / noted.path, _options(source)
     if noted.content != last.content or options is None or not path.exists():
         return None
-    if source.path.exists() and os.path.samefile(path, source.path):
+    if not isinstance(source.path, StorePath) and source.path.exists() and os.path.samefile(path, source.path):
         return None  # it was written again: the new state is there
     try:
         found = open_checkpoint(path, options)

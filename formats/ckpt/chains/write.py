@@ -25,6 +25,7 @@ from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import Universal, manifest
@@ -230,6 +231,13 @@ def _write_coded(
 
 
 def _parent(folder: Path, content: str, target: Path) -> Parent:
+    """The parent as the manifest names it, by a relative path. Raises `Unsupported` if there is none."""
+    if isinstance(folder, StorePath):
+        raise Unsupported(
+            "a local delta cannot have a parent in a store",
+            where=folder,
+            hint="Convert the parent to a local folder first.",
+        )
     return Parent(content, os.path.relpath(folder.resolve(), target.parent.resolve() / target.name))
 
 

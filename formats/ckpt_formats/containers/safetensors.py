@@ -5,7 +5,6 @@ which maps each name to dtype, shape and a range of the data; the data, without 
 """
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.open_file import stream_nbytes
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
@@ -64,7 +64,7 @@ def read_header(path: Path) -> SafetensorsFile:
     """
     try:
         with open_regular(path) as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            nbytes = stream_nbytes(file)
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)

@@ -1,7 +1,6 @@
 """A model in several files: the numbers in the file names, and the index that states the file of every tensor."""
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class ShardIndex:
         """The files that the index names, each once. Raises `Incomplete` if one is missing."""
         files = [self.path.parent / name for name in dict.fromkeys(self.file_of.values())]
         for file in files:
-            if not os.path.isfile(file):  # Path.is_file raises for some names
+            if not _is_file(file):
                 raise Incomplete(f"the index names {printable(file.name)!r}, which is missing", where=self.path)
         return files
 
@@ -58,6 +57,13 @@ class ShardIndex:
             return ()
         text = f"{printable(self.path.name)} states {self.total:,} bytes for all tensors, but they have {nbytes:,}"
         return (Notice(text, weight=Weight.UNSURE),)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no file can have some names
+        return False
 
 
 def read_index(path: Path) -> ShardIndex:

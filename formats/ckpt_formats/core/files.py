@@ -30,6 +30,8 @@ from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
+from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
+from ckpt_formats.core.store_path import ObjectFile
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -155,7 +157,7 @@ class Reader:
         self._check = check
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, OpenFile] = {}
         self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
@@ -168,7 +170,7 @@ class Reader:
 
     def close(self) -> None:
         while self._files:
-            os.close(self._files.popitem()[1])
+            self._files.popitem()[1].close()
         self._in_memory = BytesInMemory()
         self._cache.clear()
         while self._buffers:
@@ -183,7 +185,7 @@ class Reader:
         try:
             file = self._open(path)
             while done < len(out):
-                got = os.preadv(file, [view], offset + done)
+                got = file.read_into(offset + done, view)
                 if got == 0:
                     raise Corrupt(
                         f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
@@ -226,7 +228,7 @@ class Reader:
 
     def file_nbytes(self, path: Path) -> int:
         """The length of a file. Raises as `read_into`."""
-        return os.fstat(self._open(path)).st_size
+        return self._open(path).status.st_size
 
     def cached(self, key: Hashable) -> "_Array | None":
         """The array in the cache under this key; None if there is none. The caller must not change it."""
@@ -271,10 +273,10 @@ class Reader:
         own = [one for checksum in self._checksums.values() for one in checksum.evidence()]
         return (*own, *(self._band.evidence(self._seals_of_band) if self._band is not None else ()))
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: Path) -> OpenFile:
         if path not in self._files:
             while len(self._files) >= self._max_files:
-                os.close(self._files.pop(next(iter(self._files))))
+                self._files.pop(next(iter(self._files))).close()
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
@@ -329,38 +331,38 @@ def max_workers() -> int:
     return 1 << 16 if limit == resource.RLIM_INFINITY else max(1, (limit - _RESERVED) // 2)
 
 
-def open_to_read(path: Path, identities: Identities | None = None) -> int:
-    """Open a regular file to read, and record its identity (see `identity.recording`). Returns the descriptor.
+def open_to_read(path: Path, identities: Identities | None = None) -> LocalFile | ObjectFile:
+    """Open a regular file to read, and record its identity (see `identity.recording`).
 
     Raises `NotFound` if it cannot be read or is no regular file (a pipe would block), `Corrupt` if it is not the file
     that was opened before.
     """
     try:
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+        file = open_file(path)
     except OSError as error:
         raise unreadable(error, path) from error
     except ValueError as error:
         raise NotFound("no file can have this name: it holds a NUL character") from error
     try:
-        result = os.fstat(file)
+        result = file.status
         if not stat.S_ISREG(result.st_mode):
             raise NotFound("is not a regular file", where=path)
         note(path, result, identities or {})
     except BaseException:
-        os.close(file)
+        file.close()
         raise
     return file
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read. Raises as `open_to_read`."""
-    return os.fdopen(open_to_read(path), "rb")
+    return as_stream(open_to_read(path))
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
     """A range of a file. Raises `Corrupt` if the file ends before, and as `open_to_read`."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size < offset + nbytes:
+        if stream_nbytes(file) < offset + nbytes:
             raise Corrupt(f"the file ends before byte {offset + nbytes:,}", where=path, hint="It was truncated.")
         try:
             file.seek(offset)
@@ -372,7 +374,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 def read_whole(path: Path, max_nbytes: int) -> bytes:
     """All bytes of a file. Raises `Unsafe` if there are more than `max_nbytes`, and as `open_to_read`."""
     with open_regular(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
+        nbytes = stream_nbytes(file)
         if nbytes > max_nbytes:
             raise Unsafe(f"has {nbytes:,} bytes: it would exhaust memory", where=path)
         try:

@@ -2,7 +2,10 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from ckpt_formats.core.store_path import FolderEntry, StorePath
 
 _MAX_NAMES = 200_000
 """Limit of the entries of a folder that are read."""
@@ -15,11 +18,19 @@ _HARMLESS = re.compile(
 """Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
 
 
+def entries_of(path: Path) -> Iterator[FolderEntry]:
+    """The entries of a folder, in any order. Raises `OSError`."""
+    if isinstance(path, StorePath):
+        yield from path.entries()
+        return
+    with os.scandir(path) as entries:
+        yield from entries
+
+
 def names_in(path: Path) -> list[str]:
     """The names in a folder, sorted, at most `_MAX_NAMES`; none if it cannot be read."""
     try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry, _ in zip(entries, range(_MAX_NAMES), strict=False))
+        return sorted(entry.name for entry, _ in zip(entries_of(path), range(_MAX_NAMES), strict=False))
     except OSError:
         return []
 

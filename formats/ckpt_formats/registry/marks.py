@@ -4,11 +4,12 @@ A format is imported only if one of its marks is there, because to import all of
 checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
 """
 
-import os
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+from ckpt_formats.core.folders import entries_of
 
 
 class Marks(NamedTuple):
@@ -64,7 +65,7 @@ class Place:
             return True
         marks = MARKS[name]
         return (
-            any(_may_exist(os.path.join(self._path, path)) for path in marks.paths)
+            any(_may_exist(self._path / path) for path in marks.paths)
             or any(map(self._has_entry, marks.entries))
             or any(fnmatchcase(self._file_name, pattern) for pattern in marks.files)
             or (marks.starts != b"" and self._start != b"" and self._start in marks.starts)
@@ -74,7 +75,7 @@ class Place:
     def _entries(self) -> list[tuple[str, str]]:
         """The names in a folder, in lower case and as they are; none if it cannot be read."""
         try:
-            return [(name.lower(), name) for name in os.listdir(self._path)]
+            return [(entry.name.lower(), entry.name) for entry in entries_of(self._path)]
         except (OSError, ValueError):  # ValueError: no path has a zero byte
             return []
 
@@ -98,13 +99,13 @@ class Place:
         """Whether a name in the folder matches; after a slash, the pattern has the path of a file in that entry."""
         pattern, _, inner = pattern.partition("/")
         matching = (name for lower, name in self._entries if fnmatchcase(lower, pattern))
-        return any(not inner or _may_exist(os.path.join(self._path, name, inner)) for name in matching)
+        return any(not inner or _may_exist(self._path / name / inner) for name in matching)
 
 
-def _may_exist(path: str) -> bool:
+def _may_exist(path: Path) -> bool:
     """Whether there is something at a path; True also if that cannot be told, so that the format reports why."""
     try:
-        os.lstat(path)
+        path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import Incomplete, NotFound
 from ckpt_formats.core.files import open_regular
+from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
@@ -72,8 +73,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
 
 def _folders(path: Path) -> list[Path]:
     try:
-        with os.scandir(path) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+        names = [entry.name for entry in entries_of(path) if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []
     return [path / name for name in sorted(names)[:_MAX_FOLDERS]]

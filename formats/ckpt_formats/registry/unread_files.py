@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from ckpt_formats.core.folders import is_harmless
+from ckpt_formats.core.folders import entries_of, is_harmless
 from ckpt_formats.core.notices import Notice, Weight
 
 UNREAD = "in the folder of the checkpoint, and not read"
@@ -54,7 +54,7 @@ def _is_empty(path: Path) -> bool:
 
 def _parts(path: Path, file: Path) -> tuple[str, ...]:
     """The names from a folder to a file in it; empty for a file outside the folder."""
-    relative = os.path.relpath(file, path)
+    relative = os.path.relpath(str(file), str(path))
     return () if relative.startswith("..") else Path(relative).parts
 
 
@@ -65,10 +65,8 @@ def _entries(path: Path, around: Collection[tuple[str, ...]]) -> Iterator[tuple[
     while pending:
         parts = pending.pop()
         try:
-            with os.scandir(path.joinpath(*parts)) as entries:
-                here = sorted(
-                    (entry.name, entry.is_dir()) for entry, _ in zip(entries, range(_MAX_ENTRIES - seen), strict=False)
-                )
+            entries = zip(entries_of(path.joinpath(*parts)), range(_MAX_ENTRIES - seen), strict=False)
+            here = sorted((entry.name, entry.is_dir()) for entry, _ in entries)
         except OSError:
             continue  # the reader could read what it needs
         seen += len(here)

@@ -1,12 +1,12 @@
 """A universal checkpoint in one file: a pack whose last entries are the index and the manifest. See docs/format.md."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import open_regular, read_range
+from ckpt_formats.core.open_file import stream_nbytes
 
 SUFFIX = ".ucp"
 """The end of the name of such a file."""
@@ -61,7 +61,7 @@ def is_single(path: Path) -> bool:
 def last_entries(path: Path) -> LastEntries:
     """Read the first bytes of a file. Raises `Corrupt` unless the entries follow one another up to its end."""
     with open_regular(path) as file:
-        nbytes, head = os.fstat(file.fileno()).st_size, file.read(_HEAD_NBYTES)
+        nbytes, head = stream_nbytes(file), file.read(_HEAD_NBYTES)
     match = _HEAD.match(head[8:].decode("latin-1"))
     if match is None:
         raise Corrupt("not a universal checkpoint in one file, or its first bytes are damaged", where=path)

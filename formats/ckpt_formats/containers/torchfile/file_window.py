@@ -1,6 +1,5 @@
 """Bytes of a range of a file, by offset. All reads of this package go through it, except those of tensor data."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -36,7 +35,7 @@ class Window:
         self._head = self._tail = b""
         self._file = open_to_read(path)
         try:
-            status = os.fstat(self._file)
+            status = self._file.status
             self.length = status.st_size - base if length is None else length
             if base < 0 or self.length < 0 or base + self.length > status.st_size:
                 raise Corrupt(
@@ -59,7 +58,7 @@ class Window:
 
     def close(self) -> None:
         """Close the file. `at` must not be called afterwards."""
-        os.close(self._file)
+        self._file.close()
 
     def at(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises `Corrupt`, before it allocates memory, if the window is too short."""
@@ -75,7 +74,7 @@ class Window:
         parts, read_nbytes = [], 0
         try:
             while read_nbytes < nbytes:
-                part = os.pread(self._file, nbytes - read_nbytes, self.base + offset + read_nbytes)
+                part = self._file.read(self.base + offset + read_nbytes, nbytes - read_nbytes)
                 if not part:
                     raise self.corrupt(f"the file ended at byte {offset + read_nbytes} while it was read")
                 parts.append(part)

@@ -72,7 +72,7 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
     No tensor data are read. Raises `NotFound`, `Corrupt`, `Unsafe`, or
     `Unsupported`, for example for files of TorchScript or of big-endian machines.
     """
-    path = Path(path)
+    path = Path(path) if isinstance(path, str) else path
     with Window(path, base, length) as window:
         if not window.length:
             raise window.corrupt("the file is empty")

@@ -10,12 +10,13 @@
 Sources: transformers `Trainer._save_checkpoint`, accelerate `checkpointing`, peft `save_pretrained`.
 """
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ckpt_formats.core.folders import entries_of
 
 Container = Literal["safetensors", "torch"]
 
@@ -126,8 +127,7 @@ def _is_around_sharded_model(names: set[str]) -> bool:
 
 def sort_files(path: Path) -> Folder:
     """The files of a folder by kind, from their names. No file is opened."""
-    with os.scandir(path) as entries:
-        names = {entry.name for entry in entries if entry.is_file()}
+    names = {entry.name for entry in entries_of(path) if entry.is_file()}
     entry, container = _entry(path, names)
     candidates = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
     optimizer = next(candidates, None) if entry is not None else None
@@ -172,7 +172,7 @@ def _of_ranks(path: Path) -> Path | None:
 def _names(folder: Path) -> list[str]:
     """The names in a folder; [] if it cannot be read."""
     try:
-        return os.listdir(folder)
+        return [entry.name for entry in entries_of(folder)]
     except OSError:
         return []
 

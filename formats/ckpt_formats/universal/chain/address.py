@@ -26,9 +26,9 @@ def parse(path: Path) -> Address | None:
     >>> parse(Path("step@5")) is None
     True
     """
-    match = _ADDRESS.fullmatch(str(path))
-    if match is None or path.exists() or not (Path(match[1]) / index.NAME).is_file():
+    match = _ADDRESS.fullmatch(path.name)
+    if match is None or path.exists() or not ((run := path.with_name(match[1])) / index.NAME).is_file():
         return None
     if match[2] is not None:
-        return Address(Path(match[1]), int(match[2]))
-    return Address(Path(match[1]), None, int(match[3] or 0))
+        return Address(run, int(match[2]))
+    return Address(run, None, int(match[3] or 0))

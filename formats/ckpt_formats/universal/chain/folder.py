@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, SharedPacks
@@ -123,7 +124,12 @@ def _is_of_chain(name: str) -> bool:
 
 
 def is_growing(segment: Path) -> bool:
-    """Whether a run records into the folder of a segment. While it does, it holds locks on files there."""
+    """Whether a run records into the folder of a segment. While it does, it holds locks on files there.
+
+    None records into a store: what lies there was copied.
+    """
+    if isinstance(segment, StorePath):
+        return False
     try:
         return any(map(_is_locked, segment.iterdir()))
     except (FileNotFoundError, NotADirectoryError):

@@ -9,8 +9,8 @@ valid. See docs/format.md.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.files import Reader, unreadable
+from ckpt_formats.core.open_file import OpenFile, open_file
 
 MAGIC, RECORD_MAGIC = b"CKPTGRAD", b"CKGR"
 VERSION = 1
@@ -192,10 +193,10 @@ def scan_after(log: RankLog, head: FileHead, check_from: int, max_records: int) 
     return _with_file(log.path, head, lambda file: _scan_after(log, file, head, check_from, max_records))
 
 
-def _with_file(path: Path, head: FileHead, scan_file: Callable[[int], RankLog]) -> RankLog:
+def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], RankLog]) -> RankLog:
     try:
-        with path.open("rb", buffering=0) as file:
-            return scan_file(file.fileno())
+        with closing(open_file(path)) as file:
+            return scan_file(file)
     except FileNotFoundError:
         raise Incomplete(f"the log of rank {head.rank} is missing", where=path) from None
     except OSError as error:
@@ -215,8 +216,8 @@ class _ScannedRecord:
     own_hash: int
 
 
-def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
-    nbytes, first = os.fstat(file).st_size, _head_hash(path, file, head)
+def _scan(path: Path, file: OpenFile, head: FileHead, check: bool) -> RankLog:
+    nbytes, first = file.status.st_size, _head_hash(path, file, head)
     if first is None:
         return RankLog(path, (), 0, 0, _NO_HEAD)
     scanned: list[_ScannedRecord] = []
@@ -240,8 +241,8 @@ def _scan(path: Path, file: int, head: FileHead, check: bool) -> RankLog:
     return RankLog(path, tuple(one.record for one in scanned), end, previous, torn)
 
 
-def _scan_after(log: RankLog, file: int, head: FileHead, check_from: int, max_records: int) -> RankLog:
-    nbytes, end, previous = os.fstat(file).st_size, log.end, log.last_hash
+def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, max_records: int) -> RankLog:
+    nbytes, end, previous = file.status.st_size, log.end, log.last_hash
     if end == 0:
         first = _head_hash(log.path, file, head)
         if first is None:
@@ -263,9 +264,9 @@ def _scan_after(log: RankLog, file: int, head: FileHead, check_from: int, max_re
     return RankLog(log.path, tuple(records), end, previous, torn)
 
 
-def _head_hash(path: Path, file: int, head: FileHead) -> int | None:
+def _head_hash(path: Path, file: OpenFile, head: FileHead) -> int | None:
     """The hash of a file's head; None if it is not written yet. Raises `Corrupt` if the file has another head."""
-    content = os.pread(file, FILE_HEAD.size, 0)
+    content = file.read(0, FILE_HEAD.size)
     if content == head.dump():
         return int.from_bytes(content[56:], "little")
     if len(content) < FILE_HEAD.size or not any(content):
@@ -277,8 +278,8 @@ def _head_hash(path: Path, file: int, head: FileHead) -> int | None:
     )
 
 
-def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:
-    raw = os.pread(file, HEAD.size, at)
+def _next(file: OpenFile, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:
+    raw = file.read(at, HEAD.size)
     if len(raw) < HEAD.size:
         raise _TornRecord("it ends inside the head of a record")
     magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own_hash = HEAD.unpack(raw)
@@ -289,7 +290,7 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
     directory_nbytes, begin = count * ENTRY.itemsize, at + HEAD.size
     if meta_nbytes > MAX_META or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:
         raise _TornRecord("it ends inside a record")
-    content = os.pread(file, meta_nbytes + directory_nbytes, begin)
+    content = file.read(begin, meta_nbytes + directory_nbytes)
     if _hash(content) != index:
         raise _TornRecord("the directory of a record is damaged")
     ends = np.frombuffer(content, ENTRY, offset=meta_nbytes)["end"]
@@ -308,10 +309,10 @@ def _next(file: int, at: int, nbytes: int, previous: int, options: dict[str, Any
     return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, own_hash)
 
 
-def _body_hash(file: int, begin: int, nbytes: int) -> int:
+def _body_hash(file: OpenFile, begin: int, nbytes: int) -> int:
     """The XXH3-64 of a range of the file, up to the end of the file."""
     state, done = xxhash.xxh3_64(), 0
-    while done < nbytes and (part := os.pread(file, min(nbytes - done, 1 << 22), begin + done)):
+    while done < nbytes and (part := file.read(begin + done, min(nbytes - done, 1 << 22))):
         state.update(part)
         done += len(part)
     return state.intdigest()

@@ -1,12 +1,12 @@
 """List the files of a universal folder. Only names are read; no file is opened."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.core.errors import Incomplete
 from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.folders import entries_of
 from ckpt_formats.engines.deepspeed.folder import Folder, check_models, sort_files
 
 LATEST = "latest_universal"
@@ -66,14 +66,17 @@ _COPY = "Copy them from the checkpoint that was converted."
 def _states(zero: Path) -> dict[str, dict[str, Path]]:
     """The files by parameter and state. Folders may be nested: names may contain slashes. Links are not followed."""
     states: dict[str, dict[str, Path]] = {}
-
-    def stop(error: OSError) -> None:
-        raise unreadable(error, zero) from error
-
-    for folder, inner, files in os.walk(zero, onerror=stop):
-        inner.sort()
-        names = sorted(file for file in files if file.endswith(".pt"))
-        if names and Path(folder) != zero:
-            name = Path(folder).relative_to(zero).as_posix()
-            states[name] = {file.removesuffix(".pt"): Path(folder, file) for file in names}
+    pending = [zero]
+    while pending:
+        folder = pending.pop()
+        try:
+            entries = sorted(entries_of(folder), key=lambda entry: entry.name)
+            inner = [folder / entry.name for entry in entries if entry.is_dir() and not entry.is_symlink()]
+            names = [entry.name for entry in entries if entry.name.endswith(".pt") and not entry.is_dir()]
+        except OSError as error:
+            raise unreadable(error, zero) from error
+        pending += reversed(inner)
+        if names and folder != zero:
+            name = folder.relative_to(zero).as_posix()
+            states[name] = {file.removesuffix(".pt"): folder / file for file in names}
     return states

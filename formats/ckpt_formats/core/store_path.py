@@ -1,0 +1,248 @@
+"""Paths of objects in a store.
+
+A `StorePath` is a `Path`, so no format knows where its bytes lie. What would reach the operating system raises
+`TypeError` instead, so nothing is read from or written to the local disk by mistake.
+"""
+
+import io
+import os
+import posixpath
+import stat
+import sys
+from collections.abc import Callable, Generator
+from fnmatch import fnmatchcase
+from pathlib import Path, PosixPath, PurePath
+from typing import Any, NoReturn, Protocol
+
+_BLOCK = 1 << 20
+"""Bytes that a buffered file reads at once."""
+
+
+class FolderEntry(Protocol):
+    """A name in a folder, such as `os.scandir` gives."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_dir(self) -> bool: ...
+
+    def is_file(self) -> bool: ...
+
+    def is_symlink(self) -> bool: ...
+
+
+class Store(Protocol):
+    """Objects by keys such as `runs/step-10/model.safetensors`. A prefix that ends before a slash is a folder.
+
+    All raise `OSError`, with a text for the user, if the store cannot be reached or refuses.
+    """
+
+    @property
+    def url(self) -> str:
+        """`s3://bucket`, without a slash at the end."""
+
+    def stat(self, key: str) -> os.stat_result:
+        """An object or a folder. Raises `FileNotFoundError` if there is neither."""
+
+    def entries(self, key: str) -> list[FolderEntry]:
+        """The names in a folder, sorted. Raises `FileNotFoundError`, `NotADirectoryError`."""
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> int:
+        """Fill `view` from byte `offset` on; the bytes that there were: fewer only at the end of the object.
+
+        Raises `OSError` if the object is not the one that was listed.
+        """
+
+
+class StorePath(PosixPath):
+    """The path of an object, or of a folder of objects, in a store."""
+
+    def __new__(cls, store: Store, key: str = "") -> "StorePath":
+        return super().__new__(cls, _pure(store, key))
+
+    def __init__(self, store: Store, key: str = "") -> None:
+        if sys.version_info >= (3, 12):
+            super().__init__(_pure(store, key))
+        self.store = store
+        self.key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.store, self.key)
+
+    def __str__(self) -> str:
+        return f"{self.store.url}/{self.key}" if self.key else self.store.url
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{self} is in an object store, not in the file system")
+
+    def __hash__(self) -> int:
+        return hash((self.store.url, self.key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and (self.store.url, self.key) == (other.store.url, other.key)
+
+    def __lt__(self, other: PurePath) -> bool:
+        return self.key < other.key if isinstance(other, StorePath) else NotImplemented
+
+    # Paths from paths. `pathlib` computes them without the store.
+
+    def _at(self, key: str) -> "StorePath":
+        return StorePath(self.store, key)
+
+    def with_segments(self, *segments: Any) -> Path:
+        return Path(*segments)
+
+    def joinpath(self, *others: Any) -> "StorePath":
+        return self._at(posixpath.join(self.key, *map(str, others)).strip("/"))
+
+    def __truediv__(self, other: Any) -> "StorePath":
+        return self.joinpath(other)
+
+    @property
+    def parent(self) -> "StorePath":
+        return self._at(self.key.rpartition("/")[0])
+
+    @property
+    def parents(self) -> tuple["StorePath", ...]:
+        above, key = [], self.key
+        while key:
+            key = key.rpartition("/")[0]
+            above.append(self._at(key))
+        return tuple(above)
+
+    def with_name(self, name: str) -> "StorePath":
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> "StorePath":
+        return self.with_name(self.stem + suffix)
+
+    def relative_to(self, other: Any, *more: Any, **named: Any) -> Path:  # type: ignore[override]
+        if not self.is_relative_to(other):
+            raise ValueError(f"{self} is not in {other}")
+        return Path(self.key[len(other.key) :].lstrip("/"))
+
+    def is_relative_to(self, other: Any, *more: Any) -> bool:
+        inside = isinstance(other, StorePath) and other.store.url == self.store.url
+        return inside and (not other.key or self.key == other.key or self.key.startswith(f"{other.key}/"))
+
+    def absolute(self) -> "StorePath":
+        return self
+
+    def resolve(self, strict: bool = False) -> "StorePath":
+        normal = posixpath.normpath(f"/{self.key}").strip("/")
+        return self._at(normal)
+
+    # What the store says of a path.
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return self.store.stat(self.resolve().key)
+
+    def lstat(self) -> os.stat_result:
+        return self.stat()
+
+    def exists(self, **named: Any) -> bool:
+        return self._has_mode(lambda mode: True)
+
+    def is_file(self, **named: Any) -> bool:
+        return self._has_mode(stat.S_ISREG)
+
+    def is_dir(self, **named: Any) -> bool:
+        return self._has_mode(stat.S_ISDIR)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def _has_mode(self, is_kind: Callable[[int], bool]) -> bool:
+        try:
+            return is_kind(self.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def entries(self) -> list[FolderEntry]:
+        """The names in a folder. Raises `FileNotFoundError`, `NotADirectoryError`."""
+        return self.store.entries(self.resolve().key)
+
+    def iterdir(self) -> Generator["StorePath", None, None]:
+        return (self / entry.name for entry in self.entries())
+
+    def glob(self, pattern: str, **named: Any) -> Generator["StorePath", None, None]:
+        """The entries whose names match; the pattern is that of one name."""
+        if "/" in pattern or "**" in pattern:
+            raise NotImplementedError(f"the pattern {pattern!r} of several folders")
+        entries = self.entries() if self.is_dir() else []
+        return (self / entry.name for entry in entries if fnmatchcase(entry.name, pattern))
+
+    def rglob(self, pattern: str, **named: Any) -> Generator["StorePath", None, None]:
+        for entry in self.entries():
+            path = self / entry.name
+            if fnmatchcase(entry.name, pattern):
+                yield path
+            if entry.is_dir():
+                yield from path.rglob(pattern)
+
+    def open(self, mode: str = "rb", *rest: Any, **named: Any) -> Any:
+        if mode != "rb":
+            raise TypeError(f"{self} is in an object store: it can only be read")
+        return ObjectFile(self).stream()
+
+    def read_bytes(self) -> bytes:
+        with self.open() as file:
+            return bytes(file.read())
+
+    def read_text(self, encoding: str | None = None, *rest: Any, **named: Any) -> str:
+        return self.read_bytes().decode(encoding or "utf-8")
+
+
+def _pure(store: Store, key: str) -> str:
+    """The path that `pathlib` computes names and suffixes from."""
+    return f"/{store.url}/{key}"
+
+
+class ObjectFile:
+    """An object of a store."""
+
+    def __init__(self, path: StorePath) -> None:
+        self._store, self._key = path.store, path.resolve().key
+        self.status = self._store.stat(self._key)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        return bytes(data[: self.read_into(offset, memoryview(data))])
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        return self._store.read_into(self._key, offset, view)
+
+    def stream(self) -> "io.BufferedReader[Any]":
+        """The object as a file with a position, which reads blocks."""
+        return io.BufferedReader(_RawObject(self), _BLOCK)
+
+    def close(self) -> None:
+        """Nothing is open between two requests."""
+
+
+class _RawObject(io.RawIOBase):
+    """An object as a file with a position."""
+
+    def __init__(self, file: ObjectFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.status.st_size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        read = self._file.read_into(self._at, memoryview(buffer).cast("B"))
+        self._at += read
+        return read

@@ -1,0 +1,241 @@
+"""Checkpoints in buckets: every sample from real servers, with few requests; and what must be refused."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+
+import ckpt as library
+from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores import object_store
+from ckpt_formats.stores.location import source_path
+from damage import SAMPLES, ckpt
+from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, reached, seaweedfs
+
+NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir() and path.name != "damaged")
+MANY_FILES = {name: sum(1 for one in (SAMPLES / name).rglob("*") if one.is_file()) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with moto() as running:
+        for name in NAMES:
+            running.put(f"samples/{name}", SAMPLES / name)
+        yield running
+
+
+@pytest.fixture
+def user(server: StoreServer) -> Iterator[StoreServer]:
+    with reached(server):
+        yield server
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that are made: `get`, `list`, `head`."""
+    made: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            if name in ("get", "list", "list_with_delimiter", "head"):
+                made.append(name)
+            return getattr(obstore, name)
+
+    monkeypatch.setattr(object_store, "obstore", Counted())
+    return made
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick(4)
+def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_path: Path, requests: list[str]) -> None:
+    """With a listing, and at most a request for each file; those of compressed ones are read in more places."""
+    url = f"s3://{BUCKET}/samples/{name}"
+    assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
+    gets = requests.count("get")
+    assert gets <= MANY_FILES[name] + 2
+    assert len(requests) - gets <= 8  # listings: what lies below, and the folders above where siblings are looked for
+    to = ("--to", "safetensors" if name.startswith("universal") else "universal")
+    for source, target in ((SAMPLES / name, "local"), (url, "store")):
+        done = ckpt("convert", source, tmp_path / target, *to)
+        assert done.code == 0, done.err
+    assert contents(tmp_path / "store") == contents(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_another_server_gives_the_same(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with seaweedfs(tmp_path / "data") as server, reached(server):
+        for name in ("deepspeed-0.19-zero1-bf16-dp2", "universal-1-coded", "recorded-1"):
+            url = server.put(name, SAMPLES / name)
+            done = ckpt("diff", url, SAMPLES / name)
+            assert done.code == 0, done.err + done.out
+            assert "the same" in done.err
+
+
+def test_the_library_opens_a_url(user: StoreServer) -> None:
+    url, local = f"s3://{BUCKET}/samples/dcp-2.2-fsdp1-w2", SAMPLES / "dcp-2.2-fsdp1-w2"
+    there, here = library.open(url), library.open(local)
+    assert list(there) == list(here)
+    for name in here:
+        assert np.array_equal(there[name][...], here[name][...])
+
+
+def test_a_chain_in_a_bucket_is_listed_and_restored(user: StoreServer, tmp_path: Path) -> None:
+    url, local = f"s3://{BUCKET}/samples/recorded-1/run.chain", SAMPLES / "recorded-1" / "run.chain"
+    assert ckpt("log", "--json", url).out.replace(url, "") == ckpt("log", "--json", local).out.replace(str(local), "")
+    for source, target in ((url, "store"), (local, "local")):
+        assert ckpt("restore", source, tmp_path / target, "--step", 5).code == 0
+    assert ckpt("diff", tmp_path / "store", tmp_path / "local").code == 0
+    assert ckpt("diff", f"{url}@5", tmp_path / "local").code == 0
+
+
+def test_a_single_object_is_a_file(user: StoreServer, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/samples/transformers-5.23-trainer/model.safetensors"
+    done = ckpt("diff", url, SAMPLES / "transformers-5.23-trainer" / "model.safetensors")
+    assert done.code == 0, done.err
+    assert ckpt("convert", url, tmp_path / "one.ucp").code == 0
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(user: StoreServer, tmp_path: Path) -> None:
+    user.put("changing", SAMPLES / "dcp-2.2-fsdp1-w2")
+    opened = library.open(f"s3://{BUCKET}/changing")
+    data = sorted((SAMPLES / "dcp-2.2-fsdp1-w2").glob("*.distcp"))
+    for file in data:
+        obstore.put(user.client, f"changing/{file.name}", bytes(len(file.read_bytes())))
+    with pytest.raises((Corrupt, Incomplete), match="changed or replaced while it was read"):
+        library.save(opened, tmp_path / "out", library.Universal())
+    obstore.delete(user.client, [f"changing/{file.name}" for file in data])
+    with pytest.raises(Incomplete, match="removed while it was read"):
+        library.save(opened, tmp_path / "out", library.Universal())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_fails_now_and_then_gives_the_same_bytes(user: StoreServer, tmp_path: Path) -> None:
+    """One of four requests for ranges is answered with 500, 503, a reset, or half of the bytes."""
+    name = "ds_to_universal-0.19-zero1-bf16-dp2"
+    with faulty(user, 0.25) as (proxy, faults), reached(proxy):
+        done = ckpt("convert", f"s3://{BUCKET}/samples/{name}", tmp_path / "store")
+    assert done.code == 0, done.err
+    assert min(faults.values()) > 0, faults
+    assert ckpt("convert", SAMPLES / name, tmp_path / "local").code == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "local")
+
+
+def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/samples/universal-1-plain"
+    done = ckpt("convert", url, tmp_path / "out", "--json")
+    texts = [done.out, done.err, *(one.decode("latin-1") for one in contents(tmp_path / "out").values())]
+    with reached(StoreServer("http://127.0.0.1:1")):  # nobody listens there
+        refused = ckpt("inspect", url)
+    assert refused.code == 10
+    assert "cannot be read" in refused.err
+    for text in (*texts, refused.err, repr(pickle.dumps(source_path(url)))):
+        assert KEY not in text
+        assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("inspect", f"s3://{BUCKET}/nothing"), "there is nothing at this path"),
+        (("inspect", f"s3://{BUCKET}/samples"), "checkpoints"),
+        (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
+        (("inspect", "s3://"), "s3://BUCKET/KEY"),
+        (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
+        (("convert", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "cannot write to a store yet"),
+        (("compress", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "cannot write to a store yet"),
+        (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "cannot write to a store yet"),
+        (("compact", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "cannot write to a store yet"),
+        (
+            ("diff", f"s3://{BUCKET}/samples/universal-1-plain", SAMPLES / "universal-1-coded", "-o", "delta"),
+            "a local delta cannot have a parent in a store",
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: tuple[object, ...], words: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ckpt(*arguments)
+    assert done.code in (10, 11, 20, 21, 22), done.err
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_library_refuses_to_write_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(library.Unsupported, match="cannot write to a store yet"):
+        library.save(library.open(SAMPLES / "universal-1-plain"), "s3://bucket/out", library.Universal())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_listing_that_is_refused_is_an_error(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_MAX_OBJECTS", 3)
+    with pytest.raises(library.Unsafe, match="more than 3 objects"):
+        source_path(f"s3://{BUCKET}/samples")
+
+
+def test_a_path_of_a_store_never_reaches_the_file_system(user: StoreServer) -> None:
+    path = source_path(f"s3://{BUCKET}/samples/universal-1-plain")
+    assert isinstance(path, StorePath)
+    for attempt in (os.stat, os.listdir, open, os.fspath):
+        with pytest.raises(TypeError, match="in an object store"):
+            attempt(path)
+    for wrong in (path.mkdir, path.unlink, path.touch, lambda: path.open("wb")):
+        with pytest.raises(TypeError, match="in an object store"):
+            wrong()
+
+
+def test_paths_from_paths(user: StoreServer) -> None:
+    path = source_path(f"s3://{BUCKET}/samples/universal-1-plain/")
+    assert isinstance(path, StorePath)
+    assert str(path / "a" / "b.txt") == f"s3://{BUCKET}/samples/universal-1-plain/a/b.txt"
+    assert (path / "b.txt").suffix == ".txt"
+    assert (path / "a/b").relative_to(path) == Path("a/b")
+    assert path.parent.parent == path.parents[1]
+    assert list(path.parents) == [path.parent, path.parent.parent]
+    assert str((path / ".." / "other").resolve()) == f"s3://{BUCKET}/samples/other"
+    assert pickle.loads(pickle.dumps(path)) == path
+    assert path.is_dir()
+    assert (path / "manifest.json").is_file()
+    assert not (path / "manifest.jso").exists()
+    assert [one.name for one in path.glob("*.json")] == ["manifest.json"]
+    assert {one.name for one in path.iterdir()} == {one.name for one in (SAMPLES / "universal-1-plain").iterdir()}
+    beside = path.parent / "recorded-1"  # it is not below the path that was opened
+    assert beside.is_dir()
+    assert not (path.parent / "no-such").exists()
+
+
+def test_without_a_url_nothing_of_stores_is_imported() -> None:
+    code = (
+        "import sys, ckpt, ckpt_cli.main; ckpt.open(sys.argv[1]);"
+        "print([m for m in sys.modules if m.split('.')[0] in ('obstore', 'boto3') or 'object_store' in m])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(SAMPLES / "universal-1-plain")], capture_output=True)
+    assert ran.stdout.strip() == b"[]", ran.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "ckpt_formats.stores.object_store")
+    with pytest.raises(library.Unsupported, match="need the package obstore") as refused:
+        source_path("s3://bucket/x")
+    assert "ckpt-suite[cloud]" in str(refused.value.hint)
+
+
+def test_a_key_that_leads_out_is_no_escape(user: StoreServer) -> None:
+    with pytest.raises(NotFound, match=r"no object has a part `\.\.`"):
+        library.open(f"s3://{BUCKET}/samples/../../etc")

