@@ -30,10 +30,15 @@ def page(template: str, style: str, scripts: Sequence[str], facts: Mapping[str, 
         facts: What the scripts show.
     """
     body = "\n".join(resource(f"{name}.js") for name in scripts)
+    return assemble(resource(template), style, body, facts)
+
+
+def assemble(template: str, style: str, body: str, facts: Mapping[str, Any]) -> str:
+    """A page from the contents of its HTML file, style sheet and scripts; `facts` are what the scripts show."""
     script = f'"use strict";\n(() => {{\n{body}}})();\n'
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
     parts = {"policy": policy, "style": style, "script": script, "facts": _inert(facts)}
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], resource(template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def check_place(target: Path, command: str) -> None:

@@ -10,7 +10,7 @@ from ckpt_cli.views.page import page, resource
 if TYPE_CHECKING:
     from ckpt_cli.views.plan import PlanReport
 
-_SCRIPTS = ("elements", "numbers", "tip", "plan")
+_SCRIPTS = ("elements", "numbers", "tip", "charts", "plan")
 _POINTS = 160
 _SPAN = 30.0
 """The curves reach from the shortest interval of the plan by this to the longest times this."""

@@ -2,22 +2,7 @@
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const NAMES = { bases: "bases only", logged: "with a log", young: "Young", daly: "Daly" };
-const WIDE = 1100, TALL = 420, LEFT = 58, RIGHT = 18, TOP = 12, BOTTOM = 44;
-const UNITS = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1], ["ms", 1e-3], ["\u00b5s", 1e-6]];
-
-function duration(seconds) {
-  if (!seconds) return "0 s";
-  const [unit, size] = UNITS.find(([, n]) => seconds >= n) || UNITS[UNITS.length - 1];
-  return `${Number((seconds / size).toPrecision(3))} ${unit}`;
-}
-
-function bytes(count) {
-  if (count === null) return "\u2013";
-  let value = count, unit = "B";
-  for (const next of ["KiB", "MiB", "GiB", "TiB", "PiB"]) { if (value < 1024) break; value /= 1024; unit = next; }
-  return `${Number(value.toPrecision(3))} ${unit}`;
-}
-
+const LEFT = 50, RIGHT = 14, TOP = 12, BOTTOM = 44;
 const every = (steps) => `${plural(steps, "step")} (${duration(steps * facts.run.step)})`;
 const schedules = ["bases", "logged", "young", "daly"].filter((name) => facts[name]);
 
@@ -41,40 +26,38 @@ function head() {
 
 function ticks(low, high) {
   const nice = [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000, 31536000];
-  const inside = nice.filter((n) => n >= low && n <= high), each = Math.ceil(inside.length / 12) || 1;
-  return inside.filter((_, i) => i % each === 0);
+  return nice.filter((n) => n >= low && n <= high);
 }
 
-function chart() {
+function chart(wide, tall) {
   const all = Object.values(facts.curves).flat(), seconds = all.map(([steps]) => steps * facts.run.step);
   const low = smallest(seconds), high = Math.max(largest(seconds), low * 1.0001);
   const shownWaste = schedules.map((name) => facts[name].waste), bands = Object.values(facts.simulated);
   const most = clamp(Math.max(2.5 * largest(shownWaste), ...bands.map((one) => 1.1 * one.high)), 1e-6, 1);
   const power = 10 ** Math.floor(Math.log10(most / 4)), rung = [1, 2, 5, 10].find((n) => n * power >= most / 4) * power;
   const lines = Math.min(Math.ceil(most / rung), Math.floor(1 / rung + 1e-9)), top = lines * rung;
-  const across = (s) => LEFT + Math.log(s / low) / Math.log(high / low) * (WIDE - LEFT - RIGHT);
-  const up = (w) => TALL - BOTTOM - clamp(w, 0, top) / top * (TALL - TOP - BOTTOM);
-  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${TALL}`, role: "group", "aria-label": "Waste over the interval between bases" });
+  const across = (s) => LEFT + Math.log(s / low) / Math.log(high / low) * (wide - LEFT - RIGHT);
+  const up = (w) => tall - BOTTOM - w / top * (tall - TOP - BOTTOM), clampedUp = (w) => up(clamp(w, 0, top));
+  const picture = svg("svg", { width: wide, height: tall, viewBox: `0 0 ${wide} ${tall}`, role: "group", "aria-label": "Waste over the interval between bases" });
+  picture.append(clipped("inside", LEFT, TOP - 2, wide - LEFT - RIGHT, tall - TOP - BOTTOM + 4));
   const grid = svg("g", { class: "axis", "aria-hidden": "true" });
   for (let i = 0; i <= lines; i += 1) {
     const y = up(rung * i);
-    grid.append(svg("line", { x1: LEFT, x2: WIDE - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, percent(rung * i)));
+    grid.append(svg("line", { x1: LEFT, x2: wide - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, percent(rung * i)));
   }
-  for (const s of ticks(low, high)) grid.append(svg("line", { x1: across(s), x2: across(s), y1: TOP, y2: TALL - BOTTOM }), svg("text", { x: across(s), y: TALL - BOTTOM + 18, "text-anchor": "middle" }, duration(s)));
-  grid.append(svg("text", { x: (LEFT + WIDE - RIGHT) / 2, y: TALL - 6, "text-anchor": "middle" }, "interval between bases, in time of steps"));
+  for (const s of thinned(ticks(low, high), (wide - LEFT) / 75)) grid.append(svg("line", { x1: across(s), x2: across(s), y1: TOP, y2: tall - BOTTOM }), svg("text", { x: across(s), y: tall - BOTTOM + 18, "text-anchor": "middle" }, duration(s)));
+  grid.append(svg("text", { x: (LEFT + wide - RIGHT) / 2, y: tall - 6, "text-anchor": "middle" }, "interval between bases, in time of steps"));
   picture.append(grid);
   for (const [name, points] of Object.entries(facts.curves)) {
-    const inside = points.filter(([, waste], i) => waste <= top || (points[i + 1] || [0, 2])[1] <= top || (points[i - 1] || [0, 2])[1] <= top);
-    const path = inside.map(([steps, waste], i) => `${i ? "L" : "M"}${across(steps * facts.run.step).toFixed(1)},${up(waste).toFixed(1)}`).join("");
-    picture.append(svg("path", { class: `curve ${name}`, d: path }));
+    const near = points.filter(([, waste]) => waste <= 4 * top);
+    const path = near.map(([steps, waste], i) => `${i ? "L" : "M"}${across(steps * facts.run.step).toFixed(1)},${up(waste).toFixed(1)}`).join("");
+    picture.append(svg("path", { class: `curve ${name}`, d: path, "clip-path": "url(#inside)" }));
   }
-  for (const [name, one] of Object.entries(facts.simulated)) {
-    const x = across(facts[name].base_seconds);
-    picture.append(svg("line", { class: `range ${name}`, x1: x, x2: x, y1: up(one.low), y2: up(one.high) }), svg("circle", { class: "mean", cx: x, cy: up(one.waste), r: 3 }));
-  }
-  for (const name of [...schedules].reverse()) picture.append(marker(name, across, up));
-  by("chart").append(picture);
-  for (const name of Object.keys(facts.curves)) by("legend").append(el("span", { class: name }, el("span", { class: "swatch" }), NAMES[name]));
+  const simulated = Object.entries(facts.simulated).map(([name, one]) => [name, one, across(facts[name].base_seconds)]);
+  for (const [name, one, x] of simulated) picture.append(svg("line", { class: `range ${name}`, x1: x, x2: x, y1: clampedUp(one.low), y2: clampedUp(one.high) }));
+  for (const name of [...schedules].reverse()) picture.append(marker(name, across, clampedUp));
+  for (const [, one, x] of simulated) picture.append(svg("circle", { class: "mean", cx: x, cy: clampedUp(one.waste), r: 2.5, "aria-hidden": "true" }));
+  return picture;
 }
 
 function marker(name, across, up) {
@@ -111,6 +94,7 @@ function inputs() {
 }
 
 head();
-chart();
+for (const name of Object.keys(facts.curves)) by("legend").append(el("span", { class: name }, el("span", { class: "swatch" }), NAMES[name]));
+fitted(by("chart"), chart);
 table();
 inputs();
