@@ -112,7 +112,7 @@ def claims(failures: int, seed: int) -> list[dict[str, Any]]:
     stall = snapshot_stall(SETTINGS["gpt2-xl"])
     claim(
         "the update of GPT2-XL waits for the copy of its state",
-        "page, section 1.4: trial with events for each layer",
+        "notes on Checkflow: trial with events for each layer",
         *("33 to 45 ms", f"{stall * 1e3:.0f} ms", 0.033 <= stall <= 0.046),
     )
     per_step = small.step.value + small.copy + small.write

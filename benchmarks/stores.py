@@ -2,8 +2,8 @@
 
 DeepSpeed's ZeRO-1 state of a real training step (`big_zero.py`) lies in SeaweedFS on this machine. It is converted to
 the universal format from the disk and from the store, and downloaded with obstore as the measure of what the store
-gives. A proxy adds 30 ms to each request, as the way to a store of a cloud does. `blocks only` is ckpt without read-ahead.
-Client, server and proxy share the cores here, so rates are lower bounds. Nothing is asserted.
+gives. A proxy adds 30 ms to each request, as the way to a store of a cloud does. `blocks only` is ckpt without
+read-ahead. Client, server and proxy share the cores here, so rates are lower bounds. Nothing is asserted.
 """
 
 from __future__ import annotations

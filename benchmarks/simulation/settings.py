@@ -1,9 +1,8 @@
 """The figures: trainings of the papers, machines and failures, and what systems claim. Each with where it is from.
 
-"page" is `shared/reference/gradient-logs-and-shadow.md` of this project, which states what of each paper was read
-(mostly abstracts and code); "trial" is `shared/reference/prototypes/gradlog/overlap_sim.py`, whose cases are derived: a
-step takes 6 x parameters x tokens / FLOP/s. A source that begins with "assumed" is nobody's figure but ours; it says
-why.
+"Notes on" a paper are what was read of it: of LowDiff mostly its code, of the others abstracts. The notes on Checkflow
+have cases that are derived, not published: a step takes 6 x parameters x tokens / FLOP/s; "trial" is the program that
+computes them. A source that begins with "assumed" is nobody's figure but ours; it says why.
 """
 
 from __future__ import annotations
@@ -70,19 +69,17 @@ class Setting:
 
 
 GB = 1e9
-_LLAMA3 = "Llama 3 paper (arXiv 2407.21783), as quoted on page, section 4.4"
-_MTBF = "page, section 1.1: a case of the table of simulated runs"
+_LLAMA3 = "Llama 3 paper (arXiv 2407.21783), as quoted in the notes on simulations"
+_MTBF = "notes on LowDiff: a case of the table of simulated runs"
 _SHARE = Figure(
     0.78, "Llama 3 paper (arXiv 2407.21783): summaries state that about 78 % of interruptions were hardware"
 )
 _RESTART = Figure(120, "assumed: the example of docs/recording.md; no paper that we read states it")
-_SPOT_RESTART = Figure(
-    60, "page, section 1.1 and prototypes/training/plan.py, the cases with short times between failures"
-)
+_SPOT_RESTART = Figure(60, "notes on LowDiff, and trials of the plan: the cases with short times between failures")
 _H200_COPY = Figure(45 * GB, "trial: cases on H200, 45 GB/s from GPU to host")
 _ONE = Figure(1, "one GPU")
-_STORE_2 = Figure(2 * GB, "page, section 1.1: W = 2 GB/s")
-_STORE_10 = Figure(10 * GB, "page, section 2.3: 10 GB/s read; assumed for writing too")
+_STORE_2 = Figure(2 * GB, "notes on LowDiff: W = 2 GB/s")
+_STORE_10 = Figure(10 * GB, "notes on the speed of replay: 10 GB/s read; assumed for writing too")
 
 
 def _parameters(count: float, case: str) -> Figure:
@@ -97,10 +94,10 @@ GPT2_L = Setting(
     name="gpt2-l",
     title="GPT2-L, 8 A100, data parallel (LowDiff's workload)",
     parameters=_parameters(0.77e9, "GPT2-L 0.77B, 1xA100, fp32 Adam"),
-    gpus=Figure(8, "page, section 1.1: the example with W = 8 ranks; LowDiff's own testbed was not read"),
+    gpus=Figure(8, "notes on LowDiff: the example with W = 8 ranks; LowDiff's own testbed was not read"),
     machines=Figure(2, "assumed: 4 GPUs a machine, so that Gemini has a peer"),
-    shards=Figure(1, "page, section 1.1: rank 0 saves the whole state"),
-    replicas=Figure(8, "page, section 1.1: W = 8"),
+    shards=Figure(1, "notes on LowDiff: rank 0 saves the whole state"),
+    replicas=Figure(8, "notes on LowDiff: W = 8"),
     step=Figure(0.392, "trial: the case's T_iter, 0.378 s forward and backward, 0.013 s update"),
     update=Figure(0.013, "trial: U = 2 S / 1.4e12"),
     state=Figure(9.24 * GB, "trial: 12 bytes for each parameter"),
@@ -119,9 +116,9 @@ GPT2_XL = Setting(
     machines=_ONE,
     shards=_ONE,
     replicas=_ONE,
-    step=Figure(0.433, "page, section 1.4: T = 0.433 s"),
+    step=Figure(0.433, "notes on Checkflow: T = 0.433 s"),
     update=Figure(0.012, "trial: U = 2 S / 3.5e12"),
-    state=Figure(21 * GB, "page, section 1.4: 21 GB of state on one GPU"),
+    state=Figure(21 * GB, "notes on Checkflow: 21 GB of state on one GPU"),
     copy_rate=_H200_COPY,
     network_rate=Figure(12.5 * GB, "assumed: 100 Gbit/s a machine"),
     storage_rate=_STORE_2,
@@ -137,9 +134,9 @@ LLAMA_7B = Setting(
     machines=Figure(1, "trial: 8 GPUs, one machine"),
     shards=Figure(8, "trial: FSDP over 8"),
     replicas=Figure(8, "trial: FSDP over 8 ranks, each with its own batch"),
-    step=Figure(1.74, "page, section 1.4: T = 1.74 s"),
+    step=Figure(1.74, "notes on Checkflow: T = 1.74 s"),
     update=Figure(0.0067, "trial: U = 2 S / 3.5e12"),
-    state=Figure(8 * 11.7 * GB, "page, section 1.4: 11.7 GB a GPU"),
+    state=Figure(8 * 11.7 * GB, "notes on Checkflow: 11.7 GB a GPU"),
     copy_rate=_H200_COPY,
     network_rate=_network(400 * GB),
     storage_rate=_STORE_10,
@@ -155,7 +152,7 @@ LLAMA_7B_SHORT = Setting(
     machines=LLAMA_7B.machines,
     shards=LLAMA_7B.shards,
     replicas=LLAMA_7B.replicas,
-    step=Figure(0.14, "page, section 4.4: 7B at 1 k tokens a GPU, t = 0.14 s"),
+    step=Figure(0.14, "notes on simulations: 7B at 1 k tokens a GPU, t = 0.14 s"),
     update=LLAMA_7B.update,
     state=LLAMA_7B.state,
     copy_rate=_H200_COPY,
@@ -178,7 +175,9 @@ SPOT_7B = Setting(
     state=Figure(108 * GB, "PCcheck, same summary: BLOOM-7B has checkpoints of 108 GB"),
     copy_rate=Figure(12 * GB, "assumed: what PCIe 3 x16 gives; PCcheck, same summary, states the link only"),
     network_rate=Figure(15e9 / 8, "PCcheck, same summary: 15 Gbit/s measured between machines"),
-    storage_rate=Figure(64 * 0.515 * GB, "page, section 1.5: 515 MB/s, hard-coded in CheckFreq's code; times 64 disks"),
+    storage_rate=Figure(
+        64 * 0.515 * GB, "notes on CheckFreq: 515 MB/s, hard-coded in CheckFreq's code; times 64 disks"
+    ),
     mtbf=Figure(86_400 / 127, "PCcheck, same summary: up to 127 preemptions in 24 hours in a cluster of 64 GPUs"),
     restart=_SPOT_RESTART,
     machine_share=Figure(1, "a preempted machine is gone"),
@@ -191,9 +190,9 @@ LLAMA_70B = Setting(
     machines=Figure(8, "assumed: 8 GPUs a machine"),
     shards=Figure(64, "trial: FSDP over 64"),
     replicas=Figure(64, "trial: FSDP over 64 ranks, each with its own batch"),
-    step=Figure(9.1, "page, section 1.4: T = 9.1 s"),
+    step=Figure(9.1, "notes on Checkflow: T = 9.1 s"),
     update=Figure(0.0088, "trial: U = 2 S / 3.5e12"),
-    state=Figure(64 * 15.3 * GB, "page, section 1.4: 15.3 GB a GPU"),
+    state=Figure(64 * 15.3 * GB, "notes on Checkflow: 15.3 GB a GPU"),
     copy_rate=_H200_COPY,
     network_rate=_network(400 * GB),
     storage_rate=Figure(40 * GB, "assumed: 5 GB/s for each of 8 machines"),
@@ -260,14 +259,15 @@ class SystemFigures:
     lowdiff_slowdown: Figure = Figure(
         0.031, "LowDiff v1 (arXiv 2509.04084), abstract: less than 3.1 %; we take the bound"
     )
-    lowdiff_density: Figure = Figure(0.01, "page, section 1.1: rho = 0.01 in LowDiff's code")
-    lowdiff_nbytes: Figure = Figure(8, "page, section 1.1: 8 bytes for each value sent, of each rank")
-    lowdiff_batch: Figure = Figure(20, "page, section 1.1: LowDiff's flags for GPT2-L")
+    lowdiff_density: Figure = Figure(0.01, "notes on LowDiff: rho = 0.01 in LowDiff's code")
+    lowdiff_nbytes: Figure = Figure(8, "notes on LowDiff: 8 bytes for each value sent, of each rank")
+    lowdiff_batch: Figure = Figure(20, "notes on LowDiff: LowDiff's flags for GPT2-L")
     lowdiff_plus_slowdown: Figure = Figure(
         0.031, "assumed: as LowDiff; the abstract of v3 states no overhead of LowDiff+"
     )
     host_rate: Figure = Figure(
-        10e9, "page, section 2.3: the update moves 28 bytes a parameter, 300 GB/s of memory a machine (estimated there)"
+        10e9,
+        "notes on replay: the update moves 28 bytes a parameter, 300 GB/s of memory a machine (estimated there)",
     )
     checkmate_slowdown: Figure = Figure(
         0.0, "Checkmate (arXiv 2507.13522), abstract: throughput comparable to a run without checkpoints"

@@ -67,7 +67,7 @@ def lowdiff(one: Setting, mtbf: float) -> Course:
     """LowDiff: the compressed gradients of all ranks are stored in batches; bases by rank 0, synchronously.
 
     Training itself must compress its gradients. Replay is sequential, since merged differentials lose over 90 % of
-    Adam's progress (`page`, section 2.6). The best interval of bases for that, not the one of the paper's formula,
+    Adam's progress (measured: docs/papers.md). The best interval of bases for that, not the one of the paper's formula,
     which counts a batch as one step.
     """
     sparse = one.replicas.value * FIGURES.lowdiff_density.value * FIGURES.lowdiff_nbytes.value
@@ -210,7 +210,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[Setting, float], Course]]] = {
 
 
 def snapshot_stall(one: Setting) -> float:
-    """Seconds that an update waits for the copy of the state: max(0, S/B - Tc), `page`, section 1.4."""
+    """Seconds that an update waits for the copy of the state: max(0, S/B - Tc), derived from Checkflow."""
     return max(0.0, one.copy - (one.step.value - one.update.value))
 
 

@@ -169,7 +169,7 @@ def test_the_report_is_the_same_each_time_and_its_claims_hold(
     text = capsys.readouterr().out
     for one in facts["rows"]:
         assert f"{one['effective']:.2%} +- {one['error']:.2%}" in text
-    assert "page, section 1.1" in text
+    assert "notes on LowDiff: W = 2 GB/s" in text
     shown = Page(page.read_text("ascii"))
     curves = (said := shown.facts()).pop("curves")
     assert said == facts
