@@ -379,6 +379,10 @@ def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
     )
 
 
+_AGE = frozenset((OLDER, OLDEST_STEP, "elements"))
+"""Figures of a state with exact blocks of earlier steps."""
+
+
 def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> Iterator[Notice]:
     mixed = [figures for figures in errors.values() if OLDER in figures]
     if mixed:
@@ -387,7 +391,7 @@ def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> Iterator[Notice]
         oldest = "" if since is None else f", the oldest of step {since}"
         text = f"approximate: {len(mixed)} states have blocks of earlier steps, on purpose{oldest}"
         yield Notice(text, weight=Weight.LOST)
-    rounded = {key: figures for key, figures in errors.items() if OLDER not in figures}
+    rounded = [key for key, figures in errors.items() if not figures.keys() <= _AGE]
     if rounded:
         kinds = ", ".join(sorted({state for _, state in rounded}))
         text = (
