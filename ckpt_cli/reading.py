@@ -56,6 +56,11 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
         return open_checkpoint(source_path(path) if isinstance(path, str) else path, options)
 
 
+def open_live(path: str, options: ReadOptions) -> Checkpoint:
+    """What survived of a checkpoint: files of tensors may be missing. Its notices become notes."""
+    return noted(open_quietly(path, replace(options, missing_files=True)))
+
+
 def noted(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)

@@ -13,7 +13,7 @@ from ckpt_formats.core.tensor import Array
 from held import FLOATS, STORABLE, array
 
 F32, F16, BF16 = DTYPES["float32"], DTYPES["float16"], DTYPES["bfloat16"]
-DELTAS = [delta_from_config({"name": "difference"}), delta_from_config({"name": "replay"})]
+DELTAS = [delta_from_config({"name": name}) for name in ("difference", "replay", "rows")]
 Case = tuple[str, StatePair, StepInfo]
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -86,6 +86,8 @@ def cases(seed: int = 0) -> Iterator[Case]:
     grown = {**later.after, "exp_avg_sq": later.after["exp_avg_sq"] * rows}
     yield "rows-grow", StatePair(later.before, grown), way
     yield "few-changes", *few_changes(seed)
+    for many in (1, 200, 299, 300):
+        yield f"table-{many}", *table(many, seed)
     yield "momentum", *momentum((70, 90), seed)
     yield "unchanged", StatePair(change.after, change.after), step
     other = adam((300, 80), 1, seed + 1)[0]
@@ -109,6 +111,16 @@ def small(seed: int) -> Iterator[Case]:
         states = [{name: array(F32, shape, 9 * i + j) for j, name in enumerate(names)} for i in range(2)]
         yield f"garbage-{shape}", StatePair(*states), StepInfo(1, 2, OPTIONS)
         yield f"garbage-later-{shape}", StatePair(*states), StepInfo(1, 9, OPTIONS)
+
+
+def table(many: int, seed: int) -> tuple[StatePair, StepInfo]:
+    """A table of 300 rows of which so many were stepped."""
+    change, step = adam((300, 80), 1, seed)
+    rows = np.random.default_rng(seed).permutation(300)[many:]
+    after = {name: values.copy() for name, values in change.after.items()}
+    for name, values in after.items():
+        values[rows] = change.before[name][rows]
+    return StatePair(change.before, after), step
 
 
 def few_changes(seed: int) -> tuple[StatePair, StepInfo]:

@@ -8,7 +8,7 @@ from ckpt_codecs import CodecError
 from ckpt_codecs.base import DType
 from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from codec_fuzz import mutations
-from lossy_states import LOSSY, changes, training
+from lossy_states import LOSSY, changes, table, training
 
 Seed = tuple[DeltaCodec, StatePair, bytes]
 
@@ -23,6 +23,7 @@ def seeds() -> list[Seed]:
         StatePair({}, after),
         StatePair(*small),
         StatePair(before, {**after, "fp32": before["fp32"]}),
+        StatePair(before, table(before, after, 5)),
     ]
     return [(codec, change, codec.encode(change)) for codec in LOSSY for change in given]
 

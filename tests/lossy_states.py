@@ -6,6 +6,7 @@ import numpy as np
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
+from ckpt_codecs.lossy.subspace_rows import SubspaceRows
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 from held import array
@@ -15,6 +16,7 @@ LOSSY: list[DeltaCodec] = [
     Subspace(step_size=1.0, rank=0, second_octaves=0.0, first_moments="coarse"),
     Subspace(max_abs_err=1e-4, first_moments="zero"),
     Subspace(rel_error=0.1, first_moments="exact"),
+    SubspaceRows(rel_error=0.1),
     LcCheckpoint(),
     LcCheckpoint(2, coder="packed"),
     LcCheckpoint(3, coder="context"),
@@ -41,6 +43,12 @@ def training(shape: tuple[int, ...], count: int, seed: int = 0) -> list[dict[str
     return steps
 
 
+def table(before: States, after: States, every: int) -> dict[str, Array]:
+    """The states after, of which only so many rows changed: one of `every`."""
+    rows = np.arange(len(after["fp32"])) % every == 0
+    return {name: np.where(rows[:, None], values, before[name]) for name, values in after.items()}
+
+
 def changes() -> Iterator[tuple[str, StatePair]]:
     """By name: ordinary ones, anchors, other types and states, and values that break what is taken for granted."""
     for shape in SHAPES:
@@ -51,6 +59,8 @@ def changes() -> Iterator[tuple[str, StatePair]]:
         yield f"same-{shape}", StatePair(before, before)
         yield f"moments-alone-{shape}", StatePair({}, {n: a for n, a in after.items() if n != "fp32"})
     before, after = training((64, 48), 2)
+    for every in (2, 9, 64):
+        yield f"table-{every}", StatePair(before, table(before, after, every))
     for dtype in (BF16, F16, np.dtype(np.float64)):
         yield f"{dtype}", StatePair(*({n: a.astype(dtype) for n, a in s.items()} for s in (before, after)))
     momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"]} for s in (before, after)]

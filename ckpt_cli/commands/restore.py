@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.options.chain import chain_state
 from ckpt_cli.options.command import command, dry_run, resources
+from ckpt_cli.options.partial import partial_recovery
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 @command("restore")
 @chain_state
+@partial_recovery
 @target("universal")
 @dry_run
 @resources()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import CheckpointPath
+from ckpt_cli.options.types import CheckpointPath, ShareType
 
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
@@ -170,9 +170,12 @@ def append_options(command: F) -> F:
         parent: "Checkpoint | None",
         tip: bool,
         dry_run: bool,
+        partial: float | None,
         **arguments: Any,
     ) -> Any:
-        policy = replace(policy, tip=tip)
+        _refuse(partial is not None and not 0 < partial <= 1, "--partial is a share such as 25% or 0.25.")
+        _refuse(partial is not None and dry_run, "--dry-run does not estimate what --partial takes.")
+        policy = replace(policy, tip=tip, partial=partial)
         return command(*args, options=AppendOptions(policy, step, parent, dry_run), **arguments)
 
     parent_option = click.option(
@@ -192,7 +195,13 @@ def append_options(command: F) -> F:
         help="Store the last state also without a parent, so that it can be read without a replay. This is always so "
         "if it is approximate.",
     )
-    own = with_options(wrapper, _STEP, dry_run)
+    partial_option = click.option(
+        "--partial",
+        type=ShareType(),
+        metavar="SHARE",
+        help="Lossy: save only the blocks that moved most since they were saved, up to this share of all bytes.",
+    )
+    own = with_options(with_options(wrapper, _STEP, dry_run), partial_option, group="Deltas")
     return cast(F, with_options(own, parent_option, tip_option, group="The state before"))
 
 

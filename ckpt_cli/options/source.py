@@ -50,7 +50,8 @@ def read_options(command: F) -> F:
         from ckpt_cli.reading import parse_read_options
 
         options = parse_read_options(rules, param_order, shapes)
-        click.get_current_context().meta["ckpt.rules"] = options.rules
+        meta = click.get_current_context().meta
+        meta["ckpt.rules"], meta["ckpt.read"] = options.rules, options
         return command(*args, options=options, **arguments)
 
     return cast(F, with_options(wrapper, *_READER, group="Reading"))

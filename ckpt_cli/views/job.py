@@ -72,10 +72,10 @@ def show_plan(
     )
 
 
-def show_result(result: Result, as_json: bool) -> None:
-    """Show what a job wrote."""
+def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
+    """Show what a job wrote. `more`: further fields of the JSON."""
     if as_json:
-        data(to_json(result))
+        data({**to_json(result), **(more or {})})
         return
     resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
     checked = (

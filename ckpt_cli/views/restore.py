@@ -4,19 +4,21 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.chains import restore as chain_restore
+from ckpt.chains.partial import is_mixed
 from ckpt.chains.restore import ChainState
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import job
 from ckpt_cli.views.report import say
+from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP
 from ckpt_formats.core.format import WritableFormat
 
 
 def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
     """Show what would be replayed and written."""
     plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
-    job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work})
+    job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work, **_partial_json(state)})
 
 
 def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
@@ -25,7 +27,7 @@ def restore(state: ChainState, target: Path, format: WritableFormat, resources: 
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target, format, resources, progress)
-    job.show_result(result, as_json)
+    job.show_result(result, as_json, _partial_json(state))
     if not state.checkpoint.errors:
         say("exact: every bit is as it was saved")
 
@@ -38,3 +40,15 @@ def _work_json(state: ChainState, resources: Resources) -> dict[str, Any]:
         "nbytes": work.nbytes,
         "seconds": round(work.seconds(resources.workers), 3),
     }
+
+
+def _partial_json(state: ChainState) -> dict[str, Any]:
+    """What is of an earlier step, if the state is recovered partially."""
+    if not is_mixed(state.checkpoint):
+        return {}
+    ages = [figures for figures in state.checkpoint.errors.values() if OLDER in figures]
+    steps = [step for figures in ages if isinstance(step := figures.get(OLDEST_STEP), int)]
+    older = sum(count for figures in ages if isinstance(count := figures[OLDER], int))
+    elements = sum(tensor.size for _, _, tensor in state.checkpoint.tensors())
+    partial = {"states": len(ages), "older": older, "elements": elements, "oldest_step": min(steps, default=None)}
+    return {"partial": {**partial, "step": state.checkpoint.step}}

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ckpt_codecs.base import Array, DType, Shape
+
+MAX_ROWS = 0.75
+"""If a larger share of the rows of a chunk changed, all rows are encoded: nearly nothing is to be saved."""
 
 States = Mapping[str, Array]
 """A chunk of each state of one parameter by name (`fp32`, `param`, `exp_avg`, ...): one shape, any dtypes."""
@@ -38,6 +43,49 @@ class StatePair:
 
     before: States
     after: States
+
+    def changed_rows(self) -> Array | None:
+        """Return which rows differ in any bit of any state: (rows,) bool, for states of any dtypes.
+
+        None if the chunk has no rows, or a state has no earlier values of the same shape and dtype.
+        """
+        changed: Array | None = None
+        for name, after in self.after.items():
+            before = self.before.get(name)
+            if after.ndim != 2 or before is None or before.shape != after.shape or before.dtype != after.dtype:
+                return None
+            rows, nbytes = after.shape[0], after.shape[1] * after.dtype.itemsize
+            width = next(size for size in (8, 4, 2, 1) if nbytes % size == 0)
+            old, new = (
+                np.ascontiguousarray(values).reshape(-1).view(f"u{width}").reshape(rows, nbytes // width)
+                for values in (before, after)
+            )
+            differs = (old != new).any(axis=1)
+            changed = differs if changed is None else changed | differs
+        return changed
+
+    def few_changed_rows(self) -> Array | None:
+        """Return which rows changed, (rows,) bool, if it pays to encode them alone, else None; of any dtypes."""
+        changed = self.changed_rows()
+        return changed if changed is not None and changed.any() and changed.mean() <= MAX_ROWS else None
+
+    def rows(self, changed: Array) -> "StatePair":
+        """Return the rows that changed, which (rows,) bool says, of all states of any dtypes."""
+        numbers = np.flatnonzero(changed)
+        return StatePair(
+            {name: self.before[name][numbers] for name in self.after},
+            {name: values[numbers] for name, values in self.after.items()},
+        )
+
+
+def only_changed_rows(changes: Iterator[StatePair]) -> Iterator[StatePair]:
+    """Yield the rows of each chunk that changed; chunks without such rows are left out."""
+    for change in changes:
+        changed = change.changed_rows()
+        if changed is None:
+            yield change
+        elif changed.any():
+            yield change.rows(changed)
 
 
 @dataclass(frozen=True)
@@ -79,6 +127,10 @@ class DeltaCodec(ABC):
             changes: Each call iterates over chunks of the parameter from the first one on.
         """
         return self
+
+    def of_rows(self) -> "DeltaCodec | None":
+        """Return the codec with these options that leaves out rows which did not change; None if there is none."""
+        return None
 
     @abstractmethod
     def encode(self, change: StatePair) -> bytes:

@@ -7,8 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.chains.block_changes import block_changes, save_partially
     from ckpt.chains.chain import Chain
     from ckpt.chains.compact import Retention
+    from ckpt.chains.lost_blocks import RankSet
+    from ckpt.chains.partial import recover_partially
     from ckpt.chains.trials import Evaluation
     from ckpt.chains.write import AppendResult, DeltaPolicy
     from ckpt.combine import average, ema_weights, merge_lora
@@ -50,8 +53,11 @@ if TYPE_CHECKING:
     from ckpt_formats.universal import Universal
 
 _NAMES = {
+    "ckpt.chains.block_changes": ("block_changes", "save_partially"),
     "ckpt.chains.chain": ("Chain",),
     "ckpt.chains.compact": ("Retention",),
+    "ckpt.chains.lost_blocks": ("RankSet",),
+    "ckpt.chains.partial": ("recover_partially",),
     "ckpt.chains.trials": ("Evaluation",),
     "ckpt.chains.write": ("AppendResult", "DeltaPolicy"),
     "ckpt.combine": ("average", "ema_weights", "merge_lora"),
@@ -130,6 +136,7 @@ __all__ = [
     "Parameter",
     "Plan",
     "Progress",
+    "RankSet",
     "Resources",
     "Result",
     "Retention",
@@ -145,12 +152,15 @@ __all__ = [
     "Unsupported",
     "WritableFormat",
     "average",
+    "block_changes",
     "diff",
     "ema_weights",
     "merge_lora",
     "open",
     "plan_schedule",
+    "recover_partially",
     "save",
+    "save_partially",
     "use_names",
     "verify",
 ]

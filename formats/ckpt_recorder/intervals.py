@@ -30,10 +30,22 @@ class RecorderIntervals:
         flush: int | Literal["auto"],
         mtbf: float | None,
         clock: Callable[[], float] = time.monotonic,
+        base_option: str = "base",
     ) -> None:
-        """`mtbf`: the mean seconds between failures; needed for `"auto"`. Raises `Unsupported`."""
-        for name, value in (("base", base), ("flush", flush)):
-            if value != "auto" and not (isinstance(value, int) and value >= (name == "flush")):
+        """Begin with no figures.
+
+        Args:
+            base: The steps between bases, 0 for none, or `"auto"`.
+            flush: The steps between flushes, or `"auto"`.
+            mtbf: The mean seconds between failures; needed for `"auto"`.
+            clock: The time in seconds.
+            base_option: The option that `base` is from, for errors. Only `base` itself may be 0.
+
+        Raises:
+            Unsupported: An interval makes no sense.
+        """
+        for name, value in ((base_option, base), ("flush", flush)):
+            if value != "auto" and not (isinstance(value, int) and value >= (name != "base")):
                 raise Unsupported(
                     f"{value!r} cannot be `{name}`", where=name, hint='Give a number of steps, or "auto".'
                 )
@@ -49,6 +61,7 @@ class RecorderIntervals:
             self._tuner = IntervalTuner(mtbf)
         self.base_steps = base if isinstance(base, int) else 0
         self.flush_steps = flush if isinstance(flush, int) else _DEFAULT_FLUSH
+        self._min_base_steps = 0
         self._clock = clock
         self._last: float | None = None
         """When the last step was recorded."""
@@ -66,6 +79,19 @@ class RecorderIntervals:
         self._waited = 0.0  # its writer is a new one
         if self._tuner is not None:
             self._tuner.base_took(seconds)
+
+    def base_copied(self, seconds: float, steps: int) -> None:
+        """Note how long training waited for a base that was copied in the background, and its steps until it was done.
+
+        With `"auto"`, the next one begins after four times as many steps, so that a core is not always busy with bases.
+        """
+        self._min_base_steps = 4 * steps
+        if self._tuner is not None:
+            self._tuner.base_took(seconds)
+
+    def copy_waited(self, seconds: float) -> None:
+        """Note how long a step waited for pieces of a base."""
+        self._stopped += seconds
 
     def step_done(self, done: int, waited: float) -> bool:
         """Note that a step was recorded. All ranks must call it with the same `done`. Has `flush_steps` changed?
@@ -86,7 +112,8 @@ class RecorderIntervals:
             self._tuner.flush_took(self._waited_since_flush)
             self._waited_since_flush, self._unflushed = 0.0, 0
         if self._is_auto["base"] and done >= _FIRST_REVIEW and (done & (done - 1) == 0 or done % _LAST_REVIEW == 0):
-            self.base_steps = ranks.broadcast(self._tuner.base_steps if self._tuner.plans else 0)
+            steps = max(self._tuner.base_steps, self._min_base_steps) if self._tuner.plans else 0
+            self.base_steps = ranks.broadcast(steps)
         before = self.flush_steps
         if self._is_auto["flush"] and self._tuner.plans:
             self.flush_steps = self._tuner.flush_steps

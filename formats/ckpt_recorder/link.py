@@ -7,13 +7,13 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from ckpt_recorder.ring import Ring
-from ckpt_recorder.writer import WriterSettings
 
 WRITER = "ckpt_recorder.writer"
 """The module that the writer process runs."""
@@ -22,7 +22,14 @@ _END_SECONDS = 600.0
 _PIPE_NBYTES = 1 << 20
 
 
-_STUCK = "the process that writes the log makes no progress: does its disk or file server hang?"
+class LinkSettings(Protocol):
+    """The first message to a process."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of its ring."""
 
 
 class WriterBroken(Exception):
@@ -32,8 +39,21 @@ class WriterBroken(Exception):
 class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` after the writer fails, ends or hangs."""
 
-    def __init__(self, settings: WriterSettings, ring: Ring, stall_seconds: float) -> None:
-        """`stall_seconds`: the time to wait for a message before the writer counts as stuck."""
+    def __init__(
+        self, settings: LinkSettings, ring: Ring, stall_seconds: float, module: str | None = None, task: str = "the log"
+    ) -> None:
+        """Start the process, and wait until it is ready.
+
+        Args:
+            settings: Its first message: a dataclass of plain values.
+            ring: The memory that it shares with the trainer.
+            stall_seconds: The time to wait for a message before the writer counts as stuck.
+            module: The module that it runs; None: `WRITER`.
+            task: What it writes, for messages.
+        """
+        self._name = f"the process that writes {task}"
+        self.messages: deque[tuple[str, str]] = deque()
+        """Messages that only the process's own task knows: their first word, and the rest."""
         self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
@@ -46,10 +66,10 @@ class WriterLink:
         """Seconds for which the trainer has waited for free slots."""
         self._reason: str | None = None
         try:
-            self._process = _start(ring.file, status)
+            self._process = _start(module or WRITER, ring.file, status)
         except OSError as error:
             os.close(self._status)
-            raise WriterBroken(f"the process that writes the log cannot be started: {error.strerror}") from None
+            raise WriterBroken(f"{self._name} cannot be started: {error.strerror}") from None
         finally:
             os.close(status)
         assert self._process.stdin is not None
@@ -69,12 +89,25 @@ class WriterLink:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Does the process run?"""
+        return self._process.poll() is None
+
+    @property
+    def _ended(self) -> str:
+        return f"{self._name} has ended"
+
+    @property
+    def _stuck(self) -> str:
+        return f"{self._name} makes no progress: does its disk or file server hang?"
+
     def acquire_slot(self) -> int:
         """The index of a free slot. Waits while the writer still needs all slots."""
         self.check()
         if self._free == 0:
             begin = time.monotonic()
-            self._wait(lambda: self._free > 0, self._stall_seconds, _STUCK)
+            self._wait(lambda: self._free > 0, self._stall_seconds, self._stuck)
             self.waited += time.monotonic() - begin
         self._free -= 1
         slot, self._next = self._next, (self._next + 1) % self._slots
@@ -104,6 +137,20 @@ class WriterLink:
         fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
         self._send(fields, content)
 
+    def order_task(self, fields: Mapping[str, Any]) -> None:
+        """Send an order that only the process's own task knows."""
+        self._send(dict(fields), b"")
+
+    def next_message(self) -> tuple[str, str]:
+        """Wait for a message of the process's own task, for as long as the process lives."""
+        while not self.messages:
+            self._listen(1.0)
+            if self._reason is None and not self.messages and self._process.poll() is not None:
+                self._reason = self._ended
+            if self._reason is not None:
+                raise WriterBroken(self._reason)
+        return self.messages.popleft()
+
     def set_flush_steps(self, steps: int) -> None:
         """Order the writer to flush after so many steps from now on."""
         self._send({"flush_steps": steps}, b"")
@@ -112,7 +159,7 @@ class WriterLink:
         """Wait until all ordered records are on the disk."""
         before = self._flushes
         self._send({"flush": True}, b"")
-        self._wait(lambda: self._flushes > before, self._stall_seconds, _STUCK)
+        self._wait(lambda: self._flushes > before, self._stall_seconds, self._stuck)
 
     def check(self) -> None:
         """Raise `WriterBroken` if the writer has reported an error or has ended."""
@@ -137,7 +184,7 @@ class WriterLink:
         else:
             self._listen(0)
             if code:
-                self._reason = self._reason or "the process that writes the log has ended"
+                self._reason = self._reason or self._ended
         os.close(self._status)
 
     @property
@@ -156,7 +203,7 @@ class WriterLink:
                 self._wait_to_write()
                 rest = rest[os.write(self._orders.fileno(), rest) :]
         except (OSError, ValueError):
-            self._reason = self._reason or "the process that writes the log has ended"
+            self._reason = self._reason or self._ended
             raise WriterBroken(self._reason) from None
         except BaseException:  # Ctrl-C: the writer would read the next order as the rest of this one
             self._reason = "it was interrupted"
@@ -168,15 +215,15 @@ class WriterLink:
         poll = select.poll()
         poll.register(self._orders.fileno(), select.POLLOUT)
         if not poll.poll(self._stall_seconds * 1000):
-            self._is_stuck, self._reason = True, _STUCK
-            raise OSError(_STUCK)
+            self._is_stuck, self._reason = True, self._stuck
+            raise OSError(self._stuck)
 
     def _wait(self, is_done: Callable[[], bool], seconds: float, reason: str) -> None:
         deadline = time.monotonic() + seconds
         while not is_done() and self._reason is None:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                self._is_stuck, self._reason = reason == _STUCK, reason
+                self._is_stuck, self._reason = reason == self._stuck, reason
             elif self._listen(min(remaining, 1.0)):
                 deadline = time.monotonic() + seconds
         if self._reason is not None:  # the result is useless then, such as a flush after a failed write
@@ -189,7 +236,7 @@ class WriterLink:
         data = os.read(self._status, 1 << 16)
         if not data:
             if self._process.poll() != 0:
-                self._reason = self._reason or "the process that writes the log has ended"
+                self._reason = self._reason or self._ended
             return False
         *lines, self._text = (self._text + data).split(b"\n")
         for line in lines:
@@ -202,13 +249,15 @@ class WriterLink:
                 self._flushes += 1
             elif word == "broken":
                 self._reason = self._reason or rest
+            else:
+                self.messages.append((word, rest))
         return True
 
 
-def _start(ring_file: int, status: int) -> "subprocess.Popen[bytes]":
+def _start(module: str, ring_file: int, status: int) -> "subprocess.Popen[bytes]":
     path = os.pathsep.join(part for part in sys.path if part)
     return subprocess.Popen(
-        [sys.executable, "-m", WRITER, str(ring_file), str(status), str(os.getpid())],
+        [sys.executable, "-m", module, str(ring_file), str(status), str(os.getpid())],
         stdin=subprocess.PIPE,
         bufsize=0,
         pass_fds=(ring_file, status),

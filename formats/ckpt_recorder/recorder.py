@@ -20,6 +20,8 @@ from ckpt_formats.core.errors import CkptError, OutputError, Unsupported
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
+from ckpt_recorder.background_bases import BackgroundBases
+from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
@@ -40,9 +42,17 @@ class RecorderOptions:
 
     codec: str = "exact"
     """`exact`; or `bf16` or `int8`, which round the gradients: restored states are then approximate."""
-    base: int | Literal["auto"] = 0
+    base: int | Literal["auto", "rolling", "at once"] = 0
     """The number of steps between states that the log stores; 0: only the one at its start. `"auto"`: the number with
-    the lowest waste for the times that the run measures, and `mtbf`."""
+    the lowest waste for the times that the run measures, and `mtbf`. Training stops while such a state is stored.
+    It goes on with `"rolling"` and `"at once"`, which copy the state in the background: piece by piece after several
+    steps, or all of one step, for which the next update waits."""
+    base_every: int | Literal["auto"] = 1000
+    """The number of steps between bases that are copied in the background; `"auto"`: as for `base`."""
+    base_spread: int = 100
+    """The number of steps over which a rolling base is copied; at most `base_every`."""
+    base_memory: int = 256 << 20
+    """The maximum size in bytes of the buffer for pieces of such a base. It has room for four chunks in any case."""
     flush: int | Literal["auto"] = 8
     """The number of steps between flushes to the disk, or `"auto"`. Only a crash of the machine loses steps after the
     last flush."""
@@ -96,7 +106,23 @@ class Recorder:
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
-        self._intervals = RecorderIntervals(self.options.base, self.options.flush, self.options.mtbf)
+        base = self.options.base
+        self._in_background = base in ("rolling", "at once")
+        if base == "rolling" or base == "at once":
+            self._intervals = RecorderIntervals(
+                self.options.base_every, self.options.flush, self.options.mtbf, base_option="base_every"
+            )
+            _check_positive("base_spread", self.options.base_spread)
+            _check_positive("base_memory", self.options.base_memory)
+        else:
+            self._intervals = RecorderIntervals(base, self.options.flush, self.options.mtbf)
+        self._bases: BackgroundBases | None = None
+        self._base_from = 0
+        """The step from which the interval to the next base counts."""
+        self._base_begun: int | None = None
+        """The step after which this rank began a base that is not done."""
+        self._base_steps_left = 0
+        """The number of steps after which pieces of a base are still copied, the same on all ranks."""
         codec = gradient_codec(self.options.codec)
         self.chain = Path(chain)
         self.broken: str | None = None
@@ -113,6 +139,12 @@ class Recorder:
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
         if not codec.lossless:
             self.exactness = "approximate"
+        if base == "rolling" and self.exactness == "approximate":
+            raise Unsupported(
+                "a replay of this run is approximate: it cannot bring the pieces of a base to one step",
+                where="base",
+                hint='Use base="at once".',
+            )
         self.step = self._first_step() if step is None else step
         self._first = self.step
         begin = time.monotonic()
@@ -153,7 +185,11 @@ class Recorder:
             self._record(lambda recording: recording.record_fingerprint(self.step))
             self._record(lambda recording: recording.record_end(self.step))
         was_working = self.broken is None
+        bases, self._bases = self._bases, None
         self._end(None)
+        if bases is not None:
+            bases.close(wait=True)
+            self._warn_of_bases(bases)
         if was_working and self.broken is not None:
             self._warn_broken(self.broken, "")
 
@@ -182,14 +218,16 @@ class Recorder:
                 hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
             )
         shares = without_copies(shares)
-        self._first = self.step
+        self._first = self._base_from = self.step
+        self._base_steps_left = 0
         segment = self._on_rank_0(
             lambda: segments.begin(
                 self.chain,
                 draft_layout(run, self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
-        problem = self._start(shares[self._rank], segment)
+        self._share, self._segment = shares[self._rank], segment
+        problem = self._start(self._share, segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
             self._end(problems[0])
@@ -286,8 +324,15 @@ class Recorder:
         remaining = {key: value for key, value in named.items() if key != "closure"}
         return (arguments[0], run), remaining
 
-    @torch.no_grad()
     def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record a call of an optimizer, and wait for pieces of a base that it would change."""
+        self._record_update(optimizer)
+        if self._bases is not None and self._recording is not None and self._bases.is_copying:
+            tensors = self._recording.tensors_of(optimizer)
+            self._intervals.copy_waited(self._bases.wait(tensors))
+
+    @torch.no_grad()
+    def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of a call of an optimizer, and count steps."""
         number = next(i for i, one in enumerate(self._run.optimizers) if one is optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
@@ -312,13 +357,16 @@ class Recorder:
             self.step += 1
             recording = self._recording
             waited = 0.0 if recording is None else recording.waited
-            if self._intervals.step_done(self.step - self._first, waited):
+            if self._intervals.step_done(self.step - self._base_from, waited):
                 self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
-        """Start a broken recording again. All states belong to one step here."""
+        """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
         done, every = self.step - self._first, self.options.retry
-        if not self._call and self._intervals.base_due(done) and self._rank == 0:
+        if self._in_background:
+            if not self._call:
+                self._continue_bases()
+        elif not self._call and self._intervals.base_due(done) and self._rank == 0:
             # The base is stored before the next step, after its forward pass, which changes buffers.
             self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
         if self._call or not every or not done or done % every or self.step == self._last_retry:
@@ -329,7 +377,7 @@ class Recorder:
 
     def _store_due_base(self) -> None:
         """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""
-        if not self._intervals.base_due(self.step - self._first):
+        if self._in_background or not self._intervals.base_due(self.step - self._first):
             return
         begin = time.monotonic()
         self._record(lambda recording: recording.record_fingerprint(self.step))
@@ -337,6 +385,74 @@ class Recorder:
         self._begin_again()
         self._buffers = None
         self._intervals.base_took(time.monotonic() - begin)
+
+    @torch.no_grad()
+    def _continue_bases(self) -> None:
+        """Begin a base if one is due, and copy the pieces of this step. All ranks do so at the same steps."""
+        if self._bases is None:
+            self._bases = self._start_bases()
+        bases = self._bases
+        if bases is not None:
+            self._warn_of_bases(bases)
+            if self._base_begun is not None and bases.is_ready:
+                self._intervals.base_copied(bases.waited, self.step - self._base_begun)
+                self._base_begun = None
+        if not self._base_steps_left and self._intervals.base_due(self.step - self._base_from):
+            self._begin_base()
+        if self._base_steps_left:
+            self._base_steps_left -= 1
+            if self._bases is not None:
+                self._bases.copy_next(self.step)
+
+    def _begin_base(self) -> None:
+        """Begin a base if the process of each rank is ready for it; if not, a little later."""
+        bases = self._bases
+        has_room = bases is not None and bases.has_room()
+        if not all(ranks.gather(bases is not None and has_room and bases.is_ready)):
+            self._base_from += max(1, self._intervals.base_steps // 16)
+            if bases is not None and (bases.has_failed or not has_room):
+                self._drop_bases()  # another one starts after the next step
+            return
+        assert bases is not None
+        self._base_from = self._base_begun = self.step
+        self._base_steps_left = self._base_spread
+        bases.begin(self.step)
+
+    @property
+    def _base_spread(self) -> int:
+        """The number of steps over which a base is copied, the same on all ranks."""
+        every = self.options.base_every
+        if self.options.base == "at once":
+            return 1
+        return self.options.base_spread if every == "auto" else min(self.options.base_spread, every)
+
+    def _start_bases(self) -> BackgroundBases | None:
+        """Start the process that makes bases; None if the recording is broken."""
+        if self._recording is None or self.broken is not None:
+            return None
+        layout, path = self._segment.layout, self._segment.path
+
+        def settings(nbytes: int, slots: int) -> BaseSettings:
+            return BaseSettings(str(self.chain), path.name, self._rank, nbytes, slots, self.options.stall_seconds)
+
+        rank_layout = layout.ranks[self._rank]
+        offsets = [(number, part.offset) for number, part, _ in self._share.parts]
+        return BackgroundBases(
+            *(self._run, rank_layout, offsets, settings, layout.run, self._base_spread, self.options.base_memory)
+        )
+
+    def _warn_of_bases(self, bases: BackgroundBases) -> None:
+        """Warn of bases that were not stored. Training and the log go on."""
+        while bases.problems:
+            warnings.warn(f"{self.chain}: {bases.problems.popleft()}", RecorderWarning, stacklevel=4)
+
+    def _drop_bases(self) -> None:
+        """End the process that makes bases. A base that is not complete is given up."""
+        bases, self._bases = self._bases, None
+        if bases is not None:
+            bases.drop()
+            bases.close(wait=False)
+        self._base_begun = None
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
@@ -365,6 +481,7 @@ class Recorder:
 
     def _end(self, reason: str | None) -> None:
         """End the writer. `reason`: why the recording is broken, if it is."""
+        self._drop_bases()
         recording, self._recording = self._recording, None
         late = recording.close() if recording is not None else None
         self.broken = reason or self.broken or late
@@ -405,6 +522,11 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
 
 def _device(run: TrackedRun, number: int) -> torch.device:
     return next((one.tensor.device for one in run.tensors if one.optimizer == number), torch.device("cpu"))
+
+
+def _check_positive(option: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise Unsupported(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
 
 
 def _check_types(run: TrackedRun) -> None:

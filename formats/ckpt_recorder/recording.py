@@ -168,6 +168,11 @@ class RankRecording:
         self._link.close()
         return self._link.reason
 
+    def tensors_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """The numbers of the tensors that the next call of an optimizer steps."""
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        return frozenset(self._numbers[id(one)] for one in parameters if id(one) in self._numbers)
+
     @property
     def waited(self) -> float:
         """Seconds for which training has waited for the writer."""

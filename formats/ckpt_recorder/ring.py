@@ -27,6 +27,11 @@ class Ring:
         self.memory = mmap.mmap(self.file, self.slot_nbytes * slots)
         self._bytes = np.frombuffer(self.memory, np.uint8)
 
+    @property
+    def content(self) -> Array:
+        """The bytes of all slots, one after the other: (n,) uint8."""
+        return self._bytes
+
     def slot(self, index: int) -> Array:
         """The bytes of a slot: (slot_nbytes,) uint8, shared with the other process."""
         return self._bytes[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]

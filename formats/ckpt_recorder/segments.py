@@ -41,7 +41,7 @@ def begin(run: Path, draft: SegmentLayout) -> NewSegment:
     _wait_for_others(run)
     with _locked(run) as chain:
         chain = _close_last_segment(run, chain or ChainIndex(()), draft.first)
-        folder.remove([one for one in folder.leftovers(run, chain) if index.SEGMENT_FOLDER.fullmatch(one.name)])
+        folder.remove([one for one in folder.leftovers(run, chain) if _is_recorders(one.name)])
         parent = next((one.content for one in chain.members if one.step == draft.first), None)
         layout = replace(draft, parent=parent)
         path = _unused_path(run, draft.first)
@@ -75,6 +75,11 @@ def abandon(run: Path, segment: NewSegment) -> None:
         if chain is None and os.listdir(run) == [folder.LOCK]:  # no other content
             os.unlink(run / folder.LOCK)
             os.rmdir(run)
+
+
+def _is_recorders(name: str) -> bool:
+    """Whether a recorder makes folders of this name."""
+    return any(pattern.fullmatch(name) for pattern in (index.SEGMENT_FOLDER, index.PIECES_FOLDER))
 
 
 @contextmanager

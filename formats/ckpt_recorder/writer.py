@@ -9,8 +9,6 @@ need torch.
 It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `flushed`, and `broken REASON`.
 """
 
-import errno
-import fcntl
 import json
 import os
 import select
@@ -30,13 +28,12 @@ from ckpt_codecs.base import Bytes
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout
-from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
+from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values
 from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_formats.universal.gradients.state import BUFFER_CHUNK
+from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
-_MAX_PARTS = 512
-"""The maximum number of parts in one `writev`; the system allows 1,024."""
 _IDLE_SECONDS = 1.0
 """The time without an order after which the writer checks whether its trainer is alive and a flush is due."""
 
@@ -54,56 +51,25 @@ class WriterSettings:
     flush_seconds: float
 
 
-class LogFile:
-    """The growing file of a rank. It ends with a complete record even after a failure."""
+class LogFile(RecordFile):
+    """The growing file of a rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         content = (folder / layouts.NAME).read_bytes()
         self.layout = layouts.load(folder / layouts.NAME)
-        path = folder / rank_file(rank)
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.flock(
-            self._file, fcntl.LOCK_EX
-        )  # shows others that this run continues; they take the lock briefly to check
-        head = FileHead(rank, len(self.layout.ranks), self.layout.first, layouts.identity(content)).dump()
-        self._end, self._flushed, self._previous = 0, 0, int.from_bytes(head[56:], "little")
-        self._write([head])
+        head = FileHead(rank, len(self.layout.ranks), self.layout.first, layouts.identity(content))
+        self._flushed = 0
+        super().__init__(folder / rank_file(rank), head)
 
     def append(self, kind: Kind, step: int, meta: dict[str, Any], chunks: Sequence[Bytes], values: list[int]) -> None:
         """Add a record. Raises `OSError`, and then leaves the file unchanged."""
-        meta = {**meta, "flushed": self._flushed}
-        parts, previous = record_parts(kind, step, meta, chunks, values, self._previous)
-        self._write(parts)
-        self._previous = previous
+        super().append(kind, step, {**meta, "flushed": self._flushed}, chunks, values)
 
     def flush(self) -> None:
         """Flush all records to the disk."""
-        if self._flushed < self._end:
-            os.fdatasync(self._file)
-            self._flushed = self._end
-
-    def _write(self, parts: Sequence[Bytes]) -> None:
-        end = self._end
-        try:
-            for i in range(0, len(parts), _MAX_PARTS):
-                end += _write_all(self._file, parts[i : i + _MAX_PARTS], end)
-        except OSError:
-            os.ftruncate(self._file, self._end)
-            raise
-        self._end = end
-
-
-def _write_all(file: int, parts: Sequence[Bytes], offset: int) -> int:
-    total = sum(len(part) for part in parts)
-    done = os.pwritev(file, parts, offset)
-    if done < total:  # the disk is nearly full, or a signal arrived
-        remaining = memoryview(b"".join(parts))[done:]
-        while remaining:
-            count = os.pwrite(file, remaining, offset + done)
-            if count == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            remaining, done = remaining[count:], done + count
-    return total
+        if self._flushed < self.nbytes:
+            os.fdatasync(self.descriptor)
+            self._flushed = self.nbytes
 
 
 class Encoder:
@@ -251,7 +217,7 @@ class LogWriter:
             work()
         except Exception as error:
             self._file = None
-            self._send(f"broken {_reason(error)}")
+            self._send(f"broken {reason_of(error)}")
 
     def _send(self, line: str) -> None:
         with suppress(BrokenPipeError):  # the trainer has ended: its orders are still written
@@ -295,7 +261,8 @@ def _append(file: LogFile, encoder: Encoder, order: dict[str, Any], data: bytes)
     file.append(kind, order["step"], order["meta"], chunks, values)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why something failed, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     return " ".join(str(text).split())[:500]
 

@@ -12,12 +12,13 @@ import numpy as np
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from ckpt_codecs.lossy import LcCheckpoint, Subspace
+from ckpt_codecs.lossy.subspace_rows import SubspaceRows
 from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from lossy_states import BF16, training  # noqa: E402
+from lossy_states import BF16, table, training  # noqa: E402
 
 
 def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
@@ -35,6 +36,7 @@ def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
     yield "bf16", Subspace(), StatePair(*copies)
     yield "vector", Subspace(), StatePair(*training((300,), 2, 7))
     yield "same", Subspace(first_moments="exact"), StatePair(before, {**after, "fp32": before["fp32"]})
+    yield "table", SubspaceRows(), StatePair(before, table(before, after, 3))
     yield "lc", LcCheckpoint(3, coder="context"), StatePair(before, after)
 
 

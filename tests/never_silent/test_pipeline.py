@@ -448,6 +448,7 @@ def test_every_option_of_reading_changes_the_job(field: str, tmp_path: Path) -> 
         "order": ORDER,
         "orders": {"optimizer": ORDER},
         "shapes": open_checkpoint(save(tmp_path / "shapes.pt")),
+        "missing_files": True,
     }
     plain = open_checkpoint(path)
     told = replace(plain, history=open_checkpoint(path, ReadOptions(**{field: others[field]})).history)

@@ -1,7 +1,10 @@
 """The numbers of delta chunks in files. A number never changes its meaning: docs/delta-codecs.md."""
 
+# The first byte of a chunk.
 PARTS = 1
-"""The first byte of a chunk: it has a part for each state."""
+"""It has a part for each state."""
+CHANGED_ROWS = 2
+"""It says which rows changed, and has a chunk of these."""
 
 # From what a state is predicted: the first byte of its part.
 UNPREDICTED = 0

@@ -63,6 +63,11 @@ class Replay(FittedStep, PredictiveCodec):
             fitted = fit_descent(sample, step) if MOMENTUM in sample.after else fit_adam(sample, step)
         return Replay(**asdict(fitted), level=self.level)
 
+    def of_rows(self) -> DeltaCodec | None:
+        from ckpt_codecs.deltas.rows import ReplayRows  # which is a Replay
+
+        return ReplayRows(**asdict(self))
+
     def encode(self, change: StatePair) -> bytes:
         weights = weights_of(change.after)
         if not self.optimizer or weights is None or not has_step_states(change, self.optimizer, weights):

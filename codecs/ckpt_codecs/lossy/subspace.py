@@ -5,7 +5,7 @@ the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import sqrt
 from typing import ClassVar
@@ -92,6 +92,11 @@ class Subspace(DeltaCodec):
         if self.rms is not None:
             return self
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
+
+    def of_rows(self) -> DeltaCodec | None:
+        from ckpt_codecs.lossy.subspace_rows import SubspaceRows  # which is a Subspace
+
+        return SubspaceRows(**asdict(self))
 
     def at(self, step_size: float) -> "Subspace":
         """The same codec with another step size; `base_step_size` changes by the same factor."""

@@ -1,6 +1,6 @@
 """Repeat the steps of the log, and compare the results with the run and with the states that the chain stores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,11 @@ def check(course: SegmentCourse, resources: Resources, count_bytes: CountBytes) 
     return findings + _check_leg(
         SegmentReplay(course.segment, course.segment.last, start), None, resources, count_bytes
     )
+
+
+def check_state(replay: SegmentReplay, parameters: Mapping[str, Parameter], resources: Resources) -> list[Finding]:
+    """Repeat the steps of a replay, and compare the result with a state of the same step, bit for bit."""
+    return _check_leg(replay, StartState(replay.step, parameters), resources, lambda nbytes: None)
 
 
 def _check_leg(

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.chains import tip
+from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.staging import check_target, staging_folder
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
+from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import format_nbytes
@@ -173,6 +175,8 @@ def _replayed(
 def _name_of(source: Checkpoint) -> str:
     """A name that differs from those of the run's other states: from the content id, or from the step of the log."""
     path = source.path / manifest.NAME
+    if is_mixed(source):
+        return fingerprint(source.history)[:16]
     if path.is_file():
         return manifest.load(path).content.removeprefix("blake2b-256:")[:16]
     return f"step-{source.origin.step}"
@@ -207,7 +211,7 @@ def _check_space(target: Path, stage: Path, needed: int) -> None:
 def _with_content(source: Checkpoint, format: Universal) -> Universal:
     """The format, with the content id of the source if it has one: the result must have the same."""
     path = source.path / manifest.NAME
-    if not path.is_file() or type(format) is not Universal or format.codec is not None:
+    if is_mixed(source) or not path.is_file() or type(format) is not Universal or format.codec is not None:
         return format
     return Universal(content=manifest.load(path).content)
 

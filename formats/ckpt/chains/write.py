@@ -60,8 +60,13 @@ class DeltaPolicy:
     tip: bool = False
     """Store the last state also without a parent, so that the next append and `restore` replay nothing. Of a chain
     whose last state is approximate this is always so."""
+    partial: float | None = None
+    """Of deltas, save only the blocks that moved most since they were saved, up to this share of all bytes; the others
+    stay as they are in the last state (`ckpt.chains.block_changes`). Bases have all blocks."""
 
     def __post_init__(self) -> None:
+        if self.partial is not None and not 0 < self.partial <= 1:
+            raise Unsupported(f"the share of a partial save (--partial) is above 0 and at most 1, not {self.partial}")
         for pattern in self.exact:
             safe_pattern(pattern, "exact (--exact)")
         self.delta_codec  # noqa: B018  # raises if the codec does not exist

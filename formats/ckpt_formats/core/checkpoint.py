@@ -17,6 +17,10 @@ from ckpt_formats.core.values import Value
 Role = Literal["parameter", "frozen", "buffer", "extra"]
 ErrorFigures = Mapping[str, Value]
 """The errors of approximate values, promised and measured: numbers by name."""
+OLDER = "older"
+"""In error figures: how many elements of a state are of an earlier step than the checkpoint, on purpose."""
+OLDEST_STEP = "oldest_step"
+"""In error figures: the earliest of these steps."""
 
 MASTER = "fp32"
 """The state that the optimizer updates. It is float32 in nearly all runs, hence its name."""

@@ -38,6 +38,9 @@ class ReadOptions:
     """The same for each of several optimizers, by its path in the file, such as `optimizer_states.0`."""
     shapes: Checkpoint | None = None
     """Another checkpoint of the same model, if the one to be read has flat slices without their shapes."""
+    missing_files: bool = False
+    """Open also without files of tensors that are missing, where metadata say what was in them (DCP). Their blocks are
+    then `problems` of the tensors: such a checkpoint is not written, but recovered partially."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
     used = options or ReadOptions()
     shapes = None if used.shapes is None else used.shapes.history
-    opened = Opened(path, (used.rules, used.order, used.orders, shapes))
+    missing_files = (True,) if used.missing_files else ()
+    opened = Opened(path, (used.rules, used.order, used.orders, shapes, *missing_files))
     identities = {} if used.shapes is None else used.shapes.identities
     checkpoint = replace(
         checkpoint, notices=notices, history=(opened,), identities={**identities, **checkpoint.identities}

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from math import prod
 
 from ckpt_codecs import CodecError, NotApplicable, Rounded
-from ckpt_codecs.delta import DeltaCodec, StatePair, StateTypes, StepInfo
+from ckpt_codecs.delta import MAX_ROWS, DeltaCodec, StatePair, StateTypes, StepInfo
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
@@ -47,6 +47,11 @@ class DeltaPlan:
         return Chunking.default(self.shape)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether a row may be equal in all states to that before."""
+        return len(self.chunking.chunk) == 2 and self.before.keys() == self.after.keys()
+
+    @property
     def form(self) -> StateTypes:
         return {state: tensor.dtype for state, tensor in self.after.items()}
 
@@ -72,11 +77,18 @@ class DeltaPlan:
 
 
 def sample(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> tuple[int, StatePair] | None:
-    """How many elements a parameter has, and its middle chunk as the codec will be given it; None if it gets none."""
+    """How many elements a parameter has, and its middle chunk as the codec will be given it; None if it gets none.
+
+    Where rows did not change, only the others count: a codec fits its scale to what it has to encode.
+    """
     plan = next(_drafts(parameter, against, transfer), None)
     if plan is None:
         return None
-    return prod(plan.shape), _copied(plan.change(plan.chunking.count // 2, transfer, counted=False))
+    change = plan.change(plan.chunking.count // 2, transfer, counted=False)
+    changed = change.changed_rows() if plan.has_rows and plan.codec.of_rows() is not None else None
+    if changed is None or changed.mean() > MAX_ROWS:
+        return prod(plan.shape), _copied(change)
+    return (max(1, int(prod(plan.shape) * changed.mean())), change.rows(changed)) if changed.any() else None
 
 
 def plan_delta(
@@ -86,9 +98,10 @@ def plan_delta(
     for draft in _drafts(parameter, against, transfer):
         samples = _samples(draft.chunking.count)
         try:
-            codec = against.codec.fit(partial(draft.changes, transfer), against.step)
-            plan = replace(draft, codec=codec)
-            coded = sum(len(codec.encode(plan.change(index, transfer, counted=False))) for index in samples)
+            plan, coded = min(
+                (_fitted(draft, codec, against.step, samples, transfer) for codec in _codecs(draft, samples, transfer)),
+                key=lambda fitted: fitted[1],
+            )
         except CodecError:  # also of what was fitted to values that nothing can be fitted to
             continue
         elements = sum(plan.chunking.box(index).size for index in samples)
@@ -145,6 +158,25 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
         before = _before(after, shape, against.earlier)
         if after and (against.earlier is None or before):
             yield DeltaPlan(after, before, against.codec, shape)
+
+
+def _codecs(draft: DeltaPlan, samples: list[int], transfer: Transfer) -> Iterator[DeltaCodec]:
+    """The codec of a draft, and the one that leaves out rows that did not change, where a sample has such rows."""
+    yield draft.codec
+    of_rows = draft.codec.of_rows() if draft.has_rows else None
+    if of_rows is not None:
+        changes = (draft.change(index, transfer, counted=False).changed_rows() for index in samples)
+        if any(changed is not None and changed.mean() <= MAX_ROWS for changed in changes):
+            yield of_rows
+
+
+def _fitted(
+    draft: DeltaPlan, codec: DeltaCodec, step: StepInfo, samples: list[int], transfer: Transfer
+) -> tuple[DeltaPlan, int]:
+    """The draft with a codec that is fitted to it, and the bytes of the samples."""
+    fitted = codec.fit(partial(draft.changes, transfer), step)
+    plan = replace(draft, codec=fitted)
+    return plan, sum(len(fitted.encode(plan.change(index, transfer, counted=False))) for index in samples)
 
 
 def _samples(count: int) -> list[int]:

@@ -4,9 +4,15 @@ from collections.abc import Callable, Mapping
 from operator import add
 
 from ckpt_codecs import lossy
-from ckpt_formats.core.checkpoint import ErrorFigures
+from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, ErrorFigures
 
-_COMBINE: Mapping[str, Callable[[float, float], float]] = {"differing": add, "elements": add, "progress": min}
+_COMBINE: Mapping[str, Callable[[float, float], float]] = {
+    "differing": add,
+    "elements": add,
+    "progress": min,
+    OLDER: add,
+    OLDEST_STEP: min,
+}
 """How two values of a figure are combined, where the result is not the larger one."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
-from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter, SourceFile
+from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
 from ckpt_formats.core.files import Reader, Seal, unreadable
@@ -247,7 +247,7 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         stated.aliases,
         (*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
         StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
-        _notices(errors),
+        tuple(_notices(errors)),
         digests=StateDigests(stated.entries),
         errors=errors,
         original=stated.original,
@@ -379,9 +379,22 @@ def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
     )
 
 
-def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[Notice, ...]:
-    if not errors:
-        return ()
-    kinds = ", ".join(sorted({state for _, state in errors}))
-    text = f"approximate: {len(errors)} states are not bit for bit what was saved ({kinds}); `--json` has the errors"
-    return (Notice(text, weight=Weight.LOST),)
+_AGE = frozenset((OLDER, OLDEST_STEP, "elements"))
+"""Figures of a state with exact blocks of earlier steps."""
+
+
+def _notices(errors: Mapping[tuple[str, str], ErrorFigures]) -> Iterator[Notice]:
+    mixed = [figures for figures in errors.values() if OLDER in figures]
+    if mixed:
+        ages = (step for figures in mixed if isinstance(step := figures.get(OLDEST_STEP), int))
+        since = min(ages, default=None)
+        oldest = "" if since is None else f", the oldest of step {since}"
+        text = f"approximate: {len(mixed)} states have blocks of earlier steps, on purpose{oldest}"
+        yield Notice(text, weight=Weight.LOST)
+    rounded = [key for key, figures in errors.items() if not figures.keys() <= _AGE]
+    if rounded:
+        kinds = ", ".join(sorted({state for _, state in rounded}))
+        text = (
+            f"approximate: {len(rounded)} states are not bit for bit what was saved ({kinds}); `--json` has the errors"
+        )
+        yield Notice(text, weight=Weight.LOST)

@@ -48,7 +48,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     folders = find(path)
-    parts = [_read(member, options.rules) for member in folders.members]
+    parts = [_read(member, options.rules, options.missing_files) for member in folders.members]
     tree: dict[str, Value] = {}
     for part in parts:
         if duplicate := next((key for key in part.tree if key in tree), None):
@@ -93,11 +93,11 @@ class _FolderContent:
     notices: list[Notice] = field(default_factory=list)
 
 
-def _read(member: MetadataFolder, rules: Sequence[Rule]) -> _FolderContent:
+def _read(member: MetadataFolder, rules: Sequence[Rule], missing_files: bool) -> _FolderContent:
     folder = member.folder
     by_rank = [read_metadata(path) for path in member.metadata]
     _check_engine(folder, by_rank)
-    sizes = _sizes(folder, by_rank)
+    sizes = _sizes(folder, by_rank, missing_files)
     ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
     shards = [SourceFile(path, path.stat().st_size, "metadata") for path in member.metadata]
     shards += [SourceFile(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
@@ -207,8 +207,11 @@ def _objects(
     return differing
 
 
-def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
-    """The size of every file that the metadata name. Raises `Incomplete` if one is missing."""
+def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> dict[str, int]:
+    """The size of every file that the metadata name. Raises `Incomplete` if one is missing.
+
+    With `missing_files`, a missing one has the size 0, but some must be there.
+    """
     sizes: dict[str, int] = {}
     missing: list[str] = []
     for metadata in by_rank:
@@ -220,11 +223,25 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata]) -> dict[str, int]:
             except (OSError, ValueError):
                 missing.append(file)
         _check_serialization(folder, metadata)
+    if missing and missing_files and sizes:
+        _check_objects(folder, by_rank, frozenset(missing))
+        return sizes | dict.fromkeys(missing, 0)
     if missing:
         more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
         message = f"{', '.join(map(printable, missing[:3]))}{more} is missing, but is named in the metadata"
         raise Incomplete(message, where=folder, hint="Copy the files of all ranks.")
     return sizes
+
+
+def _check_objects(folder: Path, by_rank: Sequence[Metadata], missing: frozenset[str]) -> None:
+    """Raise `Incomplete` if a missing file had values that are no tensors: nothing else has those of this step."""
+    objects = [name for metadata in by_rank for name, item in metadata.objects.items() if item.file in missing]
+    if objects:
+        raise Incomplete(
+            f"a missing file had {len(objects)} values that are no tensors, such as `{printable(objects[0])}`",
+            where=folder,
+            hint="Copy that file; or take the full state of another step.",
+        )
 
 
 def _check_serialization(folder: Path, metadata: Metadata) -> None:

@@ -32,6 +32,8 @@ SEGMENT_FOLDER = re.compile(r"gradients-\d{10,20}(\.\d{1,6})?")
 """The name of a segment's folder: the step where it begins, and a number if that name existed already."""
 TIP_FOLDER = re.compile(r"tip-\d{10,20}")
 """The name of the folder of a tip: the step of its state."""
+PIECES_FOLDER = re.compile(r"pieces-\d{10,20}\.[0-9a-f]{8}")
+"""The name of the folder of a base that a recorder copies: the step where it begins, and a part of the run's name."""
 _MAX_BYTES = 1 << 28
 _MAX_PATH = 4096
 MAX_PACKS = 1 << 32

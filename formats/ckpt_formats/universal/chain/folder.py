@@ -119,7 +119,10 @@ def pack_number(name: str) -> int | None:
 
 def _is_of_chain(name: str) -> bool:
     """Whether a file of this name may be part of a chain, or a leftover of one."""
-    patterns = (index.FOLDER, index.SEGMENT_FOLDER, index.TIP_FOLDER, _STAGED, _REPLAYED)
+    patterns = (
+        *(index.FOLDER, index.SEGMENT_FOLDER, index.TIP_FOLDER, index.PIECES_FOLDER),
+        *(_STAGED, _REPLAYED),
+    )
     return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
 
 

@@ -1,0 +1,162 @@
+"""The process beside a rank that makes bases: it writes the pieces in the ring to a file, and rank 0's folds them.
+
+`python -m ckpt_recorder.base_process RING STATUS TRAINER` starts it, with two descriptors and a process id, as
+`ckpt_recorder.writer`. It has a low priority. It reads orders from its standard input, one line of JSON each: the
+settings, then for each base `{"begin":STEP}`, one order for each piece, and `{"finish":STEP}`.
+
+It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `broken REASON`, and after each
+base `stored STEP` or `failed REASON`. If the trainer is killed, a base whose pieces are complete is still folded, and
+any other one is dropped. It does not need torch, unless torch's own optimizer must replay the steps.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.pipeline import Resources
+from ckpt_codecs.base import Array
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.universal.gradients.layout import RankLayout
+from ckpt_formats.universal.gradients.segment import open_layout
+from ckpt_recorder.base_folding import fold
+from ckpt_recorder.base_pieces import BaseSettings, PiecesFile, folder_name
+from ckpt_recorder.ring import Ring
+from ckpt_recorder.writer import MessagesEnd, TrainerMessages, reason_of
+
+_IDLE_SECONDS = 1.0
+_ORPHAN_SECONDS = 10.0
+"""How long to wait for the pieces of other ranks after the trainer has ended."""
+_NICE = 10
+"""Added to the priority of the trainer. With 19, a process makes no progress where all cores are busy."""
+_RESOURCES = Resources(workers=1, memory=64 << 20)
+
+
+def piece_values(
+    memory: Array, layout: RankLayout, chunks: Sequence[int], names: Sequence[str]
+) -> dict[str, list[Array]]:
+    """The values of a piece in a slot: for each state its chunks, each (n,) float32, views of `memory`.
+
+    `memory`: the bytes of the slot. It has all chunks of the first state, then all of the second, and so on.
+    """
+    sizes = [high - low for low, high in map(layout.chunk_bounds, chunks)]
+    ends = list(accumulate(sizes * len(names), initial=0))
+    values = memory[: ends[-1] * 4].view(np.float32)
+    parts = [values[low:high] for low, high in pairwise(ends)]
+    return {name: parts[at * len(chunks) : (at + 1) * len(chunks)] for at, name in enumerate(names)}
+
+
+class BaseWriter:
+    """Executes orders. After a failure it only frees slots, until the next base begins."""
+
+    def __init__(self, settings: BaseSettings, ring: Ring, status: int, trainer: int) -> None:
+        """`status`: the descriptor for messages. `trainer`: the id of its process."""
+        self._trainer = trainer
+        self._settings, self._ring, self._status = settings, ring, status
+        self._run = Path(settings.chain)
+        self._layout, self._heads = open_layout(self._run / settings.segment)
+        self._folder: Path | None = None
+        self._file: PiecesFile | None = None
+        self._failure: str | None = None
+        os.nice(_NICE)  # after its start
+        self._send("ready")
+
+    def do(self, order: Mapping[str, Any]) -> None:
+        """Execute an order."""
+        try:
+            if "begin" in order:
+                self._begin(order["begin"])
+            elif "finish" in order:
+                self._finish(order["finish"])
+            elif self._file is not None:
+                names, chunks = order["states"], order["chunks"]
+                layout = self._layout.ranks[self._settings.rank]
+                self._file.add(
+                    order["step"], chunks, piece_values(self._ring.slot(order["slot"]), layout, chunks, names)
+                )
+        except Exception as error:
+            self._failure = self._failure or (error.what if isinstance(error, CkptError) else reason_of(error))
+            self._close()
+        if "slot" in order:
+            self._send("free")
+        if "finish" in order:
+            self._send(f"stored {order['finish']}" if self._failure is None else f"failed {self._failure}")
+
+    def drop(self) -> None:
+        """Give up the base that is not complete, if there is one."""
+        self._close()
+        self._remove()
+
+    def _begin(self, step: int) -> None:
+        self.drop()
+        self._failure = None
+        self._folder = self._run / folder_name(step, self._layout.run)
+        self._file = PiecesFile(self._folder, self._heads[self._settings.rank])
+
+    def _finish(self, step: int) -> None:
+        if self._file is None or self._folder is None:
+            return
+        self._file.finish(step)
+        if self._settings.rank:
+            return  # rank 0 folds; the lock shows that the folder is in use
+        try:
+            fold(self._run, self._settings.segment, self._folder, step, self._seconds, _RESOURCES)
+        finally:
+            self.drop()
+
+    def _seconds(self) -> float:
+        """How long to wait for the pieces of other ranks."""
+        return self._settings.seconds if os.getppid() == self._trainer else _ORPHAN_SECONDS
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _remove(self) -> None:
+        """Remove the folder. Only rank 0 does so, because the others cannot know whether it needs their pieces."""
+        if self._folder is not None and not self._settings.rank:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    def _send(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # the trainer has ended
+            os.write(self._status, line.encode() + b"\n")
+
+
+def write_bases(orders: TrainerMessages, ring_file: int, status: int, trainer: int) -> None:
+    """Execute all orders until they end."""
+    writer: BaseWriter | None = None
+    try:
+        while (first := orders.next(_IDLE_SECONDS)) is None:
+            pass
+        settings = BaseSettings(**first[0])
+        writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status, trainer)
+        while True:
+            order = orders.next(_IDLE_SECONDS)
+            if order is not None:
+                if "end" in order[0]:
+                    break
+                writer.do(order[0])
+    except MessagesEnd:
+        pass
+    if writer is not None:
+        writer.drop()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # as the writer of the log does
+    ring_file, status, trainer = map(int, sys.argv[1:4])
+    write_bases(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status, trainer)
+
+
+if __name__ == "__main__":
+    main()
