@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_BYTES = 1_400_000
+MOST_BYTES = 1_500_000
 """Of a wheel: the library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan`
 and shared packs past 1.3 (docs/log.md)."""
 MOST_LIBRARY_BYTES = 500_000

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @serve_options
 def serve(chain: str, options: "ListenOptions", as_json: bool) -> None:
-    from pathlib import Path
-
     from ckpt_cli.views import serve
+    from ckpt_formats.stores.location import local_path
 
-    serve.serve(Path(chain), options, as_json)
+    serve.serve(local_path(chain), options, as_json)

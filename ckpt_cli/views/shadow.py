@@ -23,6 +23,7 @@ from ckpt_cli.progress import on_terminal, progress_bar
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, data, say
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.location import local_path
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -107,7 +108,7 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
 
         part = StatePart(*options.part)
     if options.credentials is None:
-        yield Shadow(chain, resources, base_every=options.base_every, part=part)
+        yield Shadow(local_path(chain), resources, base_every=options.base_every, part=part)
         return
     from ckpt.shadow.mirror import LogMirror
     from ckpt.shadow.wire import parse_address

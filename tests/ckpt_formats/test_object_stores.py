@@ -153,10 +153,15 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
         (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
         (("inspect", "s3://"), "s3://BUCKET/KEY"),
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
-        (("convert", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "cannot write to a store yet"),
-        (("compress", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "cannot write to a store yet"),
-        (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "cannot write to a store yet"),
-        (("compact", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "cannot write to a store yet"),
+        (("convert", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "ckpt only reads from stores"),
+        (("compress", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "ckpt only reads from stores"),
+        (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "ckpt only reads from stores"),
+        (
+            ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),
+            "ckpt only reads from stores",
+        ),
+        (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "ckpt only reads from stores"),
+        (("compact", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "ckpt only reads from stores"),
         (
             ("diff", f"s3://{BUCKET}/samples/universal-1-plain", SAMPLES / "universal-1-coded", "-o", "delta"),
             "a local delta cannot have a parent in a store",
@@ -177,7 +182,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_the_library_refuses_to_write_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(library.Unsupported, match="cannot write to a store yet"):
+    with pytest.raises(library.Unsupported, match="ckpt only reads from stores"):
         library.save(library.open(SAMPLES / "universal-1-plain"), "s3://bucket/out", library.Universal())
     assert not list(tmp_path.iterdir())
 

@@ -46,11 +46,11 @@ def source_path(text: str) -> Path:
 
 
 def local_path(text: str) -> Path:
-    """The path of what is written. Raises `Unsupported` for a URL: targets are in the file system."""
+    """The path of what is written or followed. Raises `Unsupported` for a URL: that must be in the file system."""
     if is_url(text):
         raise Unsupported(
-            "ckpt cannot write to a store yet",
+            "must be in the file system: ckpt only reads from stores",
             where=printable(text),
-            hint="Name a local folder, and copy it with the tool of your store.",
+            hint="Name a local folder; the tools of your store copy it.",
         )
     return Path(text)
