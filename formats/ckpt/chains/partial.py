@@ -8,15 +8,14 @@ purpose; its `errors` state how many elements are older, and how old.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
 
 from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Fragment, Tensor
 from ckpt_formats.core.text import printable
@@ -102,7 +101,7 @@ def take_blocks(
         PartialRecovery(saved.path, saved.history, _fingerprint(blocks)),
         parameters=parameters,
         files=tuple({file.path: file for file in (*rest.files, *saved.files)}.values()),
-        seals=SealsOfBoth(live.seals, saved.seals, files),
+        seals=JoinedSeals((JoinedSeals((live.seals,), files), saved.seals)),
         notices=(*live.notices, *_notices(live, saved, blocks)),
         suspicions=tuple(dict.fromkeys([*live.suspicions, *saved.suspicions])),
         digests=digests,
@@ -176,27 +175,6 @@ def _saved_state(saved: Checkpoint, name: str, live: Checkpoint, state: str) -> 
 
 def _fingerprint(blocks: LostBlocks) -> str:
     return fingerprint([(name, state, [(b.start, b.stop) for b in boxes]) for (name, state), boxes in blocks.items()])
-
-
-class SealsOfBoth(Sequence[Seal]):
-    """The checksums of two checkpoints, of the first without those of some files. They are evaluated when needed."""
-
-    def __init__(self, live: Sequence[Seal], saved: Sequence[Seal], without: frozenset[Path]) -> None:
-        self._live, self._saved, self._without = live, saved, without
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __iter__(self) -> Iterator[Seal]:
-        yield from (seal for seal in self._live if seal.path not in self._without)
-        yield from self._saved
-
-    @overload
-    def __getitem__(self, index: int) -> Seal: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Seal]: ...
-    def __getitem__(self, index: int | slice) -> Seal | Sequence[Seal]:
-        return tuple(self)[index]
 
 
 def _without_files(live: Checkpoint, files: frozenset[Path]) -> Checkpoint:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.combine.average_blob import AverageBlob, EqualBlob
-from ckpt.combine.sources import AllSeals, all_files, dropped_notices, holder, model_of, some_names, untied_config
+from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, some_names, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -85,7 +86,7 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
         aliases=aliases,
         extras=untied_config(models[0].extras) if untied else models[0].extras,
         files=all_files(models),
-        seals=AllSeals(models),
+        seals=JoinedSeals([model.seals for model in models]),
         notices=tuple(dict.fromkeys([*(n for m in models for n in m.notices), *_average_notices(sources, parameters)])),
         digests={},
         errors={},

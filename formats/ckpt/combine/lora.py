@@ -7,10 +7,11 @@ from pathlib import Path
 
 from ckpt.combine.adapter import adapter_config, adapter_tensors, prefix_change
 from ckpt.combine.merge import LoraMerge
-from ckpt.combine.sources import AllSeals, all_files, dropped_notices, model_of, untied_config
+from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 
@@ -83,7 +84,7 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
         aliases=aliases,
         extras=untied_config(base.extras) if untied else base.extras,
         files=all_files([base, adapter]),
-        seals=AllSeals([base, adapter]),
+        seals=JoinedSeals((base.seals, adapter.seals)),
         notices=tuple(dict.fromkeys((*base.notices, *notices))),
         digests={key: value for key, value in base.digests.items() if key[0] in unchanged and key[1] == MODEL},
         errors={key: value for key, value in base.errors.items() if key[0] in unchanged and key[1] == MODEL},

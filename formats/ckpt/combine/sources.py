@@ -2,11 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import overload
 
 from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
@@ -55,26 +52,6 @@ def dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:
 def all_files(models: Sequence[Checkpoint]) -> tuple[SourceFile, ...]:
     """The files of all checkpoints, each once."""
     return tuple({file.path: file for model in models for file in model.files}.values())
-
-
-class AllSeals(Sequence[Seal]):
-    """The checksums of several checkpoints. They are evaluated when they are needed: some must be read from files."""
-
-    def __init__(self, models: Sequence[Checkpoint]) -> None:
-        self._parts = tuple(model.seals for model in models)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __iter__(self) -> Iterator[Seal]:
-        return chain.from_iterable(self._parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Seal: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Seal]: ...
-    def __getitem__(self, index: int | slice) -> Seal | Sequence[Seal]:
-        return tuple(self)[index]
 
 
 def untied_config(extras: Mapping[str, Value]) -> dict[str, Value]:
