@@ -53,7 +53,7 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
     with reading_headers(path):
         if isinstance(path, str) and path.startswith(SHADOW):
             return open_from_shadow(path)
-        return open_checkpoint(source_path(path) if isinstance(path, str) else path, options)
+        return open_checkpoint(source_path(path), options)
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:

@@ -29,8 +29,7 @@ def open(
     """
     read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
-    place = source_path(path) if isinstance(path, str) else path
-    return open_checkpoint(place, ReadOptions(read, tuple(order), numbered, shapes))
+    return open_checkpoint(source_path(path), ReadOptions(read, tuple(order), numbered, shapes))
 
 
 def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:

@@ -26,7 +26,7 @@ class Chain(Mapping[int, Checkpoint]):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = source_path(path) if isinstance(path, str) else path
+        self.path = source_path(path)
 
     def __repr__(self) -> str:
         return f"<Chain {self.path}: {len(self)} steps>"

@@ -10,10 +10,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ckpt.shadow import wire
 from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
@@ -28,28 +28,21 @@ Served = Literal["state", "log"]
 """What a listener gives: the state of a shadow, or the files of a log."""
 
 
-class Listener:
+class Listener(ABC):
     """Listens at an address until it is closed."""
 
-    def __init__(
-        self,
-        served: Served,
-        answer: Callable[[socket.socket], None],
-        address: NetworkAddress,
-        token: bytes | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    served: ClassVar[Served]
+
+    def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
         """Listen at once. Raises `Unsupported` for an address of other machines without a token and TLS.
 
-        `answer`: called with each peer that was let in, in a thread; `token`: what readers must know; `tls`: the
-        certificate and key.
+        `token`: what readers must know; `tls`: the certificate and key.
         """
         if not address.is_loopback and (token is None or tls is None):
             raise Unsupported(
                 f"listening on {address}, where other machines are, needs a token and TLS",
                 hint="Give both, or listen on localhost.",
             )
-        self._served, self._answer = served, answer
         self._token = None if token is None else wire.check_token(token)
         self._tls = tls
         self._peers = threading.BoundedSemaphore(MAX_PEERS)
@@ -66,6 +59,10 @@ class Listener:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    @abstractmethod
+    def _answer(self, peer: socket.socket) -> None:
+        """Answer a peer that was let in, in a thread of its own."""
 
     def _accept(self) -> None:
         while True:
@@ -106,7 +103,7 @@ class Listener:
         """Raise `Unsupported` unless the peer speaks the protocol and knows the token."""
         nonce = os.urandom(wire.NONCE)
         hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
-        hello["serves"] = self._served
+        hello["serves"] = self.served
         wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
         kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
         refused = Unsupported("the token is missing, or is not the shadow's")

@@ -51,8 +51,10 @@ _MAX_RANKS = 1 << 12
 _MAX_FILES = 1 << 20
 
 
-class LogServer:
+class LogServer(Listener):
     """Listens for shadows on other machines, each in a thread, until it is closed. The run does not notice it."""
+
+    served = "log"
 
     def __init__(
         self, chain: Path, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
@@ -61,15 +63,7 @@ class LogServer:
         self.path = chain
         self._seen: tuple[tuple[int, ...], ChainIndex, str] | None = None
         self._chain()
-        self._listener = Listener("log", self._answer, address, token, tls)
-
-    @property
-    def address(self) -> NetworkAddress:
-        return self._listener.address
-
-    def close(self) -> None:
-        """Accept no more readers. Those that are connected stay until the process ends."""
-        self._listener.close()
+        super().__init__(address, token, tls)
 
     def _answer(self, peer: socket.socket) -> None:
         while True:

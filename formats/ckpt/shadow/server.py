@@ -25,23 +25,17 @@ FROZEN_SECONDS = 3600.0
 """How long a peer may freeze the state."""
 
 
-class Server:
+class Server(Listener):
     """Listens for readers of a shadow, each in a thread, until it is closed."""
+
+    served = "state"
 
     def __init__(
         self, shadow: Shadow, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
         """Listen at once. Raises as `Listener`."""
         self._shadow = shadow
-        self._listener = Listener("state", self._answer, address, token, tls)
-
-    @property
-    def address(self) -> NetworkAddress:
-        return self._listener.address
-
-    def close(self) -> None:
-        """Accept no more readers. Those that are connected stay until the process ends."""
-        self._listener.close()
+        super().__init__(address, token, tls)
 
     def _answer(self, peer: socket.socket) -> None:
         """Freeze the state, and send what is requested of it. Once, it may be brought to a later step."""

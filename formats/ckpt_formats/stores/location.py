@@ -17,29 +17,31 @@ def is_url(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
-def source_path(text: str) -> Path:
-    """The path of a checkpoint that is read. One in a store is listed here, once.
+def source_path(place: Path | str) -> Path:
+    """The path of a checkpoint that is read: a path as it is, or what a text names. One in a store is listed, once.
 
     Raises:
         Unsupported: The URL is of a store that ckpt does not know, or `obstore` is not installed.
         NotFound: The store cannot be reached, or refuses.
     """
-    scheme = _SCHEME.match(text)
+    if isinstance(place, Path):
+        return place
+    scheme = _SCHEME.match(place)
     if scheme is None:
-        return Path(text)
-    kind, parts = scheme[1].lower(), text[scheme.end() :].split("/")
+        return Path(place)
+    kind, parts = scheme[1].lower(), place[scheme.end() :].split("/")
     count = _CONTAINER_PARTS.get(kind)
     if count is None or len(parts) < count or not all(parts[:count]):
-        raise Unsupported("is not the URL of a store that ckpt reads", where=printable(text), hint=f"It is {_FORMS}.")
+        raise Unsupported("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_FORMS}.")
     if ".." in parts or "." in parts:
-        raise NotFound("no object has a part `..` or `.` in its key", where=printable(text))
+        raise NotFound("no object has a part `..` or `.` in its key", where=printable(place))
     key = "/".join(part for part in parts[count:] if part)
     try:
         from ckpt_formats.stores.object_store import open_store
     except ModuleNotFoundError as error:
         raise Unsupported(
             f"object stores need the package {error.name}",
-            where=printable(text),
+            where=printable(place),
             hint="Install it: pip install 'ckpt-suite[cloud]'.",
         ) from None
     return open_store(f"{kind}://{'/'.join(parts[:count])}", key)
