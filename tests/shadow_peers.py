@@ -131,7 +131,7 @@ def noise(seed: int) -> Peer:
 
 def ask(content: object) -> bytes:
     """The bytes of a request."""
-    return frame(FrameKind.ASK, json.dumps(content).encode())
+    return frame(FrameKind.REQUEST, json.dumps(content).encode())
 
 
 def asks(content: object, raw: bytes | None = None) -> Peer:
@@ -152,21 +152,21 @@ def _takes_nothing(peer: socket.socket) -> None:
     peer.settimeout(0.5)
     try:
         for _ in range(2000):
-            peer.sendall(ask({"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
+            peer.sendall(ask({"request": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
     except OSError:
         pass
 
 
 def _asks_and_leaves(peer: socket.socket) -> None:
     log_in(peer)
-    peer.sendall(ask({"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
+    peer.sendall(ask({"request": "log", "folder": SEGMENT, "rank": 0, "range": [0, 1 << 20]}))
     peer.recv(10)
 
 
 SEGMENT = "gradients-0000000000"
-_LOG = {"ask": "log", "folder": SEGMENT, "rank": 0, "range": [0, 10]}
-_FILE = {"ask": "file", "folder": SEGMENT, "file": "layout.json", "range": [0, 10]}
-_GROWN = {"ask": "grown", "folder": SEGMENT, "list": "", "nbytes": [0, 0], "seconds": 0}
+_LOG = {"request": "log", "folder": SEGMENT, "rank": 0, "range": [0, 10]}
+_FILE = {"request": "file", "folder": SEGMENT, "file": "layout.json", "range": [0, 10]}
+_GROWN = {"request": "grown", "folder": SEGMENT, "list": "", "nbytes": [0, 0], "seconds": 0}
 _HOSTILE_VALUES: tuple[object, ...] = (
     *(None, True, -1, 1.5, 1 << 70, "", "x", "..", "../..", "/etc", "a/../../b", "\0", [], [1], {}, {"a": 1}),
     *([-1, 1], [0, -1], [0, 1 << 62], [1 << 62, 1], [0.5, 1], ["0", 1], [0, 1, 2], [None, None], [True, True]),
@@ -180,14 +180,14 @@ LOG_HOSTILE: dict[str, Peer] = {
     )
 }
 LOG_HOSTILE |= {
-    "a deep request": asks(None, frame(FrameKind.ASK, b"[" * 60_000)),
-    "a long request": asks(None, frame(FrameKind.ASK, b" " * (1 << 17))),
-    "no request": asks(None, frame(FrameKind.ASK, b"\xff")),
+    "a deep request": asks(None, frame(FrameKind.REQUEST, b"[" * 60_000)),
+    "a long request": asks(None, frame(FrameKind.REQUEST, b" " * (1 << 17))),
+    "no request": asks(None, frame(FrameKind.REQUEST, b"\xff")),
     "another frame": asks(None, frame(FrameKind.READ, json.dumps(_LOG).encode())),
     "a number": asks(5),
     "a list of requests": asks([_LOG]),
     "nothing asked": asks({}),
-    "an unknown request": asks({"ask": "write", "folder": SEGMENT}),
+    "an unknown request": asks({"request": "write", "folder": SEGMENT}),
     "another folder": asks({**_LOG, "folder": "chain.lock"}),
     "no such file": asks({**_FILE, "file": "rank-00009.ckg"}),
     "the list as a file": asks({**_FILE, "file": "../chain.json"}),
@@ -201,10 +201,10 @@ LOG_HOSTILE |= {
     "asks and leaves": _asks_and_leaves,
 }
 LOG_HOSTILE |= {
-    f"{request['ask']}: {key} = {value!r:.20}": asks({**request, key: value})
+    f"{request['request']}: {key} = {value!r:.20}": asks({**request, key: value})
     for request in (_LOG, _FILE, _GROWN)
     for key in request
-    if key != "ask"
+    if key != "request"
     for value in _HOSTILE_VALUES
     if not (key == "list" and isinstance(value, str))
     and not (key == "seconds" and value == 1.5)

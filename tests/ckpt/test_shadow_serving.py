@@ -340,7 +340,7 @@ def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monk
     content = LogServer._content
 
     def answered(self: LogServer, asked: dict[str, object]) -> bytes:
-        return json.dumps(answer).encode() if asked["ask"] == what else content(self, asked)
+        return json.dumps(answer).encode() if asked["request"] == what else content(self, asked)
 
     monkeypatch.setattr(LogServer, "_content", answered)
     with served(run, tmp_path) as (_, shadow), pytest.raises((Corrupt, Unsafe)):

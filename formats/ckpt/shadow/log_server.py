@@ -1,14 +1,14 @@
 """Send the files of a chain's log over a socket, for shadows that share no file system with the run.
 
-A reader asks, in JSON, and says from where:
+A reader sends requests, in JSON, and says from where:
 
-    {"ask": "list"}                                          ANSWER: the bytes of chain.json
-    {"ask": "folder", "folder": F}                           ANSWER: JSON, the names and sizes of its files
-    {"ask": "file", "folder": F, "file": N, "range": [a, n]} ANSWER: these bytes of a file, at most 1 MiB
-    {"ask": "grown", "folder": F, "list": H, "nbytes": [...], "seconds": s}
+    {"request": "list"}                                          ANSWER: the bytes of chain.json
+    {"request": "folder", "folder": F}                           ANSWER: JSON, the names and sizes of its files
+    {"request": "file", "folder": F, "file": N, "range": [a, n]} ANSWER: these bytes of a file, at most 1 MiB
+    {"request": "grown", "folder": F, "list": H, "nbytes": [...], "seconds": s}
                                                              ANSWER: JSON, the sizes of the logs of all ranks and the
                                                              hash of chain.json, as soon as one of them is another
-    {"ask": "log", "folder": F, "rank": r, "range": [a, n]}  LOG: at most n bytes of a rank's log, by `sendfile`
+    {"request": "log", "folder": F, "rank": r, "range": [a, n]}  LOG: at most n bytes of a rank's log, by `sendfile`
 
 Only folders that chain.json names can be read. Nothing is computed from what is sent, and no file is changed.
 """
@@ -67,38 +67,38 @@ class LogServer(Listener):
 
     def _answer(self, peer: socket.socket) -> None:
         while True:
-            kind, body = wire.receive(peer, MAX_ASK, IDLE_SECONDS)
+            kind, body = wire.receive(peer, MAX_BODY, IDLE_SECONDS)
             try:
-                ask = json.loads(body)
+                request = json.loads(body)
             except (ValueError, RecursionError):
-                raise _NOT_ASKED from None
-            if kind is not FrameKind.ASK or not isinstance(ask, dict):
-                raise _NOT_ASKED
-            if ask.get("ask") == "log":
-                self._send_log(peer, ask)
+                raise _NOT_A_REQUEST from None
+            if kind is not FrameKind.REQUEST or not isinstance(request, dict):
+                raise _NOT_A_REQUEST
+            if request.get("request") == "log":
+                self._send_log(peer, request)
             else:
-                wire.send(peer, FrameKind.ANSWER, self._content(ask), SEND_SECONDS)
+                wire.send(peer, FrameKind.ANSWER, self._content(request), SEND_SECONDS)
 
-    def _content(self, ask: dict[str, Any]) -> bytes:
-        what = ask.get("ask")
+    def _content(self, request: dict[str, Any]) -> bytes:
+        what = request.get("request")
         if what == "list":
             return read_whole(self.path / index.NAME, MAX_LIST)
         if what == "grown":
-            return self._grown(ask)
+            return self._grown(request)
         if what == "folder":
-            return json.dumps(list(_files(self._folder(ask)))).encode()
+            return json.dumps(list(_files(self._folder(request)))).encode()
         if what == "file":
-            begin, nbytes = _range(ask, wire.CHUNK_NBYTES)
-            with open(self._file(ask), "rb", buffering=0) as file:
+            begin, nbytes = _range(request, wire.CHUNK_NBYTES)
+            with open(self._file(request), "rb", buffering=0) as file:
                 return os.pread(file.fileno(), nbytes, begin)
-        raise _NOT_ASKED
+        raise _NOT_A_REQUEST
 
-    def _send_log(self, peer: socket.socket, ask: dict[str, Any]) -> None:
-        rank: Any = ask.get("rank")
-        begin, nbytes = _range(ask, MAX_LOG)
+    def _send_log(self, peer: socket.socket, request: dict[str, Any]) -> None:
+        rank: Any = request.get("rank")
+        begin, nbytes = _range(request, MAX_LOG)
         if not is_natural(rank) or rank >= _MAX_RANKS:
-            raise _NOT_ASKED
-        path = self._folder(ask) / rank_file(rank)
+            raise _NOT_A_REQUEST
+        path = self._folder(request) / rank_file(rank)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
                 there = max(0, min(nbytes, os.fstat(file.fileno()).st_size - begin))
@@ -106,15 +106,15 @@ class LogServer(Listener):
         except FileNotFoundError:
             raise NotFound("there is no such log") from None
 
-    def _grown(self, ask: dict[str, Any]) -> bytes:
+    def _grown(self, request: dict[str, Any]) -> bytes:
         """The sizes of all logs of a segment, when one is not what the reader says, or after some time."""
-        known, listed = ask.get("nbytes"), ask.get("list")
-        seconds: Any = ask.get("seconds")
+        known, listed = request.get("nbytes"), request.get("list")
+        seconds: Any = request.get("seconds")
         if not isinstance(known, list) or len(known) > _MAX_RANKS or not all(map(is_natural, known)):
-            raise _NOT_ASKED
+            raise _NOT_A_REQUEST
         if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_WAIT or not isinstance(listed, str):
-            raise _NOT_ASKED
-        folder, deadline, pause = self._folder(ask), time.monotonic() + seconds, _SHORTEST
+            raise _NOT_A_REQUEST
+        folder, deadline, pause = self._folder(request), time.monotonic() + seconds, _SHORTEST
         while True:
             sizes = [_size(folder / rank_file(rank)) for rank in range(len(known))]
             now = self._chain()[1]
@@ -137,25 +137,25 @@ class LogServer(Listener):
             seen = self._seen = (identity, index.read(self.path), list_hash(content))
         return seen[1:]
 
-    def _folder(self, ask: dict[str, Any]) -> Path:
+    def _folder(self, request: dict[str, Any]) -> Path:
         """The folder that is asked for, if the chain has it."""
-        name, (chain, _) = ask.get("folder"), self._chain()
+        name, (chain, _) = request.get("folder"), self._chain()
         named = {one.folder for one in chain.members} | {one.folder for one in chain.segments}
         named |= {shared.folder for one in chain.members for shared in one.shared}
         if not isinstance(name, str) or name not in named:
             raise NotFound("the chain does not have this folder")
         return self.path / name
 
-    def _file(self, ask: dict[str, Any]) -> Path:
-        folder, name = self._folder(ask), ask.get("file")
+    def _file(self, request: dict[str, Any]) -> Path:
+        folder, name = self._folder(request), request.get("file")
         if not isinstance(name, str) or name not in (one for one, _ in _files(folder)):
             raise NotFound("there is no such file")
         return folder / name
 
 
-MAX_ASK = 1 << 16
+MAX_BODY = 1 << 16
 """The maximum size of a request in bytes."""
-_NOT_ASKED = Corrupt("not a request")
+_NOT_A_REQUEST = Corrupt("not a request")
 
 
 def list_hash(content: bytes | bytearray) -> str:
@@ -171,13 +171,13 @@ def _size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _range(ask: dict[str, Any], max_nbytes: int) -> tuple[int, int]:
-    begin_and_size = ask.get("range")
+def _range(request: dict[str, Any], max_nbytes: int) -> tuple[int, int]:
+    begin_and_size = request.get("range")
     if not (isinstance(begin_and_size, list) and len(begin_and_size) == 2 and all(map(is_natural, begin_and_size))):
-        raise _NOT_ASKED
+        raise _NOT_A_REQUEST
     begin, nbytes = begin_and_size
     if begin >= 1 << 62 or nbytes > max_nbytes:
-        raise _NOT_ASKED
+        raise _NOT_A_REQUEST
     return begin, nbytes
 
 

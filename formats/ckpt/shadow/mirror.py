@@ -189,7 +189,7 @@ class LogMirror:
                 continue
             busy = has_room = False
             for files in list(self._folders.values()):
-                moved, room = files.fetch(self._ask_log, self._window)
+                moved, room = files.fetch(self._request_log, self._window)
                 busy |= moved
                 has_room |= room
             if busy or (self._looks_back and not self._is_unseen and self._look_back(self._chain)):
@@ -209,7 +209,7 @@ class LogMirror:
 
     def _take_list(self) -> None:
         """Read the list of the chain, and fetch what its last segment needs to begin."""
-        content = self._ask({"ask": "list"}, MAX_LIST)
+        content = self._request({"request": "list"}, MAX_LIST)
         chain = self._parsed(content)
         if not chain.segments:
             raise Unsupported("the chain has no log of gradients", where=self._where)
@@ -300,19 +300,21 @@ class LogMirror:
     def _where(self) -> str:
         return f"tcp://{self.address}"
 
-    def _ask(self, fields: Mapping[str, Any], max_nbytes: int) -> bytearray:
-        self._connection.send(FrameKind.ASK, json.dumps(dict(fields)).encode())
+    def _request(self, fields: Mapping[str, Any], max_nbytes: int) -> bytearray:
+        self._connection.send(FrameKind.REQUEST, json.dumps(dict(fields)).encode())
         return self._connection.receive(FrameKind.ANSWER, max_nbytes)
 
-    def _ask_json(self, fields: Mapping[str, Any]) -> Any:
+    def _request_json(self, fields: Mapping[str, Any]) -> Any:
         try:
-            return json.loads(self._ask(fields, MAX_LIST))
+            return json.loads(self._request(fields, MAX_LIST))
         except (ValueError, RecursionError):
             raise self._damaged() from None
 
-    def _ask_log(self, folder: str, rank: int, begin: int, nbytes: int, write: Callable[[memoryview], None]) -> None:
-        fields = {"ask": "log", "folder": folder, "rank": rank, "range": [begin, nbytes]}
-        self._connection.send(FrameKind.ASK, json.dumps(fields).encode())
+    def _request_log(
+        self, folder: str, rank: int, begin: int, nbytes: int, write: Callable[[memoryview], None]
+    ) -> None:
+        fields = {"request": "log", "folder": folder, "rank": rank, "range": [begin, nbytes]}
+        self._connection.send(FrameKind.REQUEST, json.dumps(fields).encode())
 
         def count(part: memoryview) -> None:
             self.received += len(part)
@@ -322,8 +324,8 @@ class LogMirror:
 
     def _grown(self, files: "_SegmentFiles", seconds: float) -> tuple[list[int], str]:
         known = [one.known for one in files.ranks]
-        fields = {"ask": "grown", "folder": files.logged.folder, "list": self._list_hash, "nbytes": known}
-        answer = self._ask_json({**fields, "seconds": seconds})
+        fields = {"request": "grown", "folder": files.logged.folder, "list": self._list_hash, "nbytes": known}
+        answer = self._request_json({**fields, "seconds": seconds})
         nbytes, listed = (answer.get("nbytes"), answer.get("list")) if isinstance(answer, dict) else (None, None)
         if not isinstance(nbytes, list) or len(nbytes) != len(known) or not isinstance(listed, str):
             raise self._damaged()
@@ -333,7 +335,7 @@ class LogMirror:
 
     def _sizes(self, folder: str) -> dict[str, int]:
         """The names and sizes of a folder's files. Raises `Unsafe` for a name that would leave the folder."""
-        rows = self._ask_json({"ask": "folder", "folder": folder})
+        rows = self._request_json({"request": "folder", "folder": folder})
         if not isinstance(rows, list) or len(rows) > _MAX_FILES:
             raise self._damaged()
         sizes = {}
@@ -357,8 +359,8 @@ class LogMirror:
         with path.open("ab") as file:
             while (begin := file.tell()) < nbytes:
                 wanted = min(wire.CHUNK_NBYTES, nbytes - begin)
-                fields = {"ask": "file", "folder": folder, "file": name, "range": [begin, wanted]}
-                part = self._ask(fields, wanted)
+                fields = {"request": "file", "folder": folder, "file": name, "range": [begin, wanted]}
+                part = self._request(fields, wanted)
                 if not part:
                     raise Incomplete(f"{name} of {folder} became shorter", where=self._where)
                 file.write(part)
@@ -396,13 +398,13 @@ class _SegmentFiles:
         for one, known in zip(self.ranks, nbytes, strict=True):
             one.known = known
 
-    def fetch(self, ask: Callable[..., None], window: int) -> tuple[bool, bool]:
+    def fetch(self, request: Callable[..., None], window: int) -> tuple[bool, bool]:
         """Fetch some bytes of each rank. Returns whether there were any, and whether there is room for more."""
         moved, room = False, False
         for rank, one in enumerate(self.ranks):
             if one.has_room(window):
                 room = True
-                moved |= one.fetch(lambda *a, rank=rank: ask(self.logged.folder, rank, *a))
+                moved |= one.fetch(lambda *a, rank=rank: request(self.logged.folder, rank, *a))
         return moved, room
 
     def free(self, step: int) -> None:
@@ -442,7 +444,7 @@ class _RankFile:
         steps = self._waiting[-1][0] - self._waiting[0][0] if self._waiting else 0
         return self.end - self._applied_end < window or steps < 2
 
-    def fetch(self, ask: Callable[[int, int, Callable[[memoryview], None]], None]) -> bool:
+    def fetch(self, request: Callable[[int, int, Callable[[memoryview], None]], None]) -> bool:
         """Fetch the bytes that follow. Returns whether there were any."""
         before = self.end
         if before >= self.known:
@@ -457,7 +459,7 @@ class _RankFile:
 
             if self.end < self.known:
                 most = _PEEK if self._passes_over else _READ
-                ask(self.end, min(self.known - self.end, most, MAX_LOG), write)
+                request(self.end, min(self.known - self.end, most, MAX_LOG), write)
                 self._read_heads(file)
         return self.end > before
 

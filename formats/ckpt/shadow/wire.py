@@ -9,7 +9,7 @@
                                  VALUES  the values of the chunk, little-endian, C order
     ADVANCE  a step              STATE   the same at that later step (for parts of a state, which must agree on one)
     ---- `ckpt serve`, which serves the files of a log
-    ASK    JSON (`log_server`)
+    REQUEST  JSON (`log_server`)
                                  ANSWER  JSON, or bytes of a file
                                  LOG     bytes of a log, without a hash: its records have their own
 
@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
     VALUES = 5
     ERROR = 6
     ADVANCE = 7
-    ASK = 8
+    REQUEST = 8
     ANSWER = 9
     LOG = 10
 
