@@ -28,6 +28,10 @@ class Bar:
         self._show(done - self._done)
         self._done = done
 
+    def show_status(self, status: object) -> None:
+        """Print a line about the cluster that works; it moves a bar down."""
+        click.echo(f"{self._label}: {status}", err=True)
+
     def close(self) -> None:
         """Remove the bar."""
         self._stack.close()

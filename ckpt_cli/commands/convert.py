@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @target("universal")
 @edits
 @dry_run
-@resources()
+@resources(scales_out=True)
 def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import job

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @source("source", accept_suspicious=True)
 @target(without="  [default: the source's own]")
 @dry_run
-@resources()
+@resources(scales_out=True)
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import inspect, job

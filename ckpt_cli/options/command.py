@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import GroupedCommand, with_options
-from ckpt_cli.options.types import SizeType
+from ckpt_cli.options.types import ShardType, SizeType
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +26,7 @@ class PathsCommand(GroupedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
+        ctx.meta["ckpt.words"] = (str(ctx.info_name), *args)  # `ckpt commit` repeats them
         rest = super().parse_args(ctx, args)
         if ctx.args and not ctx.resilient_parsing:
             places = (param.make_metavar(ctx).strip("[]") for param in self.params if isinstance(param, click.Argument))
@@ -64,21 +65,48 @@ _WORKERS = click.option(
 )
 
 
-def resources(locks: bool = True) -> Callable[[F], F]:
-    """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`."""
+_NO_LOCK = click.option(
+    "--no-lock",
+    is_flag=True,
+    help="Write on a file system that cannot lock files. No other process may write TARGET.",
+)
+_EXECUTOR = click.option(
+    "--executor",
+    metavar="URL",
+    help="Let the workers of a cluster write the files: dask://HOST:PORT, ray://HOST:PORT, or ray:// here.",
+)
+_SHARD = click.option(
+    "--shard",
+    type=ShardType(),
+    help="Write only the share i of N, counted from 0; auto: as the job array says (Slurm, Kubernetes, LSF).",
+)
+
+
+def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
+    """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`.
+
+    `scales_out`: also `--executor` and `--shard`.
+    """
 
     def decorate(function: F) -> F:
         @wraps(function)
-        def wrapper(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **arguments: Any) -> Any:
+        def wrapper(
+            *args: Any,
+            workers: int | None,
+            memory: int,
+            no_lock: bool = False,
+            executor: str | None = None,
+            shard: Any = None,
+            **arguments: Any,
+        ) -> Any:
             from ckpt.pipeline import Resources
 
-            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **arguments)
+            if executor is not None and shard is not None:
+                raise click.UsageError("--executor and --shard are two ways to do the same: give one of them.")
+            given = Resources.of_machine(workers, memory, not no_lock, executor, shard)
+            return function(*args, resources=given, **arguments)
 
-        no_lock = click.option(
-            "--no-lock",
-            is_flag=True,
-            help="Write on a file system that cannot lock files. No other process may write TARGET.",
-        )
-        return cast(F, with_options(wrapper, *((no_lock,) if locks else ()), _MEMORY, _WORKERS))
+        options = with_options(wrapper, *((_NO_LOCK,) if locks else ()), _MEMORY, _WORKERS)
+        return cast(F, with_options(options, _EXECUTOR, _SHARD, group="Many machines") if scales_out else options)
 
     return decorate

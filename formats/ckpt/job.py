@@ -16,7 +16,10 @@ from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.stores.location import local_path
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes copied so far, and the total; from any thread, one call at a time."""
+"""Called with the bytes copied so far, and the total; from any thread, one call at a time.
+
+If a cluster does the work and the object has a method `show_status`, that is called with a `ClusterStatus` about every
+half minute."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class Job:
         if self.needs_kernels:
             load_kernels()
         count_bytes = count_to(self._plan.nbytes, progress)
-        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, count_bytes)
+        show_status = getattr(progress, "show_status", None)
+        return pipeline.write(
+            self._plan, self._source, Path(self.target), self._format, resources, count_bytes, show_status
+        )
 
     @property
     def needs_kernels(self) -> bool:

@@ -2,17 +2,18 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt.pipeline import staging
-from ckpt.pipeline.groups import in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.targets import check_target, open_staging
-from ckpt.pipeline.write_files import CountBytes, write_files
+from ckpt.pipeline.write_files import CountBytes
+from ckpt.pipeline.writers import check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, unreadable, verify_seals
@@ -23,6 +24,9 @@ from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
+
+if TYPE_CHECKING:
+    from ckpt.pipeline.cluster.distribute import ClusterStatus
 
 __all__ = [
     "CountBytes",
@@ -77,22 +81,29 @@ def write(
     format: WritableFormat,
     resources: Resources,
     count_bytes: CountBytes,
+    show_status: "Callable[[ClusterStatus], None] | None" = None,
 ) -> Result:
-    """Write the planned files. The target appears when it is complete.
+    """Write the planned files. The target appears when it is complete. `show_status`: called if a cluster writes them.
 
     Files that an interrupted run of the same job wrote are checked and used; those of another job are removed.
     """
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
-    with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
+    if resources.executor is not None:
+        check_scales_out(plan, format)
+    with (
+        connected(resources) as cluster,
+        open_staging(target, resources.locks) as stage,
+        deferred_interrupts() as stop,
+    ):
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
             done = {receipt.file: receipt for receipt in stage.receipts(format)}
-            groups = in_step(parts, resources.group)
-            todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in write_files(stage, format, filter(None, todo), resources, identities, stop, count_bytes):
+            for receipt in write_missing(
+                cluster, stage, plan, done, format, resources, identities, stop, count_bytes, show_status
+            ):
                 stage.note(receipt)
                 done[receipt.file] = receipt
                 staging.reached("journalled")
