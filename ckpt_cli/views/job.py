@@ -22,6 +22,9 @@ _MAX_ROWS = 20
 
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
+    if resources.shard is not None and job.is_published():
+        notes.note(Notice("shards of this job have published the target already"))
+        return Result(Path(job.target), 0, 0, 0, 0, 0.0)
     notes.note(*notices)
     note_plan(job.plan(), job.format.name)
     notes.flush()
@@ -81,6 +84,9 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
     checked = (
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
+    if result.pending:
+        say(f"wrote {format_nbytes(result.nbytes)} in {result.files} files{resumed}; {result.pending}")
+        return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"
     say(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
@@ -95,6 +101,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "resumed_files": result.resumed,
         "checksums_verified": result.checksums,
+        **({"pending": result.pending} if result.pending else {}),
     }
 
 

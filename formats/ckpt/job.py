@@ -60,6 +60,12 @@ class Job:
             self._plan, self._source, Path(self.target), self._format, resources, count_bytes, show_status
         )
 
+    def is_published(self) -> bool:
+        """Whether shards of an equal job have written the target, today or yesterday."""
+        from ckpt.pipeline.shards.folder import is_published
+
+        return is_published(Path(self.target), self.id)
+
     @property
     def needs_kernels(self) -> bool:
         """Is anything encoded or decoded?"""

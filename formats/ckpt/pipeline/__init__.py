@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.targets import check_target, open_staging
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import check_scales_out, connected, write_missing
@@ -39,6 +38,8 @@ __all__ = [
     "plan",
     "seals_error",
     "space_needed",
+    "system_error",
+    "verify_receipts",
     "write",
 ]
 
@@ -55,6 +56,8 @@ class Result:
     checksums: int
     """Checksums of the source that were verified while it was read."""
     seconds: float
+    pending: str = ""
+    """What other shards have yet to do before the target is there; empty if it is."""
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
@@ -87,6 +90,10 @@ def write(
 
     Files that an interrupted run of the same job wrote are checked and used; those of another job are removed.
     """
+    if resources.shard is not None:
+        from ckpt.pipeline.shards import write_shard  # few jobs have shards
+
+        return write_shard(plan, source, target, format, resources, resources.shard, count_bytes)
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
     if resources.executor is not None:
@@ -109,7 +116,7 @@ def write(
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = _verify_seals(receipts, identities)
+            checksums = verify_receipts(receipts, identities)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -117,7 +124,7 @@ def write(
             check_unchanged(identities)
             stage.publish(plan.single_file)
         except OSError as error:
-            raise _system_error(error, stage, identities) from error
+            raise system_error(error, stage, identities) from error
         except CkptError as error:
             if isinstance(error, OutputError):
                 raise
@@ -180,7 +187,7 @@ def _min_nbytes(part: FilePlan) -> int:
     return part.nbytes - sum(copies)
 
 
-def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
+def verify_receipts(receipts: Iterable[Receipt], identities: Identities) -> int:
     """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
     evidence = [item for receipt in receipts for item in receipt.evidence]
     broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
@@ -210,13 +217,23 @@ def job_id(source: Checkpoint, identities: Identities, format: WritableFormat) -
     return fingerprint((WRITTEN_BY, source.path, source.history, files, format.name, format.identity()))
 
 
-def _system_error(error: OSError, stage: Staging, identities: Identities) -> CkptError:
+class _Unfinished(Protocol):
+    """What is there of a target before it is complete."""
+
+    @property
+    def target(self) -> Path: ...
+
+    @property
+    def how_to_give_up(self) -> str: ...
+
+
+def system_error(error: OSError, stage: _Unfinished, identities: Identities) -> CkptError:
     """The error for an error of the system, about a file of the source or about the target."""
     path = None if error.filename is None else Path(os.fsdecode(error.filename))
     return unreadable(error, path) if path is not None and path in identities else _output_error(error, stage)
 
 
-def _output_error(error: OSError, stage: Staging) -> OutputError:
+def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
         return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")

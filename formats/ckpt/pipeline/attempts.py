@@ -11,7 +11,7 @@ meanwhile, its rename fails.
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -32,26 +32,43 @@ class Attempt:
     """The folder of the attempt, in which formats write."""
     final: int
     """The folder of complete files, open."""
+    keep: bool = False
+    """Whether a file that another attempt has completed stays; else it is replaced. Both have the same bytes."""
+    is_wanted: Callable[[], bool] = lambda: True
+    """Whether somebody waits for the files."""
 
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush the file to the disk and give it its final name. Raises `OSError` if the job was given up."""
         path = self.data / receipt.file
         flush(path)
+        if not self.is_wanted():
+            raise OutputError("the run has ended, and nobody waits for this file", where=path)
+        if self.keep and self._has(receipt):
+            return receipt
         for folder in reversed(PurePath(receipt.file).parents[:-1]):
             with suppress(FileExistsError):
                 os.mkdir(folder, dir_fd=self.final)
         os.replace(path, receipt.file, dst_dir_fd=self.final)
         return receipt
 
+    def _has(self, receipt: Receipt) -> bool:
+        """Whether another attempt has completed the file."""
+        try:
+            return os.stat(receipt.file, dir_fd=self.final, follow_symlinks=False).st_size == receipt.nbytes
+        except OSError:
+            return False
+
 
 @contextmanager
-def attempt_in(folder: Path, data: Path) -> Iterator[Attempt]:
+def attempt_in(
+    folder: Path, data: Path, keep: bool = False, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[Attempt]:
     """A new attempt in the staging folder `folder`, whose complete files are in `data`; removed at the end."""
     final = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
     try:
         own = _new_folder(folder / ATTEMPTS)
         try:
-            yield Attempt(own, final)
+            yield Attempt(own, final, keep, is_wanted)
         finally:
             shutil.rmtree(own, ignore_errors=True)
     finally:
@@ -74,7 +91,7 @@ class SharedFolder:
         """A sink for some files. Raises `OutputError` if the folder cannot be seen from here, or the run has ended."""
         try:
             # In this order: who begins another job removes the mark first, then the files.
-            with attempt_in(self.folder, self.folder / "data") as attempt:
+            with attempt_in(self.folder, self.folder / "data", is_wanted=self.is_open) as attempt:
                 if not self.is_open():
                     raise FileNotFoundError
                 yield attempt

@@ -1,0 +1,41 @@
+"""Check what `ckpt commit` repeats, and show that there is nothing to do."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_cli.views.report import data, say
+from ckpt_formats.core.errors import OutputError, Unsupported
+from ckpt_formats.core.text import printable
+
+
+def show_complete(target: str, as_json: bool) -> None:
+    """Show that the target is complete already."""
+    if as_json:
+        data({"target": target, "published": False})
+    else:
+        say(f"{printable(target)} is complete: nothing to do")
+
+
+def check_repeats(command: click.Command | None, job: Mapping[str, Any], target: str) -> None:
+    """Raise `Unsupported` unless the shards were started by a command that has `--shard`."""
+    if command is None or "shard" not in {parameter.name for parameter in command.params}:
+        raise Unsupported(
+            "no command of ckpt has written these shards",
+            where=printable(target),
+            hint="A program did: let it run the job with Resources(shard=COMMIT).",
+        )
+
+
+def check_target(arguments: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+    """Raise `OutputError` if the command writes something else here than where the shards ran."""
+    target = str(Path(arguments.get("target") or "").absolute())
+    if os.path.realpath(target) != os.path.realpath(job["target"]):
+        raise OutputError(
+            f"the shards' command writes {printable(target)} here",
+            where=printable(job["target"]),
+            hint=f"Run ckpt commit in the folder in which the shards ran: {printable(job['folder'])}.",
+        )
