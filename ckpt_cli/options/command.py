@@ -60,6 +60,11 @@ _MEMORY = click.option(
     show_default=True,
     help="Memory for tensor data, of all threads together.",
 )
+_SCRATCH = click.option(
+    "--scratch",
+    type=click.Path(file_okay=False),
+    help="For a TARGET in a store: where files lie until they are uploaded.  [default: $TMPDIR]",
+)
 _WORKERS = click.option(
     "--workers", type=click.IntRange(1, 256), default=None, help="Threads.  [default: one per core, at most 8]"
 )
@@ -68,7 +73,7 @@ _WORKERS = click.option(
 _NO_LOCK = click.option(
     "--no-lock",
     is_flag=True,
-    help="Write on a file system that cannot lock files. No other process may write TARGET.",
+    help="Write where files cannot be locked, or objects be created on a condition. No other process may write TARGET.",
 )
 _EXECUTOR = click.option(
     "--executor",
@@ -83,7 +88,7 @@ _SHARD = click.option(
 
 
 def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
-    """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`.
+    """`--workers`, `--memory`, `--scratch` and `--no-lock`; the command gets them as one `Resources`.
 
     `scales_out`: also `--executor` and `--shard`.
     """
@@ -97,16 +102,20 @@ def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
             no_lock: bool = False,
             executor: str | None = None,
             shard: Any = None,
+            scratch: str | None = None,
             **arguments: Any,
         ) -> Any:
+            from pathlib import Path
+
             from ckpt.pipeline import Resources
 
             if executor is not None and shard is not None:
                 raise click.UsageError("--executor and --shard are two ways to do the same: give one of them.")
-            given = Resources.of_machine(workers, memory, not no_lock, executor, shard)
+            folder = Path(scratch) if scratch else None
+            given = Resources.of_machine(workers, memory, not no_lock, folder, executor, shard)
             return function(*args, resources=given, **arguments)
 
-        options = with_options(wrapper, *((_NO_LOCK,) if locks else ()), _MEMORY, _WORKERS)
+        options = with_options(wrapper, *((_NO_LOCK, _SCRATCH) if locks else ()), _MEMORY, _WORKERS)
         return cast(F, with_options(options, _EXECUTOR, _SHARD, group="Many machines") if scales_out else options)
 
     return decorate

@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
+from ckpt.pipeline.shards.job import ShardJob
 from ckpt_cli.views.report import data, say
 from ckpt_formats.core.errors import OutputError, Unsupported
 from ckpt_formats.core.text import printable
+from ckpt_formats.stores.location import is_url
 
 
 def show_complete(target: str, as_json: bool) -> None:
@@ -20,7 +21,7 @@ def show_complete(target: str, as_json: bool) -> None:
         say(f"{printable(target)} is complete: nothing to do")
 
 
-def check_repeats(command: click.Command | None, job: Mapping[str, Any], target: str) -> None:
+def check_repeats(command: click.Command | None, target: str) -> None:
     """Raise `Unsupported` unless the shards were started by a command that has `--shard`."""
     if command is None or "shard" not in {parameter.name for parameter in command.params}:
         raise Unsupported(
@@ -30,12 +31,13 @@ def check_repeats(command: click.Command | None, job: Mapping[str, Any], target:
         )
 
 
-def check_target(arguments: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+def check_target(arguments: Mapping[str, Any], job: ShardJob) -> None:
     """Raise `OutputError` if the command writes something else here than where the shards ran."""
-    target = str(Path(arguments.get("target") or "").absolute())
-    if os.path.realpath(target) != os.path.realpath(job["target"]):
+    given = str(arguments.get("target"))
+    target = given if is_url(given) else os.path.realpath(given)
+    if target != (job.target if is_url(given) else os.path.realpath(job.target)):
         raise OutputError(
             f"the shards' command writes {printable(target)} here",
-            where=printable(job["target"]),
-            hint=f"Run ckpt commit in the folder in which the shards ran: {printable(job['folder'])}.",
+            where=printable(job.target),
+            hint=f"Run ckpt commit in the folder in which the shards ran: {printable(job.folder)}.",
         )

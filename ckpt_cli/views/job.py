@@ -23,7 +23,6 @@ _MAX_ROWS = 20
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
     if resources.shard is not None and job.is_published():
-        notes.note(Notice("shards of this job have published the target already"))
         return Result(Path(job.target), 0, 0, 0, 0, 0.0)
     notes.note(*notices)
     note_plan(job.plan(), job.format.name)
@@ -84,6 +83,9 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
     checked = (
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
+    if not result.files and not result.pending:
+        say(f"{printable(str(result.target))} is complete: shards of this job have published it already")
+        return
     if result.pending:
         say(f"wrote {format_nbytes(result.nbytes)} in {result.files} files{resumed}; {result.pending}")
         return

@@ -100,7 +100,7 @@ def write(
         check_scales_out(plan, format)
     with (
         connected(resources) as cluster,
-        open_staging(target, resources.locks) as stage,
+        open_staging(target, resources, plan.single_file is not None) as stage,
         deferred_interrupts() as stop,
     ):
         try:
@@ -224,6 +224,9 @@ class _Unfinished(Protocol):
     def target(self) -> Path: ...
 
     @property
+    def disk(self) -> Path: ...
+
+    @property
     def how_to_give_up(self) -> str: ...
 
 
@@ -236,7 +239,7 @@ def system_error(error: OSError, stage: _Unfinished, identities: Identities) -> 
 def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
-        return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")
+        return NoSpace("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
     return OutputError(
         f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
     )

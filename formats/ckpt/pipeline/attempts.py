@@ -16,11 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
+from typing import ClassVar
 
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
 
 ATTEMPTS = "attempts"
+_PARALLEL = 4
 _NUMBERS = count()
 
 
@@ -36,6 +38,10 @@ class Attempt:
     """Whether a file that another attempt has completed stays; else it is replaced. Both have the same bytes."""
     is_wanted: Callable[[], bool] = lambda: True
     """Whether somebody waits for the files."""
+
+    @property
+    def parallel(self) -> int:
+        return _PARALLEL
 
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush the file to the disk and give it its final name. Raises `OSError` if the job was given up."""
@@ -85,6 +91,7 @@ class SharedFolder:
 
     folder: Path
     token: str
+    check_every: ClassVar[float] = 1.0
 
     @contextmanager
     def attempt(self) -> Iterator[Attempt]:

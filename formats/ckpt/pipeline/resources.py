@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.bands import BAND
@@ -21,6 +22,8 @@ class Resources:
     """Bytes of tensor data that all workers together hold in memory."""
     locks: bool = True
     """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
+    scratch: Path | None = None
+    """The folder for files on their way to a store; None: where the system has temporary files."""
     executor: str | None = None
     """Who writes the files of a job: None, threads of this process; `dask://HOST:PORT` or `ray://HOST:PORT`, workers of
     a cluster, each with one thread and `memory` for itself."""
@@ -33,12 +36,13 @@ class Resources:
         workers: int | None = None,
         memory: int = 256 << 20,
         locks: bool = True,
+        scratch: Path | None = None,
         executor: str | None = None,
         shard: Shard | None = None,
     ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), max_workers()), memory, locks, executor, shard)
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch, executor, shard)
 
     @property
     def files(self) -> int:

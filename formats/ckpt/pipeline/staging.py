@@ -28,12 +28,20 @@ class Sink(Protocol):
     def data(self) -> Path:
         """A folder of the file system, in which formats write files."""
 
+    @property
+    def parallel(self) -> int:
+        """How many files may be persisted at once."""
+
     def persist(self, receipt: Receipt) -> Receipt:
         """Bring a finished file to where a crash of this process does not reach it. From any thread."""
 
 
 class SharedTarget(Protocol):
     """What a process elsewhere needs to write files of a target: plain data, to be sent."""
+
+    @property
+    def check_every(self) -> float:
+        """Seconds between two calls of `is_open`, by each worker: it costs a request."""
 
     def attempt(self) -> AbstractContextManager[Sink]:
         """A sink for some files. Raises `OutputError` if the target cannot be written from here."""
@@ -51,6 +59,16 @@ class Staging(ABC):
     @abstractmethod
     def data(self) -> Path:
         """As of `Sink`; `commit` of a format writes there, too."""
+
+    @property
+    @abstractmethod
+    def disk(self) -> Path:
+        """Whose file system must have space for what is written."""
+
+    @property
+    @abstractmethod
+    def parallel(self) -> int:
+        """As of `Sink`."""
 
     @property
     @abstractmethod

@@ -19,9 +19,6 @@ from ckpt_formats.core.format import FilePlan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.version import VERSION
 
-_CHECK_EVERY = 1.0
-"""Seconds between two checks whether the run goes on."""
-
 
 @dataclass(frozen=True)
 class WorkerJob:
@@ -114,12 +111,12 @@ class _Watch:
     """Called with numbers of bytes while files are written. Raises `OutputError` when the run has ended."""
 
     def __init__(self, target: SharedTarget) -> None:
-        self._target, self._next = target, time.monotonic() + _CHECK_EVERY
+        self._target, self._next = target, time.monotonic() + target.check_every
 
     def __call__(self, nbytes: int) -> None:
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + _CHECK_EVERY
+        self._next = time.monotonic() + self._target.check_every
         if not self._target.is_open():
             raise OutputError("the run has ended, and nobody waits for this file")
 

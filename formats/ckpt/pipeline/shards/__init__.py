@@ -7,7 +7,7 @@ there verifies the checksums, commits and publishes the target. A process may be
 import heapq
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt import pipeline
@@ -16,13 +16,16 @@ from ckpt.pipeline.groups import Group, in_step, nbytes
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shard import Shard
-from ckpt.pipeline.shards.folder import ShardFolder, open_shards
+from ckpt.pipeline.shards import folder
+from ckpt.pipeline.shards.job import ShardJob
+from ckpt.pipeline.shards.staging import ShardStaging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Incomplete
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, check_unchanged
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 
 _MAX_GROUP = 64
@@ -47,7 +50,9 @@ def write_shard(
     """
     check_scales_out(plan, format)
     started, identities = time.monotonic(), pipeline.identities_of(source, format)
-    stage = open_shards(target, pipeline.job_id(source, identities, format), source.path, format.name, shard)
+    files = [part.file for part in plan.files]
+    job = ShardJob.of(pipeline.job_id(source, identities, format), source.path, target, format.name, files, shard)
+    stage = _open(target, job, shard, format, resources)
     with deferred_interrupts() as stop:
         try:
             before = stage.receipts()
@@ -72,12 +77,46 @@ def write_shard(
                     checksums = pipeline.verify_receipts(in_order, identities)
                     staging.reached("settled")
                     raise_if_interrupted(stop)
-                    _commit(stage, source, format, in_order, identities)
+
+                    def commit(folder: Path) -> None:
+                        format.commit(folder, source, in_order)
+                        staging.reached("committed")
+                        check_unchanged(identities)
+
+                    stage.publish(in_order, commit)
         except OSError as error:
             raise pipeline.system_error(error, stage, identities) from error
     total = sum(receipt.nbytes for receipt in in_order)
     seconds = time.monotonic() - started
     return pipeline.Result(target, len(in_order), total, len(before), checksums, seconds, pending=pending)
+
+
+def is_published(target: Path, job_id: str) -> bool:
+    """Whether shards of a job have published its target, not long ago. Of targets in stores nobody knows it."""
+    return not isinstance(target, StorePath) and folder.is_published(target, job_id)
+
+
+def unfinished_job(target: Path) -> ShardJob | None:
+    """The job whose shards write a target; None if the target is complete.
+
+    Raises `NotFound` if no shards write it, `OutputError` if those of several jobs do, `Corrupt`.
+    """
+    if not isinstance(target, StorePath):
+        return folder.unfinished_job(target)
+    from ckpt.pipeline.shards import objects
+
+    job = objects.unfinished_job(target)
+    if job is None and not target.exists():
+        raise folder.no_shards(target)
+    return job
+
+
+def _open(target: Path, job: ShardJob, shard: Shard, format: WritableFormat, resources: Resources) -> ShardStaging:
+    if isinstance(target, StorePath):
+        from ckpt.pipeline.shards import objects
+
+        return objects.open_objects(target, job, format, resources)
+    return folder.open_folder(target, job, shard)
 
 
 def deal(files: Sequence[FilePlan], shard: Shard) -> list[Group]:
@@ -87,11 +126,12 @@ def deal(files: Sequence[FilePlan], shard: Shard) -> list[Group]:
     """
     if shard.only_commits:
         return []
-    groups = in_step(files, max(1, min(_MAX_GROUP, len(files) // (_GROUPS * shard.count))))
-    return [group for group, number in _dealt(groups, shard.count) if number == shard.number]
+    return [group for group, number in _dealt(files, shard.count) if number == shard.number]
 
 
-def _dealt(groups: Iterable[Group], count: int) -> Iterable[tuple[Group, int]]:
+def _dealt(files: Sequence[FilePlan], count: int) -> Iterator[tuple[Group, int]]:
+    """All groups, each with the number of the shard that writes it."""
+    groups = in_step(files, max(1, min(_MAX_GROUP, len(files) // (_GROUPS * count))))
     loads = [(0, number) for number in range(count)]
     for group in sorted(groups, key=lambda group: (-nbytes(group), group[0].file)):
         load, number = loads[0]
@@ -100,9 +140,9 @@ def _dealt(groups: Iterable[Group], count: int) -> Iterable[tuple[Group, int]]:
 
 
 def _write(
-    stage: ShardFolder,
+    stage: ShardStaging,
     plan: Plan,
-    written: "dict[str, Receipt]",
+    written: Mapping[str, Receipt],
     format: WritableFormat,
     resources: Resources,
     shard: Shard,
@@ -124,21 +164,7 @@ def _write(
     return fresh
 
 
-def _commit(
-    stage: ShardFolder,
-    source: Checkpoint,
-    format: WritableFormat,
-    receipts: Sequence[Receipt],
-    identities: Identities,
-) -> None:
-    folder = stage.take_over(receipts)
-    format.commit(folder, source, receipts)
-    staging.reached("committed")
-    check_unchanged(identities)
-    stage.publish(folder)
-
-
-def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardFolder) -> str:
+def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardStaging) -> str:
     """Which files are missing, as a part of a sentence. Raises `Incomplete` if nobody else would write them."""
     text = f"{len(missing)} of {len(files)} files are not written yet"
     if shard.only_commits:
@@ -148,9 +174,7 @@ def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shar
             hint="Run the shards again that have not ended well; those that have ended write nothing again.",
         )
     names = {part.file for part in missing}
-    groups = in_step(files, max(1, min(_MAX_GROUP, len(files) // (_GROUPS * shard.count))))
-    numbers = sorted(
-        {number for group, number in _dealt(groups, shard.count) if any(one.file in names for one in group)}
-    )
+    dealt = _dealt(files, shard.count)
+    numbers = sorted({number for group, number in dealt if not names.isdisjoint(part.file for part in group)})
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     return f"{text}: those of shards {', '.join(map(str, numbers[:_NAMED]))}{more}"

@@ -9,32 +9,30 @@
     published       written before the last rename; with job.json it stays for a day, for shards that are repeated
 """
 
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from ckpt.pipeline import receipts as journal_lines
 from ckpt.pipeline import staging
 from ckpt.pipeline.attempts import ATTEMPTS, Attempt, attempt_in, flush, process_name
 from ckpt.pipeline.shard import Shard
+from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
+from ckpt.pipeline.shards.staging import ShardStaging
 from ckpt.pipeline.staging import exists
-from ckpt_formats.core.errors import Corrupt, NotFound, OutputError
+from ckpt_formats.core.errors import NotFound, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import rename_new
-from ckpt_formats.core.text import PARTIAL, printable
-from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.core.text import PARTIAL
 
 SHARDS = f".shards{PARTIAL}"
 """The suffix of the folder's name."""
@@ -43,6 +41,7 @@ _DATA = "data"
 _JOURNALS = "journals"
 _PUBLISHED = "published"
 _COMMIT = "commit-"
+_LEASE = "lease"
 _ID = 16
 """Characters of the job's id that are in the folder's name."""
 _FLUSHES = 8
@@ -52,8 +51,8 @@ _NUMBERS = count()
 
 
 @dataclass(frozen=True)
-class ShardFolder:
-    """What there is of a target that shards write."""
+class ShardFolder(ShardStaging):
+    """What there is of a target in a file system that shards write."""
 
     target: Path
     folder: Path
@@ -61,11 +60,14 @@ class ShardFolder:
     _journals: list[Path] = field(default_factory=list, compare=False)
 
     @property
+    def disk(self) -> Path:
+        return self.target
+
+    @property
     def how_to_give_up(self) -> str:
         return f"remove {self.folder} to give up"
 
     def receipts(self) -> dict[str, Receipt]:
-        """The receipts of all shards, of files that are there."""
         complete: dict[str, Receipt] = {}
         places = self._places()
         for path in sorted((self.folder / _JOURNALS).iterdir()):
@@ -75,11 +77,9 @@ class ShardFolder:
         return complete
 
     def attempt(self) -> AbstractContextManager[Attempt]:
-        """A sink for the files of this process."""
         return attempt_in(self.folder, self.folder / _DATA, keep=True)
 
     def note(self, receipt: Receipt) -> None:
-        """Add a receipt to the journal of this process."""
         if not self._journals:
             self._journals.append(_new_file(self.folder / _JOURNALS, f"{self.shard.number}-{process_name()}"))
         with self._journals[0].open("a") as file:
@@ -87,11 +87,7 @@ class ShardFolder:
 
     @contextmanager
     def lease(self, wait: bool, stop: threading.Event) -> Iterator[str | None]:
-        """Within, this process alone publishes; gives None, or who does so instead.
-
-        With `wait`, it is waited until the other one has ended or died.
-        """
-        lease = FileLease(self.folder / "lease")
+        lease = FileLease(self.folder / _LEASE)
         while (holder := lease.acquire()) is not None:
             if self.is_published() or not wait or stop.wait(0.5):
                 break
@@ -102,20 +98,12 @@ class ShardFolder:
                 lease.release()
 
     def is_published(self) -> bool:
-        """Whether shards of this job have published the target."""
         return (self.folder / _PUBLISHED).exists() and os.path.lexists(self.target)
 
-    def take_over(self, receipts: Sequence[Receipt]) -> Path:
-        """The folder of the complete files, under a name of this process's own: one that was thought dead loses it."""
-        for place in self._places():
-            if all(_is_there(place, receipt) for receipt in receipts):
-                own = self.folder / f"{_COMMIT}{process_name()}-{next(_NUMBERS)}"
-                os.rename(place, own)
-                return own
-        raise OutputError("the files that the shards have written are gone", where=self.folder)
-
-    def publish(self, data: Path) -> None:
-        """Flush everything to the disk, then rename it to the target. Raises `OutputError` if that exists."""
+    def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
+        """Commit, flush everything to the disk, and rename it to the target. Raises `OutputError` if that exists."""
+        data = self._take_over(receipts)
+        commit(data)
         with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
             list(pool.map(flush, (*data.rglob("*"), data)))
         (self.folder / _PUBLISHED).touch()
@@ -127,24 +115,33 @@ class ShardFolder:
             raise exists(self.target) from None
         staging.reached("renamed")
         flush(self.target.parent)
-        self._remove_all_but((JOB, _PUBLISHED, "lease"))
+        self._remove_all_but((JOB, _PUBLISHED, _LEASE))
 
-    def begin(self, description: Mapping[str, Any]) -> None:
+    def begin(self, job: ShardJob) -> None:
         """Make the folder, if no shard has done so."""
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(error, self.target.parent) from error
         if not os.path.lexists(self.target):
-            if not self._places():  # the user removed the target that these shards had written
+            if not self._places():  # new, or the user removed the target that these shards had written
                 (self.folder / _PUBLISHED).unlink(missing_ok=True)
                 (self.folder / _DATA).mkdir(exist_ok=True)
             for name in (_JOURNALS, ATTEMPTS):
                 (self.folder / name).mkdir(exist_ok=True)
         if not (self.folder / JOB).exists():
             draft = _new_file(self.folder, f"job-{process_name()}")
-            draft.write_text(json.dumps(description, indent=1))
+            draft.write_bytes(job.to_json())
             os.replace(draft, self.folder / JOB)
+
+    def _take_over(self, receipts: Sequence[Receipt]) -> Path:
+        """The folder of the complete files, under a name of this process's own: one that was thought dead loses it."""
+        for place in self._places():
+            if all(_is_there(place, receipt) for receipt in receipts):
+                own = self.folder / f"{_COMMIT}{process_name()}-{next(_NUMBERS)}"
+                os.rename(place, own)
+                return own
+        raise OutputError("the files that the shards have written are gone", where=self.folder)
 
     def _places(self) -> list[Path]:
         """Where complete files may be: in `data`, unless somebody publishes, or died while he did."""
@@ -160,25 +157,14 @@ class ShardFolder:
                 path.unlink(missing_ok=True)
 
 
-def open_shards(target: Path, job_id: str, source: Path, format_name: str, shard: Shard) -> ShardFolder:
+def open_folder(target: Path, job: ShardJob, shard: Shard) -> ShardFolder:
     """The folder of the shards of a job. Raises `OutputError` if shards of another job write this target."""
     sweep(target.parent)
-    stage = ShardFolder(target, folder_of(target, job_id), shard)
-    stage.begin(
-        {
-            "id": job_id,
-            "written_by": WRITTEN_BY,
-            "source": str(source),
-            "target": str(target.absolute()),
-            "format": format_name,
-            "command": list(shard.command),
-            "folder": os.getcwd(),
-            "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-    )
+    stage = ShardFolder(target, folder_of(target, job.id), shard)
+    stage.begin(job)
     for folder in folders_of(target):
         if folder != stage.folder and not (folder / _PUBLISHED).exists():
-            raise _of_another_job(target, folder)
+            raise _job_in(folder).refused(target, f"remove {folder}")
     return stage
 
 
@@ -194,44 +180,29 @@ def folders_of(target: Path) -> list[Path]:
     return [target.parent / name for name in names if len(name) == len(start) + _ID + len(end)]
 
 
-def unfinished_job(target: Path) -> dict[str, Any] | None:
-    """The description of the job whose shards write a target; None if the target is complete.
-
-    Raises `NotFound` if no shards write it, `OutputError` if those of several jobs do, `Corrupt`.
-    """
+def unfinished_job(target: Path) -> ShardJob | None:
+    """The job whose shards write a target; None if the target is complete. Raises as that of the package."""
     if os.path.lexists(target):
         return None
     folders = folders_of(target) if target.parent.is_dir() else []
     if not folders:
-        raise NotFound(
-            "no shards have written this target",
-            where=target,
-            hint="Name the target of a command that was run with --shard.",
-        )
+        raise no_shards(target)
     # A job whose target was published, and removed since, is done.
     unfinished = [folder for folder in folders if not (folder / _PUBLISHED).exists()] or folders[:1]
     if len(unfinished) > 1:
-        raise _of_another_job(target, unfinished[1])
-    return description(unfinished[0])
+        raise _job_in(unfinished[1]).refused(target, f"remove {unfinished[1]}")
+    return _job_in(unfinished[0])
+
+
+def no_shards(target: Path) -> NotFound:
+    """The error for a target that is not there, and that no shards write."""
+    hint = "Name the target of a command that was run with --shard."
+    return NotFound("no shards have written this target", where=target, hint=hint)
 
 
 def is_published(target: Path, job_id: str) -> bool:
     """Whether shards of a job have published its target, not long ago."""
     return ShardFolder(target, folder_of(target, job_id), Shard(0, 0)).is_published()
-
-
-def description(folder: Path) -> dict[str, Any]:
-    """What `job.json` in a folder of shards says. Raises `Corrupt`."""
-    try:
-        fields = json.loads((folder / JOB).read_text("utf-8"))
-        texts = [fields[name] for name in ("id", "written_by", "source", "target", "format", "folder", "begun")]
-        if not all(isinstance(text, str) for text in (*texts, *fields["command"])):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise Corrupt(
-            "is not the description of a job", where=folder / JOB, hint="Run one of the shards again."
-        ) from None
-    return dict(fields)
 
 
 def sweep(place: Path) -> None:
@@ -242,15 +213,13 @@ def sweep(place: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _of_another_job(target: Path, folder: Path) -> OutputError:
-    other = description(folder)
-    command = " ".join(other["command"]) or f"{other['source']} to {other['format']}"
-    return OutputError(
-        f"shards of another job write this target: `{printable(command)}`, begun {printable(other['begun'])} with "
-        f"{printable(other['written_by'])}; this is {WRITTEN_BY}",
-        where=target,
-        hint=f"All shards need the same source, options and version of ckpt. Remove {folder} to give up the other job.",
-    )
+def _job_in(folder: Path) -> ShardJob:
+    """The job whose shards write in a folder. Raises `Corrupt`."""
+    path = folder / JOB
+    try:
+        return ShardJob.from_json(path.read_bytes(), path)
+    except OSError:
+        return ShardJob.from_json(b"", path)
 
 
 def _is_there(place: Path, receipt: Receipt) -> bool:
