@@ -18,7 +18,7 @@ from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards import folder
 from ckpt.pipeline.shards.job import ShardJob
-from ckpt.pipeline.shards.staging import ShardStaging
+from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -78,8 +78,8 @@ def write_shard(
                     staging.reached("settled")
                     raise_if_interrupted(stop)
 
-                    def commit(folder: Path) -> None:
-                        format.commit(folder, source, in_order)
+                    def commit(place: Path) -> None:
+                        format.commit(place, source, in_order)
                         staging.reached("committed")
                         check_unchanged(identities)
 

@@ -26,7 +26,7 @@ from ckpt.pipeline.attempts import ATTEMPTS, Attempt, attempt_in, flush, process
 from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
-from ckpt.pipeline.shards.staging import ShardStaging
+from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt_formats.core.errors import NotFound, OutputError
 from ckpt_formats.core.format import Receipt

@@ -19,7 +19,7 @@ from uuid import uuid4
 from ckpt.pipeline import receipts as journal_lines
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shards.job import ShardJob
-from ckpt.pipeline.shards.staging import ShardStaging
+from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
 from ckpt.pipeline.store_staging import StoreStaging, open_store, staged_folder
