@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +16,12 @@ from ckpt_formats.core.errors import Unsupported
 
 _CONNECT = 20
 """Seconds until a scheduler must answer."""
+_ANSWER = 60
+"""Seconds until all workers must have said which version of ckpt they have."""
+_GOODBYE = 3
+"""Seconds for farewells."""
+_FETCHERS = 16
+"""Threads that fetch receipts from workers."""
 _JOBS: dict[str, WorkerJob] = {}
 """The jobs of this worker process, by their tokens."""
 
@@ -31,12 +37,13 @@ class DaskCluster:
         self._token = uuid4().hex
         self._started: dict[int, Start] = {}
         self._tasks: dict[int, Any] = {}
+        self._fetchers = ThreadPoolExecutor(_FETCHERS, "ckpt-results")
         self._slots, self._workers, self._asked = 0, 0, 0.0
         self._client = self._connected(url)
         try:
             self._check_versions()
         except BaseException:
-            self._client.close(timeout=2)
+            self._client.close(timeout=_GOODBYE)
             raise
         self._client.subscribe_topic(self._token, self._note_start)
 
@@ -56,7 +63,10 @@ class DaskCluster:
 
     def _check_versions(self) -> None:
         try:
-            check_workers(self.url, self._client.run(version_here).values())
+            versions = self._client.sync(self._client._run, version_here, callback_timeout=_ANSWER)
+            check_workers(self.url, versions.values())
+        except TimeoutError:
+            unreachable(self.url, f"a worker says nothing for {_ANSWER} s")
         except ModuleNotFoundError as error:
             raise no_ckpt(self.url, error) from None
 
@@ -82,7 +92,8 @@ class DaskCluster:
             except Exception as error:
                 result.set_exception(error)
 
-        submitted.add_done_callback(copy)
+        # Dask has one thread for all callbacks, and a result on a worker that hangs would block it.
+        submitted.add_done_callback(lambda done: self._fetchers.submit(copy, done))
         return result
 
     def cancel(self, tasks: "Mapping[int, Future[Outcome]]") -> None:
@@ -115,11 +126,13 @@ class DaskCluster:
     def close(self) -> None:
         try:
             if self._client.status == "running":
-                self._client.unregister_worker_plugin(self._token)
+                unregister = self._client._unregister_worker_plugin
+                self._client.sync(unregister, self._token, callback_timeout=_GOODBYE)
         except Exception:
-            pass  # the scheduler is lost, and its plugins with it
+            pass  # the scheduler is lost, and its plugins with it; or a worker hangs
         finally:
-            self._client.close(timeout=2)
+            self._client.close(timeout=_GOODBYE)
+            self._fetchers.shutdown(wait=False, cancel_futures=True)
 
 
 class _JobPlugin(WorkerPlugin):  # type: ignore[misc]  # its types are not read

@@ -109,7 +109,7 @@ class _Run:
         """Groups that were started once more."""
         self._paces: list[float] = []
         """Seconds for each byte, of the tasks that have ended."""
-        self._shown = time.monotonic()
+        self._shown = self._last_end = time.monotonic()
         self.running: dict[int, _Task] = {}
 
     @property
@@ -144,6 +144,7 @@ class _Run:
                 return []
             raise outcome.failure.error from _OnWorker(f"\n\non {outcome.where}:\n{outcome.failure.traceback}")
         self._left.discard(task.group)
+        self._last_end = time.monotonic()
         self._paces.append(outcome.seconds / self._nbytes[task.group])
         return list(outcome.receipts)
 
@@ -153,16 +154,17 @@ class _Run:
             return
         pace, now, started = median(self._paces), time.monotonic(), self._cluster.started()
         for number, task in list(self.running.items()):
-            begun = started.get(number)
-            if begun is None or task.group in self._again or task.group not in self._left:
+            if task.group in self._again or task.group not in self._left:
                 continue
-            if now - begun.at > max(_MIN_SLOW, _SLOW * pace * self._nbytes[task.group]):
+            # A task that has not begun waits for others, unless none has ended for long: then its worker hangs.
+            begun = started[number].at if number in started else self._last_end
+            if now - begun > max(_MIN_SLOW, _SLOW * pace * self._nbytes[task.group]):
                 self._again.add(task.group)
                 self._start(task.group)
 
     def show_status_sometimes(self) -> None:
         if time.monotonic() - self._shown >= _STATUS_EVERY:
-            self._shown = time.monotonic()
+            self._shown = self._last_end = time.monotonic()
             self._show_status(self._status())
 
     def _status(self) -> ClusterStatus:
