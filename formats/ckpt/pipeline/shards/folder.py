@@ -115,7 +115,7 @@ class ShardFolder(ShardStaging):
             raise exists(self.target) from None
         staging.reached("renamed")
         flush(self.target.parent)
-        self._remove_all_but((JOB, _PUBLISHED, _LEASE))
+        self.remove_all_but_the_mark()
 
     def begin(self, job: ShardJob) -> None:
         """Make the folder, if no shard has done so."""
@@ -147,9 +147,10 @@ class ShardFolder(ShardStaging):
         """Where complete files may be: in `data`, unless somebody publishes, or died while he did."""
         return [*sorted(self.folder.glob(f"{_COMMIT}*")), *(p for p in (self.folder / _DATA,) if p.is_dir())]
 
-    def _remove_all_but(self, names: Sequence[str]) -> None:
+    def remove_all_but_the_mark(self) -> None:
+        """Remove all but what says that the job is done."""
         for path in self.folder.iterdir():
-            if path.name in names:
+            if path.name in (JOB, _PUBLISHED):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -201,8 +202,12 @@ def no_shards(target: Path) -> NotFound:
 
 
 def is_published(target: Path, job_id: str) -> bool:
-    """Whether shards of a job have published its target, not long ago."""
-    return ShardFolder(target, folder_of(target, job_id), Shard(0, 0)).is_published()
+    """Whether shards of a job have published its target, not long ago. Removes what one that died then has left."""
+    stage = ShardFolder(target, folder_of(target, job_id), Shard(0, 0))
+    done = stage.is_published()
+    if done:
+        stage.remove_all_but_the_mark()
+    return done
 
 
 def sweep(place: Path) -> None:
