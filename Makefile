@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Of what `make dist` runs, with versions of its own.
+RELEASE := .venv-release
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
 # What the library of kernels is built from.
 SOURCES := $(filter-out %/fuzz.c $(wildcard codecs/kernels/fuzz_*.c), $(wildcard codecs/kernels/*.[ch]))
@@ -14,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels wheels dist aarch64 test samples clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -52,6 +54,9 @@ kernels: $(VENV)/.installed  ## the library of C kernels, built in place from wh
 wheels: $(VENV)/.tested  ## a wheel for each platform, its contents compared with what they must be
 	$(BIN)/python tests/wheels.py
 
+dist: $(RELEASE)/.installed  ## what is published, into dist/: built twice and compared, checked, installed, tried
+	$(RELEASE)/bin/python release/dist.py
+
 aarch64: $(VENV)/.tested  ## the kernels of aarch64 against those of this machine, emulated by qemu-aarch64
 	$(BIN)/python tests/aarch64.py
 
@@ -84,5 +89,10 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --no-deps megatron-core
 	touch $@
 
+$(RELEASE)/.installed: release/requirements.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --requirement release/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .zig-cache demo-universal dist
+	rm -rf $(VENV) $(RELEASE) .zig-cache demo-universal dist
