@@ -4,8 +4,8 @@
    platform. Both builds must be equal byte for byte; all times in them are that of the commit.
 2. `twine check --strict`, `auditwheel show`, and the tests of `tests/wheels.py` look at the files. (`abi3audit` has
    nothing to look at: the library is loaded by ctypes and uses nothing of Python's ABI.)
-3. Each file that can run here is installed into a clean environment, where the README's demo runs: the wheel in each
-   Python that is found, and by uvx and pipx; the source archive in this Python; the aarch64 wheel in an emulated machine.
+3. Each file that can run here is installed into a clean environment, where the demo of the README runs: the wheel in
+   each Python that is found, and by uvx and pipx; the source archive in this Python; the wheel of aarch64, emulated.
 4. dist/ gets the files, a list of components (CycloneDX), and the checksums of all of it. Wheels that nothing here
    can run are in dist/untested/.
 
