@@ -16,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels wheels dist aarch64 test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels wheels site pictures dist aarch64 test samples clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -54,6 +54,12 @@ kernels: $(VENV)/.installed  ## the library of C kernels, built in place from wh
 wheels: $(VENV)/.tested  ## a wheel for each platform, its contents compared with what they must be
 	$(BIN)/python tests/wheels.py
 
+site: $(VENV)/.tested  ## the site of the docs, into site/; look at it with `python3 -m http.server --directory site`
+	$(BIN)/python docs/make_site.py
+
+pictures: $(VENV)/.installed $(VENV)/.kernels  ## the terminal pictures of the docs, drawn anew
+	$(BIN)/python docs/make_pictures.py
+
 dist: $(RELEASE)/.installed  ## what is published, into dist/: built twice and compared, checked, installed, tried
 	$(RELEASE)/bin/python release/dist.py
 
@@ -85,7 +91,7 @@ $(VENV)/.kernels: $(VENV)/.installed hatch_build.py $(SOURCES)
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test,site]'
 	$(PIP) --no-deps megatron-core
 	touch $@
 
@@ -95,4 +101,4 @@ $(RELEASE)/.installed: release/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(RELEASE) .zig-cache demo-universal dist
+	rm -rf $(VENV) $(RELEASE) .zig-cache demo-universal dist site .site .cache

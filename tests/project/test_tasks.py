@@ -1,4 +1,4 @@
-"""All commands and all lines of Python in docs/tasks.md run, in the order of the page, on real checkpoints."""
+"""All commands and all lines of Python in docs/tasks.md and docs/start.md run, in order, on real checkpoints."""
 
 import json
 import re
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import ckpt as library
 from damage import SAMPLES, ckpt
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
 BLOCK = re.compile(r"<!-- runs ?(\d*) -->\n```(console|python)\n(.*?)```", re.DOTALL)
 """A code block, before it the exit code of its commands, if it is not 0."""
 SAMPLE_OF = {
@@ -48,22 +49,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_task_of_the_page_is_done(folder: Path) -> None:
-    blocks = BLOCK.findall(PAGE)
-    assert len(blocks) >= 30
+def run_blocks(page: str) -> int:
+    """Run the marked blocks of a page in their order. Returns how many there are."""
+    blocks = BLOCK.findall(page)
     for code, language, text in blocks:
         if language == "python":
-            assert len([line for line in text.splitlines() if line.strip()]) <= 5
-            exec(compile(text, "docs/tasks.md", "exec"), {})
+            exec(compile(text, "a block of Python", "exec"), {})
             continue
         for line in text.splitlines():
             assert line.startswith("$ ckpt ")
             done = ckpt(*shlex.split(line)[2:])
             assert done.code == int(code or 0), f"{line}\n{done.out}\n{done.err}"
-    written = {path.name for path in folder.iterdir()} - set(SAMPLE_OF)
-    assert not {name for name in written if name.startswith(".")}
-    assert len(written) > 25
-    assert load_file(folder / "merged" / "model.safetensors" if (folder / "merged").is_dir() else folder / "merged")
+    return len(blocks)
+
+
+def test_every_task_of_the_page_is_done(folder: Path) -> None:
+    assert run_blocks(PAGE) >= 30
+    names = {path.name for path in folder.iterdir()} - set(SAMPLE_OF)
+    assert len(names) > 25
+    assert not [name for name in names if name.startswith(".")]
+    assert len(library.open("merged")) == 1
+
+
+def test_no_task_needs_more_than_five_lines_of_python() -> None:
+    blocks = [text for _, language, text in BLOCK.findall(PAGE) if language == "python"]
+    assert blocks
+    assert all(len(text.split("\n\n")) <= 2 and len(list(filter(str.strip, text.splitlines()))) <= 5 for text in blocks)
+
+
+def test_the_first_two_minutes_go_as_the_page_says(folder: Path) -> None:
+    assert run_blocks(START) >= 4
+    assert len(library.open("from-python.safetensors")) == len(library.open("weights.safetensors"))
 
 
 def test_every_block_of_the_page_is_run_but_those_that_need_a_bucket() -> None:
