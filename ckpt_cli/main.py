@@ -46,6 +46,7 @@ COMMANDS = {
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
     "doctor": "ckpt_cli.commands.doctor:doctor",
+    "clean": "ckpt_cli.commands.clean:clean",
 }
 
 EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {

@@ -31,7 +31,13 @@ from damage import ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    *sorted(DOCS.glob("*.md")),
+]
 README = (ROOT / "README.md").read_text("utf-8")
 SAMPLE = ROOT / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
 
