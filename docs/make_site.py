@@ -94,6 +94,8 @@ def _link(path: Path, found: "re.Match[str]") -> str:
         return found[0]
     name, sharp, anchor = link.partition("#")
     place = (path.parent / name).resolve()
+    if text.endswith(".md") and not anchor and place.is_file():
+        text = _title(place)
     if place.is_relative_to(DOCS) and place.suffix in (".md", ".png", ".svg"):
         return f"{mark}[{text}]({place.relative_to(DOCS)}{sharp}{anchor})"
     if place == ROOT / "README.md":
@@ -101,6 +103,12 @@ def _link(path: Path, found: "re.Match[str]") -> str:
     if place.parent == ROOT and place.name in TOP:
         return f"{mark}[{text}]({TOP[place.name]}{sharp}{anchor})"
     return text  # code, which the site does not have
+
+
+def _title(path: Path) -> str:
+    """The title of a page, which says more to readers of the site than its path."""
+    first = path.read_text("utf-8").partition("\n")[0]
+    return first.removeprefix("# ")
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ With --quick, steps 1 and 2 are done for this machine's platform alone, and the 
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -220,6 +221,9 @@ def describe_components(python: Path, target: Path, time: int) -> None:
         *("--output-reproducible", "--output-format", "JSON", "--output-file", target, python),
         env=os.environ | {"SOURCE_DATE_EPOCH": str(time)},
     )
+    described = json.loads(target.read_text("utf-8"))
+    described["metadata"]["component"]["version"] = wheels.VERSION  # pyproject.toml leaves it to a module
+    target.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def publish(files: list[Path], untested: tuple[str, ...]) -> None:
