@@ -43,6 +43,9 @@ MOST_INSTALLED_NBYTES = 60_000_000
 NOT_COUNTED = re.compile(r"(numpy|pip|setuptools)([-.].*)?|_distutils_hack|distutils-precedence\.pth")
 
 
+DEBIAN_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
 class Failure(SystemExit):
     """Something is not fit to be published; says what."""
 
@@ -200,8 +203,8 @@ def try_tools(wheel: Path, sources: Path, folder: Path) -> None:
 
 def try_emulated(wheel: Path, sources: Path, folder: Path) -> None:
     """The wheel of aarch64, in an emulated machine with a Python of its own."""
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        say("aarch64: NOT tried: the emulator is fetched by Debian's tools")
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb") and DEBIAN_KEYS.is_file()):
+        say("aarch64: NOT tried: the emulator and its Python are fetched by Debian's tools")
         return
     aarch64.prepare()
     with zipfile.ZipFile(wheel) as archive:
