@@ -16,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels wheels site pictures dist aarch64 test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -48,20 +48,22 @@ types: $(VENV)/.tested
 docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 	$(BIN)/python docs/make_cli.py --check
 
+.PHONY: site terminals dist
+
+site: $(VENV)/.tested  ## the site of the docs, into site/; look at it with `python3 -m http.server --directory site`
+	$(BIN)/python docs/make_site.py
+
+terminals: $(VENV)/.installed $(VENV)/.kernels  ## the terminal pictures of the docs, drawn anew
+	$(BIN)/python docs/make_terminal_pictures.py
+
+dist: $(RELEASE)/.installed  ## what is published, into dist/: built twice and compared, checked, installed, tried
+	$(RELEASE)/bin/python release/dist.py
+
 kernels: $(VENV)/.installed  ## the library of C kernels, built in place from what the sources are now
 	$(BIN)/python hatch_build.py
 
 wheels: $(VENV)/.tested  ## a wheel for each platform, its contents compared with what they must be
 	$(BIN)/python tests/wheels.py
-
-site: $(VENV)/.tested  ## the site of the docs, into site/; look at it with `python3 -m http.server --directory site`
-	$(BIN)/python docs/make_site.py
-
-pictures: $(VENV)/.installed $(VENV)/.kernels  ## the terminal pictures of the docs, drawn anew
-	$(BIN)/python docs/make_pictures.py
-
-dist: $(RELEASE)/.installed  ## what is published, into dist/: built twice and compared, checked, installed, tried
-	$(RELEASE)/bin/python release/dist.py
 
 aarch64: $(VENV)/.tested  ## the kernels of aarch64 against those of this machine, emulated by qemu-aarch64
 	$(BIN)/python tests/aarch64.py

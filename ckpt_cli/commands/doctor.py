@@ -17,11 +17,17 @@ UNFIT = 24
 def doctor(path: str, as_json: bool) -> None:
     from ckpt.doctor import examine
     from ckpt_cli.views.doctor import show
-    from ckpt_formats.core.errors import NotFound
+    from ckpt_formats.core.errors import NotFound, Unsupported
     from ckpt_formats.core.text import printable
-    from ckpt_formats.stores.location import local_path
+    from ckpt_formats.stores.location import is_url
 
-    place = local_path(path)
+    if is_url(path):
+        raise Unsupported(
+            "`ckpt doctor` tries the file system of a folder, and no store",
+            where=printable(path),
+            hint="Without PATH, it says for which stores credentials are present.",
+        )
+    place = Path(path)
     folder = place.parent if place.is_file() else place
     if not folder.is_dir():
         raise NotFound(

@@ -1,4 +1,4 @@
-"""Terminal pictures of the docs, as SVG: `python docs/make_pictures.py`. What a command prints, drawn by rich.
+"""Terminal pictures of the docs, as SVG: `python docs/make_terminal_pictures.py`. What a command prints, drawn by rich.
 
 The pictures load nothing: rich's fonts of the network are left out, and the reader's own monospaced font is taken.
 """
