@@ -28,6 +28,24 @@ SAMPLE_OF = {
 }
 """The names in the page, and the samples that have them."""
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Of the model of Megatron's samples, whose arguments leave out some of it."""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -45,6 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     low, high = np.ones((2, 32), np.float32), np.ones((256, 2), np.float32)
     names = {"base_model.model.head.lora_A.weight": low, "base_model.model.head.lora_B.weight": high}
     save_file(names, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
