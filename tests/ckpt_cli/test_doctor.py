@@ -106,6 +106,14 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, code: in
     assert f"the package {package} is" in done.stdout
 
 
+def test_missing_kernels_are_named_with_what_makes_them(tmp_path: Path) -> None:
+    moved = f"from ckpt_codecs.native import library; library.PATH = library.Path({str(tmp_path / 'libckpt.so')!r})"
+    done = run_doctor(str(tmp_path), before=moved)
+    assert done.returncode == UNFIT
+    assert "libckpt.so is missing" in done.stdout
+    assert "mend  make kernels" in done.stdout
+
+
 def test_a_level_that_the_cpu_lacks_is_named_with_what_mends_it(tmp_path: Path) -> None:
     done = run_doctor(str(tmp_path), CKPT_CPU_LEVEL="99")
     assert done.returncode == UNFIT
