@@ -20,7 +20,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 SAMPLE = ROOT / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
-WIDTH = 96
+WIDTH = 100
 MAX_LINES = 24
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 FORMAT = FORMAT.replace("font-family: Fira Code, monospace", "font-family: ui-monospace, Menlo, Consolas, monospace")
@@ -31,7 +31,7 @@ COMMANDS = {
     "diff": ["ckpt diff run later"],
     "chain": ["ckpt append run.chain run", "ckpt append run.chain later --step 10", "ckpt log run.chain"],
     "doctor": ["ckpt doctor ."],
-    "plan": ["ckpt plan --step 0.8s --mtbf 3h --stall 20s"],
+    "plan": ["ckpt plan --step 0.8s --mtbf 3h --stall 20s --restart 2m"],
 }
 """By the name of the picture; all run in one folder, in this order."""
 
@@ -49,7 +49,7 @@ def draw(name: str, commands: list[str], folder: Path) -> None:
         if len(lines) > MAX_LINES:
             lines = [*lines[:MAX_LINES], "..."]
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-        console.print(Text.from_ansi("\n".join(lines)), no_wrap=True, overflow="crop")
+        console.print(Text.from_ansi("\n".join(lines)), no_wrap=True, overflow="ellipsis")
     PICTURES.mkdir(exist_ok=True)
     svg = console.export_svg(title="ckpt", code_format=FORMAT, unique_id=f"ckpt-{name}")
     (PICTURES / f"{name}.svg").write_text(svg, "utf-8")
