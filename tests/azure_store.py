@@ -1,7 +1,8 @@
 """Azure Blob Storage, as its emulator Azurite speaks: `python tests/azure_store.py node_modules/.bin/azurite-blob`.
 
-Not in the check: Azurite comes from npm (`npm install azurite`). Checkpoints are written, read, refused and removed there, an
-object that is replaced is noticed, and one of two leases is refused. The key is the published one of all emulators.
+Not in the check: Azurite comes from npm (`npm install azurite`). Checkpoints are written, read, refused and removed
+there, an object that is replaced is noticed, and one of two leases is refused. The key is the published one of all
+emulators.
 """
 
 import base64
@@ -64,7 +65,8 @@ def check() -> None:
         bucket = Bucket(URL)
         bucket.upload("large", large, lambda: None)
         read = bucket.read("large")
-        assert read is not None and read[0] == large.read_bytes()
+        assert read is not None
+        assert read[0] == large.read_bytes()
         before = source_path(f"{URL}/large")
         bucket.delete(["large"])
         bucket.create("large", bytes(40 << 20))
