@@ -1,7 +1,7 @@
 """Converting into an object store: `python benchmarks/stores_writing.py --gigabytes 0.5 --rounds 3`.
 
 DeepSpeed's ZeRO-1 state (`big_zero.py`) is converted to the universal format on the disk, on the disk and then uploaded
-with obstore as the tools of stores do, and into SeaweedFS on this machine. `upload` is the last part of the second alone.
+with obstore as the tools of stores do (`upload` is this part alone), and into SeaweedFS on this machine.
 A proxy adds 30 ms to each request. Client, server and proxy share the cores here, so rates are lower bounds, and the
 ratios count. Nothing is asserted.
 """
