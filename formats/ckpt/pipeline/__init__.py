@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckpt.pipeline import staging
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.targets import check_target, open_staging
+from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
@@ -133,7 +133,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(target, count, nbytes, resumed, checksums, time.monotonic() - started)
+    return Result(opened_again(target), count, nbytes, resumed, checksums, time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -19,6 +19,7 @@ from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards import folder
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
+from ckpt.pipeline.targets import opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -88,7 +89,8 @@ def write_shard(
             raise pipeline.system_error(error, stage, identities) from error
     total = sum(receipt.nbytes for receipt in in_order)
     seconds = time.monotonic() - started
-    return pipeline.Result(target, len(in_order), total, len(before), checksums, seconds, pending=pending)
+    written = target if pending else opened_again(target)
+    return pipeline.Result(written, len(in_order), total, len(before), checksums, seconds, pending=pending)
 
 
 def is_published(target: Path, job_id: str) -> bool:

@@ -22,7 +22,7 @@ from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
-from ckpt.pipeline.store_staging import StoreStaging, open_store, staged_folder
+from ckpt.pipeline.store_staging import StoreStaging, is_stored, open_store, staged_folder
 from ckpt_formats.core.errors import Incomplete, Locked, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
@@ -84,7 +84,7 @@ class ShardObjects(ShardStaging):
             read = self.bucket.read(key)
             for receipt in journal_lines.from_lines([] if read is None else read[0].decode().splitlines()):
                 there = objects.get(f"{self.target.key}/{receipt.file}")
-                if there is not None and (there.nbytes, there.e_tag) == (receipt.nbytes, receipt.e_tag):
+                if is_stored(receipt, there):
                     complete.setdefault(receipt.file, receipt)
         return complete
 
@@ -149,13 +149,15 @@ class ShardObjects(ShardStaging):
 def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
     """What there is of a target in a store. Raises `OutputError` if another job writes it."""
     stage = ShardObjects(target, job, format, resources)
-    if resources.locks and not stage.bucket.keeps_conditions(staged_folder(target, single_file=False)):
+    stage.begin()
+    key = f"{staged_folder(target, single_file=False)}/job"
+    if resources.locks and not stage.bucket.keeps_conditions(key):
+        stage.bucket.delete([key])
         raise OutputError(
             "this store overwrites objects that are to be created: it ignores `If-None-Match`",
             where=target,
             hint="Shards need a store with conditional requests.",
         )
-    stage.begin()
     return stage
 
 
