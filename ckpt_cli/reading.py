@@ -53,7 +53,13 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
     with reading_headers(path):
         if isinstance(path, str) and path.startswith(SHADOW):
             return open_from_shadow(path)
-        return open_checkpoint(source_path(path), options)
+        return open_checkpoint(_source(path), options)
+
+
+def _source(place: str | Path) -> Path:
+    """The path that the user names; absolute if workers of a cluster read it, who run in other folders."""
+    path, context = source_path(place), click.get_current_context(silent=True)
+    return path.absolute() if context is not None and context.params.get("executor") else path
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:
@@ -73,9 +79,7 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
 
     with reading_headers(chain):
         state = (
-            _open_shadow_state(chain, step)
-            if chain.startswith(SHADOW)
-            else open_step(source_path(chain), step, options)
+            _open_shadow_state(chain, step) if chain.startswith(SHADOW) else open_step(_source(chain), step, options)
         )
     notes.note(*state.checkpoint.notices)
     return state
@@ -133,7 +137,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
             order = _names_in(file)
         else:
             orders[place] = _names_in(file)
-    other = None if shapes is None else open_checkpoint(source_path(shapes))
+    other = None if shapes is None else open_checkpoint(_source(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
 
 

@@ -12,7 +12,7 @@ from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes
-from ckpt.pipeline.writers import check_scales_out, connected, write_missing
+from ckpt.pipeline.writers import check_absolute, check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.files import Reader, Seal, unreadable, verify_seals
@@ -98,6 +98,7 @@ def write(
     identities = identities_of(source, format)
     if resources.executor is not None:
         check_scales_out(plan, format)
+        check_absolute(identities)
     with (
         connected(resources) as cluster,
         open_staging(target, resources, plan.single_file is not None) as stage,

@@ -36,7 +36,9 @@ def clean(target: Path) -> Removed:
 
 
 def _clean_store(target: StorePath) -> Removed:
+    from ckpt.pipeline.shards.objects import done_folder
     from ckpt.pipeline.store_staging import open_store
+    from ckpt_formats.stores.bucket import Bucket
     from ckpt_formats.stores.uploads import abort_uploads
 
     files = nbytes = 0
@@ -45,4 +47,8 @@ def _clean_store(target: StorePath) -> Removed:
             removed = stage.remove()
         files += len(removed)
         nbytes += sum(one.nbytes for one in removed.values())
+    bucket = Bucket(target.store.url)
+    done = bucket.list(done_folder(target))
+    bucket.delete(done)
+    files += len(done)
     return Removed(files, nbytes, abort_uploads(target.store.url, target.key, target.key))

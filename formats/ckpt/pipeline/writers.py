@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline.groups import Group, in_step
@@ -37,6 +38,17 @@ def check_scales_out(plan: Plan, format: WritableFormat) -> None:
             f"the target is one file ({format.name}), which one process writes: more machines do not make it faster",
             hint="Leave out --executor and --shard, or choose a format of several files (--to).",
         )
+
+
+def check_absolute(files: Iterable[Path]) -> None:
+    """Refuse files of the source with relative paths: workers run in other folders. Raises `Unsupported`."""
+    for path in files:
+        if not path.is_absolute():
+            raise Unsupported(
+                "workers of a cluster cannot read a relative path",
+                where=path,
+                hint="Open the source by its absolute path, or by a URL.",
+            )
 
 
 def write_missing(

@@ -38,7 +38,7 @@ class DaskCluster:
         self._started: dict[int, Start] = {}
         self._tasks: dict[int, Any] = {}
         self._fetchers = ThreadPoolExecutor(_FETCHERS, "ckpt-results")
-        self._slots, self._workers, self._asked = 0, 0, 0.0
+        self._slots, self._workers, self._last_count = 0, 0, 0.0
         self._client = self._connected(url)
         try:
             self._check_versions()
@@ -118,10 +118,10 @@ class DaskCluster:
 
     def _look(self) -> None:
         """Ask, at most once a second, how many workers and threads there are."""
-        if time.monotonic() - self._asked < 1 or self._client.status != "running":
+        if time.monotonic() - self._last_count < 1 or self._client.status != "running":
             return
         threads = self._client.nthreads()
-        self._asked, self._workers, self._slots = time.monotonic(), len(threads), sum(threads.values())
+        self._last_count, self._workers, self._slots = time.monotonic(), len(threads), sum(threads.values())
 
     def close(self) -> None:
         try:

@@ -79,7 +79,7 @@ def write_on_cluster(
     After the first error no task is started any more, and those that run are told to stop. Then it is raised.
     """
     cluster.share(job)
-    run = _Run(cluster, job, groups, show_status)
+    run = _Coordination(cluster, job, groups, show_status)
     try:
         while not run.is_done:
             run.submit()
@@ -93,7 +93,7 @@ def write_on_cluster(
         cluster.cancel({number: task.future for number, task in run.running.items()})
 
 
-class _Run:
+class _Coordination:
     def __init__(
         self, cluster: Cluster, job: WorkerJob, groups: Sequence[Group], show_status: Callable[[ClusterStatus], None]
     ) -> None:
@@ -157,8 +157,8 @@ class _Run:
             if task.group in self._again or task.group not in self._left:
                 continue
             # A task that has not begun waits for others, unless none has ended for long: then its worker hangs.
-            begun = started[number].at if number in started else self._last_end
-            if now - begun > max(_MIN_SLOW, _SLOW * pace * self._nbytes[task.group]):
+            start = started[number].at if number in started else self._last_end
+            if now - start > max(_MIN_SLOW, _SLOW * pace * self._nbytes[task.group]):
                 self._again.add(task.group)
                 self._start(task.group)
 
@@ -169,14 +169,14 @@ class _Run:
 
     def _status(self) -> ClusterStatus:
         started, now = self._cluster.started(), time.monotonic()
-        begun: list[tuple[Start, _Task]] = [(started[n], task) for n, task in self.running.items() if n in started]
+        running: list[tuple[Start, _Task]] = [(started[n], task) for n, task in self.running.items() if n in started]
         files = sum(map(len, self._files))
         done = files - sum(len(self._files[group]) for group in self._left)
-        if not begun:
+        if not running:
             return ClusterStatus(files, done, self._cluster.workers(), 0)
-        start, task = min(begun, key=lambda one: one[0].at)
+        start, task = min(running, key=lambda one: one[0].at)
         name = self._groups[task.group][0].file
-        return ClusterStatus(files, done, self._cluster.workers(), len(begun), name, start.where, now - start.at)
+        return ClusterStatus(files, done, self._cluster.workers(), len(running), name, start.where, now - start.at)
 
 
 class _OnWorker(Exception):

@@ -35,7 +35,7 @@ class RayCluster:
         self._token = uuid4().hex
         self._started: dict[int, Start] = {}
         self._references: dict[int, Any] = {}
-        self._asked_started = self._asked_nodes = 0.0
+        self._last_question = self._last_count = 0.0
         self._slots = self._workers = 0
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
@@ -104,8 +104,8 @@ class RayCluster:
 
     def started(self) -> Mapping[int, Start]:
         now = time.monotonic()
-        if now - self._asked_started >= _ASK_EVERY:
-            self._asked_started = now
+        if now - self._last_question >= _ASK_EVERY:
+            self._last_question = now
             try:
                 starts = ray.get(self._board.read.remote(len(self._started)), timeout=_ANSWER)
             except exceptions.RayError:  # the actor is being started elsewhere
@@ -123,8 +123,8 @@ class RayCluster:
         return self._slots
 
     def _look(self) -> None:
-        if time.monotonic() - self._asked_nodes >= _ASK_EVERY:
-            self._asked_nodes = time.monotonic()
+        if time.monotonic() - self._last_count >= _ASK_EVERY:
+            self._last_count = time.monotonic()
             self._slots = self._workers = int(ray.cluster_resources().get("CPU", 0))
 
     def close(self) -> None:

@@ -94,8 +94,12 @@ def write_shard(
 
 
 def is_published(target: Path, job_id: str) -> bool:
-    """Whether shards of a job have published its target, not long ago. Of targets in stores nobody knows it."""
-    return not isinstance(target, StorePath) and folder.is_published(target, job_id)
+    """Whether shards of a job have published its target, not long ago."""
+    if isinstance(target, StorePath):
+        from ckpt.pipeline.shards import objects
+
+        return objects.is_published(target, job_id)
+    return folder.is_published(target, job_id)
 
 
 def unfinished_job(target: Path) -> ShardJob | None:

@@ -28,7 +28,7 @@ class ShardJob:
     """The words of the command line, which `ckpt commit` repeats; empty if a program runs the shards."""
     folder: str
     """The folder in which the command was run."""
-    begun: str
+    started: str
     files: tuple[str, ...]
     """The files of the plan: what may be removed when the job is given up."""
 
@@ -49,7 +49,7 @@ class ShardJob:
         """Raises `Corrupt`."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            names = ("id", "written_by", "source", "target", "format", "folder", "begun")
+            names = ("id", "written_by", "source", "target", "format", "folder", "started")
             texts = {name: fields[name] for name in names}
             words, files = tuple(fields["command"]), tuple(fields["files"])
             if not all(isinstance(text, str) for text in (*texts.values(), *words, *files)):
@@ -63,7 +63,7 @@ class ShardJob:
         """The error for shards of another job, which find that this one writes their target."""
         what = " ".join(self.command) or f"{self.source} to {self.format}"
         return OutputError(
-            f"shards of another job write this target: `{printable(what)}`, begun {printable(self.begun)} with "
+            f"shards of another job write this target: `{printable(what)}`, begun {printable(self.started)} with "
             f"{printable(self.written_by)}; this is {WRITTEN_BY}",
             where=target,
             hint=f"All shards need the same source, options and version. To give up that job, {how_to_give_up}.",

@@ -4,6 +4,8 @@
     PREFIX/.ckpt/journal/N     receipts of finished files: each object is written once
     PREFIX/FILE                data, created on the condition that it does not exist
     PREFIX/.ckpt/lease         who publishes
+    .NAME.shards.ckpt-partial/ID    beside the target: this job is done. Until `ckpt clean` removes it, shards that are
+                                    repeated, or that had nothing to write, know it
 
 So whoever has the lease verifies and publishes as `StoreStaging` does.
 """
@@ -11,13 +13,14 @@ So whoever has the lease verifies and publishes as `StoreStaging` does.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
 from ckpt.pipeline import receipts as journal_lines
 from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.shards.folder import SHARDS
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
@@ -125,8 +128,7 @@ class ShardObjects(ShardStaging):
             yield None if self.is_published() else holder
 
     def is_published(self) -> bool:
-        # Who publishes removes the job at the very end.
-        return self.bucket.head(self._staged("job")) is None
+        return is_published(self.target, self.job.id)
 
     def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
         stage = self._stage
@@ -140,10 +142,27 @@ class ShardObjects(ShardStaging):
                 hint="Run the shards again.",
             )
         commit(stage.data)
+        with suppress(FileExistsError):  # of a run of this job whose target was removed since
+            self.bucket.create(f"{done_folder(self.target)}/{self.job.id}", b"")
         stage.publish(None)
 
     def _staged(self, name: str) -> str:
         return f"{staged_folder(self.target, single_file=False)}/{name}"
+
+
+def done_folder(target: StorePath) -> str:
+    """The key of the folder of objects that say which jobs of shards are done: each has the job's id as its name."""
+    return (target.parent / f".{target.name}{SHARDS}").key
+
+
+def is_published(target: StorePath, job_id: str) -> bool:
+    """Whether shards of a job have published its target."""
+    bucket = Bucket(target.store.url)
+    if bucket.head(f"{done_folder(target)}/{job_id}") is None:
+        return False
+    objects = bucket.list(target.key).keys()
+    job, published = (f"{staged_folder(target, single_file=False)}/{name}" for name in ("job", "published"))
+    return published in objects or (job not in objects and bool(objects))
 
 
 def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
