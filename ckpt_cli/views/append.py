@@ -106,13 +106,13 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
     )
     if member.shared:
         folders = ", ".join(one.folder for one in member.shared)
-        report.say(
+        report.conclude(
             f"not stored again: {format_nbytes(member.shared_nbytes)} of states that did not change, in {folders}"
         )
     if accepted is not None:
-        report.say(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
+        report.conclude(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
     resumed = f", {result.resumed} files of them by an earlier run" if result.resumed else ""
-    report.say(f"wrote {result.files} files in {result.seconds:.1f} s{resumed}")
+    report.conclude(f"wrote {result.files} files in {result.seconds:.1f} s{resumed}")
 
 
 def _accepted_json(accepted: AcceptedStep) -> dict[str, float]:
@@ -129,7 +129,7 @@ def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
     raw, stored = fields["raw_nbytes"], fields["stored_nbytes"]
     sizes = f"about {format_nbytes(stored)} for {format_nbytes(raw)}, {times(raw, stored)}"
     click.echo(printable(f"{place}: {kind}, {sizes}{lossy}"))
-    report.say("estimated from some chunks; nothing was written")
+    report.conclude("estimated from some chunks; nothing was written")
 
 
 def _estimate(

@@ -48,7 +48,7 @@ def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
     for one in chain.segments:
         fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
         click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
-    report.say(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
+    report.conclude(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
 
 
 _SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
@@ -77,8 +77,8 @@ def show_result(result: CompactResult, as_json: bool) -> None:
         else f"{format_nbytes(-result.freed)} more, for fewer deltas to replay"
     )
     from_log = f", {added} written from the log" if added else ""
-    report.say(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
+    report.conclude(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
     if result.packs_nbytes[1]:
-        report.say(
+        report.conclude(
             f"{format_nbytes(result.packs_nbytes[1])} of removed states stay: states that stay lie in their packs"
         )

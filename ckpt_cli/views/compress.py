@@ -7,7 +7,7 @@ from ckpt.job import Job, load_kernels
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
 from ckpt_cli.views import job
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_cli.views.sizes import table
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.text import printable
@@ -34,7 +34,7 @@ def show_estimate(work: Job, as_json: bool) -> None:
         data({"target": str(work.target), "estimate": True} | _json(rows))
         return
     _print(rows, "about")
-    say(f"estimated for {printable(str(work.target))} from some chunks of each kind; nothing was written")
+    conclude(f"estimated for {printable(str(work.target))} from some chunks of each kind; nothing was written")
 
 
 def _print(rows: list[StateSizes], sizes: str) -> None:

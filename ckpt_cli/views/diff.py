@@ -16,7 +16,7 @@ from ckpt_cli import notes
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import diff_page, page
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.text import printable
@@ -80,7 +80,7 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
         click.echo(printable(value))
     if len(result.values) > _MAX_VALUES:
         click.echo(f"and {len(result.values) - _MAX_VALUES} more values")
-    say(_summary(first, second, result, unpaired))
+    conclude(_summary(first, second, result, unpaired))
 
 
 def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.files import SealTable
 from ckpt_formats.core.format import FilePlan
@@ -121,7 +121,7 @@ def print_ranks(
     click.echo("after")
     for line in grid_after(checkpoint, parts):
         click.echo(f"  {line}")
-    say(
+    conclude(
         f"would write {format_nbytes(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; "
         "nothing was "
         "written"

@@ -11,7 +11,7 @@ from ckpt.job import Job
 from ckpt.pipeline import Resources, Result, space_needed
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
@@ -66,7 +66,7 @@ def show_plan(
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
     count = 1 if plan.single_file else len(plan.files)
-    say(
+    conclude(
         f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
         f"in {count} file{'s' * (count != 1)} to {printable(str(target))}; nothing was written"
     )
@@ -83,7 +83,7 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
     )
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"
-    say(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import job
-from ckpt_cli.views.report import say
+from ckpt_cli.views.report import conclude
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP
 from ckpt_formats.core.format import WritableFormat
 
@@ -28,8 +28,8 @@ def restore(state: ChainState, target: Path, format: WritableFormat, resources: 
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target, format, resources, progress)
     job.show_result(result, as_json, _partial_json(state))
-    if not state.checkpoint.errors:
-        say("exact: every bit is as it was saved")
+    if not (as_json or state.checkpoint.errors):
+        conclude("exact: every bit is as it was saved")
 
 
 def _work_json(state: ChainState, resources: Resources) -> dict[str, Any]:

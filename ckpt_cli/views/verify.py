@@ -66,14 +66,14 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
         lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
         count = len(result.findings)
-        report.say(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
+        report.conclude(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
     members = result.chain.members
     facts = [f"{len(members)} states complete, {result.checksums} checksums match"] if members else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
         facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")
-    report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
+    report.conclude(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
     return True
 
 

@@ -80,7 +80,7 @@ def test_another_server_gives_the_same(tmp_path: Path) -> None:
             url = server.put(name, SAMPLES / name)
             done = ckpt("diff", url, SAMPLES / name)
             assert done.code == 0, done.err + done.out
-            assert "the same" in done.err
+            assert "the same" in done.out
 
 
 def test_the_library_opens_a_url(user: StoreServer) -> None:
