@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli import notes
-from ckpt_cli.progress import announced, on_terminal
+from ckpt_cli.progress import doing
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules, NotFound
 from ckpt_formats.core.files import read_whole
@@ -34,8 +34,6 @@ _MAX_TOKEN = 1 << 12
 """Maximum bytes of a file with a token."""
 SHADOW = "tcp://"
 """How the address of a shadow begins."""
-_SILENCE = 0.5
-"""Seconds after which a terminal shows that headers are being read."""
 
 
 def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
@@ -118,7 +116,7 @@ def _open_shadow_state(address: str, step: int | None) -> "ChainState":
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:
     """Within the context, print on a terminal that headers are being read, if this takes long."""
-    return announced(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
+    return doing(f"reading the headers of {printable(str(path))}")
 
 
 def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: str | None) -> ReadOptions:

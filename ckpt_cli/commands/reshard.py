@@ -24,7 +24,7 @@ def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "R
 
     work = Job(source, target.path, target.format(detect(source.path).name))
     if dry_run:
-        plan = work.plan()
+        plan = job.planned(work)
         job.note_plan(plan, work.format.name)
         inspect.print_ranks(work.source, plan.files, target.path, work.format.name, as_json)
     else:

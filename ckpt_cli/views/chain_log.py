@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from ckpt.chains.segments import SegmentView, open_segments
+from ckpt_cli.progress import doing
 from ckpt_cli.views.report import data
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
-from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
@@ -21,8 +22,9 @@ _MAX_BARS = 80
 
 def show_log(run: Path, as_json: bool) -> None:
     """Show the steps of a chain."""
-    chain = index.read(run)
-    segments = open_segments(run, chain)
+    with doing(f"reading the chain {printable(str(run))}"):
+        chain = index.read(run)
+        segments = open_segments(run, chain)
     if as_json:
         data(to_json(chain, segments))
         return

@@ -6,6 +6,7 @@ from ckpt.estimate import estimate
 from ckpt.job import Job, load_kernels
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
+from ckpt_cli.progress import doing
 from ckpt_cli.views import job
 from ckpt_cli.views.report import conclude, data
 from ckpt_cli.views.sizes import table
@@ -26,10 +27,11 @@ def show_result(result: Result, as_json: bool) -> None:
 
 def show_estimate(work: Job, as_json: bool) -> None:
     """Show an estimate of the stored bytes of each kind of state; nothing is written."""
-    work.plan()
+    job.planned(work)
     load_kernels()
     assert isinstance(work.format, Universal)
-    rows = estimate(work.source, work.format.encoding or EncodingOptions())
+    with doing("encoding some chunks of each kind of state"):
+        rows = estimate(work.source, work.format.encoding or EncodingOptions())
     if as_json:
         data({"target": str(work.target), "estimate": True} | _json(rows))
         return

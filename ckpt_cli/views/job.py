@@ -10,7 +10,7 @@ import click
 from ckpt.job import Job
 from ckpt.pipeline import Resources, Result, space_needed
 from ckpt_cli import notes
-from ckpt_cli.progress import progress_bar
+from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan
@@ -23,7 +23,7 @@ _MAX_ROWS = 20
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
     notes.note(*notices)
-    note_plan(job.plan(), job.format.name)
+    note_plan(planned(job), job.format.name)
     notes.flush()
     with progress_bar(label) as progress:
         return job.run(resources, progress)
@@ -32,9 +32,15 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
 def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
     if dry_run:
-        show_plan(job.source, job.plan(), Path(job.target), job.format.name, as_json)
+        show_plan(job.source, planned(job), Path(job.target), job.format.name, as_json)
     else:
         show_result(run(label, job, resources), as_json)
+
+
+def planned(job: Job) -> Plan:
+    """The plan of a job. A terminal is told, if it takes long."""
+    with doing(f"planning the files of {printable(str(job.target))}"):
+        return job.plan()
 
 
 def note_plan(plan: Plan, format_name: str) -> None:

@@ -36,7 +36,9 @@ def verify(
             return _verify_chain(path, resources, replay, as_json)
         return _verify(open_checkpoint(), resources, as_json)
     except (Corrupt, Incomplete) as error:
-        report.unreadable(path, error, survey(path, error, resources), time.monotonic() - started, as_json)
+        with progress_bar("looking for more damage"):
+            problems = survey(path, error, resources)
+        report.unreadable(path, error, problems, time.monotonic() - started, as_json)
         return False
 
 
