@@ -24,11 +24,17 @@ def compress(
     source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Resources", as_json: bool
 ) -> None:
     from ckpt.job import Job
+    from ckpt.original import compressed_path
+    from ckpt_cli import notes
     from ckpt_cli.views import compress, job
+    from ckpt_formats.registry.endings import notices_of_ending
     from ckpt_formats.stores.location import local_path
     from ckpt_formats.universal import Universal
 
-    work = Job(source, local_path(target), Universal(**encoding))
+    place, notices = compressed_path(source, local_path(target), target.endswith("/"))
+    notes.note(*notices)
+    notes.note(*notices_of_ending(place, Universal.name))
+    work = Job(source, place, Universal(**encoding))
     if dry_run:
         compress.show_estimate(work, as_json)
     else:

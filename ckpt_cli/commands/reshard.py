@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command("reshard")
 @source("source", accept_suspicious=True)
-@target(without="  [default: the source's own]")
+@target("the source's own")
 @dry_run
 @resources()
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:

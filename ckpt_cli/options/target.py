@@ -76,6 +76,9 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "shard_nbytes": FormatOption(
         "--shard-size", SizeType(), "Maximum size of a file of weights.  [default: 5G]", ("hf", "safetensors")
     ),
+    "with_optimizer": FormatOption(
+        "--with-optimizer", bool, "Also write optimizer states, into a single file.", ("safetensors",)
+    ),
     "pack_nbytes": FormatOption(
         "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
     ),
@@ -102,12 +105,27 @@ class Target:
     path: Path
     format_name: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_folder: bool = False
+    """Whether the user wrote the path with a slash at its end: a folder, whatever its ending says."""
 
     def format(self, default: str) -> "WritableFormat":
-        """The format with its options; `default` is taken if the user named none. Raises `Unsupported`."""
-        from ckpt_formats.registry import writable
+        """The format with its options: the one that the user named, else that of the path's ending, else `default`.
 
-        return self.with_options(writable(self.format_name or default))
+        Raises `Unsupported`.
+        """
+        from ckpt_formats.registry import writable
+        from ckpt_formats.registry.endings import format_of_ending
+
+        name = self.format_name or (None if self.is_folder else format_of_ending(self.path)) or default
+        self.note_ending(name)
+        return self.with_options(writable(name))
+
+    def note_ending(self, format_name: str) -> None:
+        """Tell the user if the path has the ending of another format."""
+        from ckpt_cli import notes
+        from ckpt_formats.registry.endings import notices_of_ending
+
+        notes.note(*notices_of_ending(self.path, format_name))
 
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
         """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
@@ -127,10 +145,18 @@ class Target:
         return replace(format, **own, **self.options)
 
 
-def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
+def _kind(option: FormatOption) -> dict[str, Any]:
+    """What Click is told of an option's values; a flag that is not given is None, as other options are."""
+    return {"is_flag": True, "default": None} if option.type is bool else {"type": option.type}
+
+
+_ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax)"
+
+
+def target(default: str) -> Callable[[F], F]:
     """TARGET, `--to` and the options of formats; the command gets one `Target`.
 
-    `without` is the help text for the case without `--to`, if there is no default.
+    `default` says in `--help` which format a target without an ending gets.
     """
 
     def decorate(command: F) -> F:
@@ -138,10 +164,11 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
         def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            return command(*args, target=Target(local_path(target), format_name, given), **arguments)
+            place = Target(local_path(target), format_name, given, target.endswith("/"))
+            return command(*args, target=place, **arguments)
 
         options = [
-            click.option(option.flag, name, type=option.type, help=f"{', '.join(option.formats)}: {option.help}")
+            click.option(option.flag, name, **_kind(option), help=f"{', '.join(option.formats)}: {option.help}")
             for name, option in FORMAT_OPTIONS.items()
         ]
         writable = ", ".join(name for name in FORMATS if name not in ONLY_READ)
@@ -150,9 +177,7 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
             "format_name",
             type=click.Choice(list(FORMATS)),
             metavar="FORMAT",
-            default=default,
-            show_default=default is not None,
-            help=f"Format of TARGET: {writable}.{without}",
+            help=f"Format of TARGET: {writable}.  [default: by TARGET's ending, {_ENDINGS}; else {default}]",
         )
         grouped = with_options(wrapper, to, *options, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))

@@ -428,7 +428,7 @@ def test_a_delta_on_its_own(tmp_path: Path) -> None:
     assert done.code == 22
     assert "ckpt compress" in done.err
     assert not second.exists()
-    ckpt("compress", saved[0], base)
+    ckpt("compress", saved[0], f"{base}/")
     assert ckpt("diff", base, saved[1], "-o", second).code == 0
     assert ckpt("diff", second, saved[2], "-o", third, "--codec", "difference").code == 0
     for path, source in ((second, saved[1]), (third, saved[2])):
