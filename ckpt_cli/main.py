@@ -143,9 +143,7 @@ def run() -> None:
     except KeyboardInterrupt:
         code = _report_interrupt()
     except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-        _print_json(code, "usage", error.format_message(), None, None)
+        code = _wrong_usage(error)
     except CkptError as error:
         if verbose:
             _print_traceback()
@@ -171,6 +169,33 @@ def run() -> None:
     with suppress(OSError):
         notes.flush()
     sys.exit(code)
+
+
+def _wrong_usage(error: click.ClickException) -> int:
+    """Print what is wrong with the user's words, for which command, and how it is called. Returns the exit code."""
+    context = getattr(error, "ctx", None)
+    if context is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        _print_json(error.exit_code, "usage", "a command is missing", None, "`ckpt --help` lists the commands.")
+        return error.exit_code
+    what = _clean(error.format_message()).rstrip(".")
+    usage = " ".join(context.command.collect_usage_pieces(context))
+    hint = f"Usage: {context.command_path} {usage}. `{context.command_path} --help` explains all."
+    if (command := getattr(error, "message", "")) and "No such command" in command:
+        what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
+    notes.flush()
+    click.echo(f"error: {what}\nwhere: {context.command_path}\nhint: {hint}", err=True)
+    _print_json(error.exit_code, "usage", what, context.command_path, hint)
+    return error.exit_code
+
+
+def _similar_command(message: str) -> str:
+    """The commands whose names are like the one that does not exist, and where all are listed."""
+    from difflib import get_close_matches  # only this mistake needs it
+
+    close = get_close_matches(message.split("'")[1].lower(), COMMANDS, n=3)
+    meant = f"Did you mean {' or '.join(f'`ckpt {name}`' for name in close)}? " if close else ""
+    return f"{meant}`ckpt --help` lists all commands."
 
 
 def _print_traceback() -> None:

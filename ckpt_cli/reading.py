@@ -65,6 +65,21 @@ def noted(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+def expand_chain(path: str) -> tuple[str, ...]:
+    """The addresses of all stored states of a chain, the oldest first; any other path alone."""
+    from ckpt_formats.universal.chain import file as index
+
+    if path.startswith(SHADOW) or not ((place := source_path(path)) / index.NAME).is_file():
+        return (path,)
+    steps = [member.step for member in index.load(place / index.NAME).members]
+    notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
+    return tuple(f"{path.rstrip('/')}@{step}" for step in steps)
+
+
+def _brief(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]}, {steps[1]}, …, {steps[-1]}"
+
+
 def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "ChainState":
     """The state of a step of a chain; its notices become notes."""
     from ckpt.chains.restore import open_step

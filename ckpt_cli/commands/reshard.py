@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.command import command, dry_run, resources
-from ckpt_cli.options.source import source
+from ckpt_cli.options.source import renames, source
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 @command("reshard")
 @source("source", accept_suspicious=True)
 @target("the source's own")
+@renames
 @dry_run
 @resources()
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:

@@ -111,7 +111,7 @@ WRONG = {
     "an element type of integers": (["convert", "SOURCE", "TARGET", "--dtype", "int8"], 2, "'int8'"),
     "a pattern that matches nothing": (["convert", "SOURCE", "TARGET", "--only", "nought"], 10, "`nought`"),
     "a skip that matches nothing": (["convert", "SOURCE", "TARGET", "--skip", "nought"], 10, "`nought`"),
-    "a pattern that is none": (["convert", "SOURCE", "TARGET", "--only", "("], 23, "`(` is not a regular expression"),
+    "a pattern that is none": (["convert", "SOURCE", "TARGET", "--only", "("], 2, "`(` is not a regular expression"),
     "a pattern without end": (["convert", "SOURCE", "TARGET", "--only", "(a+)+b"], 21, "(a+)+b"),
     "rules that are not there": (["inspect", "SOURCE", "--rules", "gone.toml"], 10, "gone.toml"),
     "rules that are a folder": (["inspect", "SOURCE", "--rules", "EMPTY"], 2, "is a directory"),

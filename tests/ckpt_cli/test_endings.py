@@ -87,3 +87,19 @@ def test_endings_are_those_by_which_files_are_found() -> None:
     for ending, name in ENDINGS.items():
         assert f"*{ending}" in MARKS[name].files
     assert is_single(Path(f"a{SINGLE_UNIVERSAL}"))
+
+
+def test_names_are_changed_on_the_way(here: Path) -> None:
+    done = ckpt(
+        "convert", ZERO1, "a.pt", "--strip-prefix", "blocks.", "--rename", r"norm(\d)=ln\1", "--add-prefix", "m."
+    )
+    assert done.code == 0, done.err
+    assert "m.0.ln1.weight" in {one["name"] for one in json.loads(ckpt("inspect", "a.pt", "--json").out)["parameters"]}
+    assert ckpt("reshard", ZERO1, "b", "--dp", 1, "--add-prefix", "module.").code == 0
+    assert ckpt("reshard", "b", "c", "--dp", 2, "--strip-prefix", "module.").code == 0
+    assert ckpt("diff", ZERO1, "c", "--tensors-only").code == 0
+    for wrong in ("norm", "(=x", r"norm=\7"):
+        assert ckpt("convert", ZERO1, "d", "--rename", wrong).code == 2
+    assert ckpt("convert", ZERO1, "d", "--rename", r"^.*\.=").code == 22  # two with one name
+    done = ckpt("convert", "a.pt", "b.pt", "c.pt", "d")
+    assert (done.code, "4 paths are given: a.pt, b.pt, c.pt, d" in done.err) == (2, True)
