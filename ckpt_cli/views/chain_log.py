@@ -5,10 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
-
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt_cli.progress import doing
+from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
@@ -29,7 +28,7 @@ def show_log(run: Path, as_json: bool) -> None:
         data(to_json(chain, segments))
         return
     for line in lines(chain, segments):
-        click.echo(line)
+        columns.show(line)
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
@@ -56,11 +55,9 @@ def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
 
 
 def _member_lines(chain: ChainIndex) -> Iterator[str]:
-    rows = [("step", "kind", "stored", "raw", "ratio", "to restore", "values", "codecs")]
+    rows = []
     for member in chain.members:
         needed = chain.upto(member.step)
-        deltas = len(needed) - 1
-        replays = f", replays {deltas} delta{'s' * (deltas > 1)}" if deltas else ""
         rows.append(
             (
                 str(member.step),
@@ -68,18 +65,14 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
                 format_nbytes(member.stored_nbytes),
                 format_nbytes(member.raw_nbytes),
                 f"{member.raw_nbytes / member.stored_nbytes:.2f}",
-                f"reads {format_nbytes(_read(needed))}{replays}",
+                format_nbytes(_read(needed)),
+                str(len(needed) - 1),
                 accuracy(member),
                 ", ".join(member.codecs),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(w) if i in (0, 2, 3, 4) else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
+    head = ("step", "kind", "stored", "raw", "ratio", "reads", "deltas", "values", "codecs")
+    yield columns.table(head, rows, right=(0, 2, 3, 4, 5, 6), breaks=(7, 8))
     raw, stored = _sums(chain)
     yield ""
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"

@@ -1,13 +1,11 @@
 """Show how many bytes `compress` saved, or would save."""
 
-import click
-
 from ckpt.estimate import estimate
 from ckpt.job import Job, load_kernels
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
 from ckpt_cli.progress import doing
-from ckpt_cli.views import job
+from ckpt_cli.views import columns, job
 from ckpt_cli.views.report import conclude, data
 from ckpt_cli.views.sizes import table
 from ckpt_formats.core.encoding import EncodingOptions
@@ -40,8 +38,7 @@ def show_estimate(work: Job, as_json: bool) -> None:
 
 
 def _print(rows: list[StateSizes], sizes: str) -> None:
-    for line in table(rows, sizes):
-        click.echo(line)
+    columns.show(table(rows, sizes))
 
 
 def _json(rows: list[StateSizes]) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
@@ -75,22 +76,24 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         from ckpt_cli.views.sizes import table
 
         click.echo("\nstored")
-        for line in table(sizes.rows_of(states)):
-            click.echo(f"  {line}")
+        columns.show(table(sizes.rows_of(states), indent=2))
     if shared := _shared(checkpoint):
         click.echo("\nin packs of earlier members, whose states did not change since")
         for one in shared:
             click.echo(f"  {one.folder}  {format_nbytes(one.nbytes)}")
     click.echo("\nparameters")
+    room = columns.width()
     for line in name_tree.lines(states, depth):
-        click.echo(f"  {line}")
+        for part in columns.folded(f"  {line}", room):
+            click.echo(part)
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
     if checkpoint.groups:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            click.echo(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}")
+            for part in columns.folded(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}", room):
+                click.echo(part)
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
@@ -252,8 +255,8 @@ def _parameters(table: StateTable) -> list[dict[str, Any]]:
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
-    for rank, role, columns, note in rows[:_MAX_FILES]:
-        cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
+    for rank, role, marked, note in rows[:_MAX_FILES]:
+        cells = "".join("█" if i in marked else "·" for i in range(_COLUMNS))
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
     if count > _MAX_FILES:
         yield f"and {count - _MAX_FILES} more files"
