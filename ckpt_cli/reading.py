@@ -20,6 +20,7 @@ from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.location import checkpoints_in
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
@@ -44,6 +45,15 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
     return noted(checkpoint)
+
+
+def checkpoints_inside(path: str) -> list[Path]:
+    """The checkpoints in the folder of a run, if there are several; else none."""
+    if path.startswith(SHADOW):
+        return []
+    with reading_headers(path):
+        inside = checkpoints_in(source_path(path))
+    return inside if len(inside) > 1 else []
 
 
 def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:

@@ -5,20 +5,25 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import source
+from ckpt_cli.options.source import read_options
+from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.checkpoint import Checkpoint
+    from ckpt_formats.core.format import ReadOptions
 
 
 @command("inspect")
-@source("path")
+@click.argument("path", type=CheckpointPath())
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
-def inspect(path: "Checkpoint", depth: int | None, extras: bool, as_json: bool) -> None:
+@read_options
+def inspect(path: str, depth: int | None, extras: bool, options: "ReadOptions", as_json: bool) -> None:
+    from ckpt_cli.reading import checkpoints_inside, open_source
     from ckpt_cli.views import inspect
 
-    if as_json:
-        inspect.print_json(path)
+    if inside := checkpoints_inside(path):
+        inspect.print_all(path, inside, options, as_json)
+    elif as_json:
+        inspect.print_json(open_source(path, options))
     else:
-        inspect.print_text(path, depth, extras)
+        inspect.print_text(open_source(path, options), depth, extras)

@@ -14,7 +14,7 @@ from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.files import SealTable
-from ckpt_formats.core.format import FilePlan
+from ckpt_formats.core.format import FilePlan, ReadOptions
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import format_nbytes, printable
@@ -28,6 +28,14 @@ _COLUMNS = 48
 _MAX_FILES = 40
 _MAX_VALUE = 70
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+
+
+def print_all(run: str, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
+    """Print the checkpoints in the folder of a run."""
+    from ckpt_cli.views.checkpoints import show_checkpoints
+    from ckpt_formats.stores.location import source_path
+
+    show_checkpoints(source_path(run), inside, options, as_json)
 
 
 def print_json(checkpoint: Checkpoint) -> None:

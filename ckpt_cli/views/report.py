@@ -58,6 +58,19 @@ def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: f
         conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 
+def quick(path: Path, problems: "Sequence[Finding]", seconds: float, ok: str, as_json: bool) -> None:
+    """Print the findings of `verify --quick`, or that there are none."""
+    if as_json:
+        data(findings_json(path, problems, seconds) | {"quick": True})
+        return
+    print_findings(problems)
+    place = printable(str(path))
+    if problems:
+        conclude(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {place}")
+    else:
+        conclude(f"ok: {place}: {ok}; no tensor was read ({seconds:.1f} s)")
+
+
 def _count(checkpoint: "Checkpoint") -> int:
     """How many states there are."""
     from ckpt_formats.core.state_table import TabulatedParameters

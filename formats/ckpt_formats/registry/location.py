@@ -11,7 +11,7 @@ from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
-from ckpt_formats.registry.parents import find_inside
+from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
 
@@ -52,6 +52,21 @@ def _state_of_chain(path: Path) -> Located | None:
     return None if address is None else Located(address.run, ChainFormat(address))
 
 
+def checkpoints_in(path: Path) -> list[Path]:
+    """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
+    if _state_of_chain(path) is not None or not path.is_dir():
+        return []
+    try:
+        format = _of_folder(path)
+    except CkptError:
+        return []
+    if format is not None and format.name != "dcp" and not has_pointer(path):
+        return []
+    inside = all_inside(path, _is_checkpoint)
+    is_one = format is not None and format.name == "dcp" and not share_prefix(inside)  # a pair of folders is one
+    return [] if is_one else inside
+
+
 def detect(path: Path) -> Format:
     """The format of the checkpoint at this path, or in it. Raises `NotFound`, `Incomplete` or `Unsupported`."""
     return locate(path).format
@@ -81,9 +96,9 @@ def _first(path: Path) -> Format | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether this folder is a checkpoint, complete or not."""
+    """Whether this folder or single file is a checkpoint, complete or not."""
     try:
-        return not path.name.endswith(PARTIAL) and _of_folder(path) is not None
+        return not path.name.endswith(PARTIAL) and (path.is_file() or _of_folder(path) is not None)
     except CkptError:
         return True
 
