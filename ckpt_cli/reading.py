@@ -69,6 +69,11 @@ def open_live(path: str, options: ReadOptions) -> Checkpoint:
     return noted(open_quietly(path, replace(options, missing_files=True)))
 
 
+def note(*notices: Notice) -> None:
+    """Notices become notes."""
+    notes.note(*notices)
+
+
 def noted(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)

@@ -25,17 +25,15 @@ def compress(
 ) -> None:
     from ckpt.job import Job
     from ckpt.original import compressed_path
-    from ckpt_cli import notes
     from ckpt_cli.views import compress, job
     from ckpt_formats.registry.endings import notices_of_ending
     from ckpt_formats.stores.location import local_path
     from ckpt_formats.universal import Universal
 
     place, notices = compressed_path(source, local_path(target), target.endswith("/"))
-    notes.note(*notices)
-    notes.note(*notices_of_ending(place, Universal.name))
+    notices = (*notices, *notices_of_ending(place, Universal.name))
     work = Job(source, place, Universal(**encoding))
     if dry_run:
-        compress.show_estimate(work, as_json)
+        compress.show_estimate(work, as_json, notices)
     else:
-        compress.show_result(job.run("compressing", work, resources), as_json)
+        compress.show_result(job.run("compressing", work, resources, notices), as_json)

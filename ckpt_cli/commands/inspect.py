@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import read_options
+from ckpt_cli.options.source import checkpoints_inside, opening, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
 @read_options
 def inspect(path: str, depth: int | None, extras: bool, options: "ReadOptions", as_json: bool) -> None:
-    from ckpt_cli.reading import checkpoints_inside, open_source
     from ckpt_cli.views import inspect
 
     if inside := checkpoints_inside(path):
         inspect.print_all(path, inside, options, as_json)
     elif as_json:
-        inspect.print_json(open_source(path, options))
+        inspect.print_json(opening(path, options)())
     else:
-        inspect.print_text(open_source(path, options), depth, extras)
+        inspect.print_text(opening(path, options)(), depth, extras)

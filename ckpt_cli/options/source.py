@@ -57,7 +57,14 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
-def opening(path: "Path", options: "ReadOptions") -> "Callable[[], Checkpoint]":
+def checkpoints_inside(path: str) -> "list[Path]":
+    """The checkpoints in the folder of a run, if there are several; else none."""
+    from ckpt_cli import reading
+
+    return reading.checkpoints_inside(path)
+
+
+def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
 

@@ -122,10 +122,10 @@ class Target:
 
     def note_ending(self, format_name: str) -> None:
         """Tell the user if the path has the ending of another format."""
-        from ckpt_cli import notes
+        from ckpt_cli.reading import note
         from ckpt_formats.registry.endings import notices_of_ending
 
-        notes.note(*notices_of_ending(self.path, format_name))
+        note(*notices_of_ending(self.path, format_name))
 
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
         """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
