@@ -43,8 +43,9 @@ style: $(VENV)/.tested
 types: $(VENV)/.tested
 	$(BIN)/mypy
 
-docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
+docs: $(VENV)/.tested  ## docs/cli.md and docs/man must be what --help says
 	$(BIN)/python docs/make_cli.py --check
+	$(BIN)/python docs/make_man.py --check
 
 kernels: $(VENV)/.installed  ## the library of C kernels, built in place from what the sources are now
 	$(BIN)/python hatch_build.py

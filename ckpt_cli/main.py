@@ -45,18 +45,20 @@ COMMANDS = {
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
+    "formats": "ckpt_cli.commands.formats:formats",
+    "completion": "ckpt_cli.commands.completion:completion",
 }
 
-EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
-    NotFound: (10, "not found, or not recognised"),
-    Locked: (11, "another process is writing the target"),
-    Corrupt: (20, "damaged: bytes contradict each other or a checksum"),
-    Incomplete: (20, "a file, rank or block is missing"),
-    Unsafe: (21, "refused as unsafe: it would run code, leave its folder or exhaust the machine"),
-    Unsupported: (22, "known, but not supported"),
-    BadRules: (23, "the rules do not fit the tensors"),
-    NoSpace: (28, "no space left; run again to continue"),
-    OutputError: (30, "the target cannot be written"),
+EXIT_CODES: dict[type[CkptError], int] = {
+    NotFound: 10,
+    Locked: 11,
+    Corrupt: 20,
+    Incomplete: 20,
+    Unsafe: 21,
+    Unsupported: 22,
+    BadRules: 23,
+    NoSpace: 28,
+    OutputError: 30,
 }
 """The first match counts, so a kind comes before its base class."""
 
@@ -77,6 +79,23 @@ USAGE = 2
 FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
+
+EXIT_STATUS = {
+    0: "done",
+    1: "diff: they differ",
+    USAGE: "wrong usage",
+    10: "not found, or not recognised",
+    11: "another process is writing the target",
+    20: "damaged or incomplete",
+    21: "refused as unsafe: it would run code, leave its folder or exhaust the machine",
+    22: "not supported",
+    23: "the rules do not fit the tensors",
+    28: "disk full; run again to continue",
+    30: "the target cannot be written",
+    FAULT: "a fault of ckpt, or no memory",
+    INTERRUPTED: "interrupted; run again to continue",
+}
+"""What each exit code means."""
 
 _GARBAGE_THRESHOLD = 100_000
 """New objects after which Python looks for garbage: modules and indexes make very many that stay."""
@@ -253,7 +272,7 @@ def _print_json(code: int, kind: str, message: str, where: str | None, hint: str
 
 
 def exit_code(error: CkptError) -> int:
-    return next(code for kind, (code, _) in EXIT_CODES.items() if isinstance(error, kind))
+    return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 
 def _report_interrupt() -> int:

@@ -65,6 +65,8 @@ def check(wheel: Path, platform: str) -> str:
         assert [n for n in names if Path(n).suffix in (".so", ".dylib", ".dll", ".pdb", ".lib")] == [library]
         assert not [n for n in names if Path(n).suffix in (".c", ".h")]
         assert not [n for n in names if n.startswith("kernels/")]
+        pages = {Path(name).name for name in names if "/data/share/man/man1/" in name}
+        assert pages == {path.name for path in (ROOT / "docs" / "man").glob("*.1")}
         assert {"ckpt_cli/main.py", "ckpt_formats/core/version.py", "ckpt_codecs/native/library.py"} <= set(names)
         data = archive.read(library)
     first, offset, machine = FORMATS[platform]
