@@ -27,10 +27,10 @@ def compress(
     from ckpt.original import compressed_path
     from ckpt_cli.views import compress, job
     from ckpt_formats.registry.endings import notices_of_ending
-    from ckpt_formats.stores.location import local_path
+    from ckpt_formats.stores.location import target_path
     from ckpt_formats.universal import Universal
 
-    place, notices = compressed_path(source, local_path(target), target.endswith("/"))
+    place, notices = compressed_path(source, target_path(target), target.endswith("/"))
     notices = (*notices, *notices_of_ending(place, Universal.name))
     work = Job(source, place, Universal(**encoding))
     if dry_run:
