@@ -46,6 +46,7 @@ types: $(VENV)/.tested
 docs: $(VENV)/.tested  ## docs/cli.md and docs/man must be what --help says
 	$(BIN)/python docs/make_cli.py --check
 	$(BIN)/python docs/make_man.py --check
+	$(BIN)/python docs/make_json.py --check
 
 kernels: $(VENV)/.installed  ## the library of C kernels, built in place from what the sources are now
 	$(BIN)/python hatch_build.py

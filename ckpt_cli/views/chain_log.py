@@ -25,7 +25,7 @@ def show_log(run: Path, as_json: bool) -> None:
         chain = index.read(run)
         segments = open_segments(run, chain)
     if as_json:
-        data(to_json(chain, segments))
+        data({"chain": str(run), **to_json(chain, segments)})
         return
     for line in lines(chain, segments):
         columns.show(line)

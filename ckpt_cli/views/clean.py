@@ -17,7 +17,7 @@ def show_removed(target: str, removed: Removed, as_json: bool) -> None:
             )
         )
     if as_json:
-        data({"files": removed.files, "nbytes": removed.nbytes, "uploads": removed.uploads})
+        data({"target": target, "files": removed.files, "nbytes": removed.nbytes, "uploads": removed.uploads})
     elif removed.files or removed.uploads:
         uploads = f" and {removed.uploads} uploads" if removed.uploads else ""
         conclude(f"removed {removed.files} files{uploads}, {format_nbytes(removed.nbytes)}: {printable(target)}")

@@ -58,7 +58,7 @@ def commands_in(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("script", ["make_cli.py", "make_man.py"])
+@pytest.mark.parametrize("script", ["make_cli.py", "make_man.py", "make_json.py"])
 def test_the_pages_of_commands_are_what_help_says(script):
     done = subprocess.run([sys.executable, DOCS / script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
