@@ -194,19 +194,28 @@ def run() -> None:
 def _wrong_usage(error: click.ClickException) -> int:
     """Print what is wrong with the user's words, for which command, and how it is called. Returns the exit code."""
     context = getattr(error, "ctx", None)
-    if context is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         _print_json(error.exit_code, "usage", "a command is missing", None, "`ckpt --help` lists the commands.")
         return error.exit_code
     what = _clean(error.format_message()).rstrip(".")
-    usage = " ".join(context.command.collect_usage_pieces(context))
-    hint = f"Usage: {context.command_path} {usage}. `{context.command_path} --help` explains all."
+    if context is None:  # Click does not say where a value is missing
+        place = _command()
+        hint = f"`{place} --help` explains all."
+    else:
+        place, pieces = context.command_path, context.command.collect_usage_pieces(context)
+        hint = f"Usage: {place} {' '.join(pieces)}. `{place} --help` explains all."
     if (command := getattr(error, "message", "")) and "No such command" in command:
         what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
     notes.flush()
-    click.echo(f"error: {what}\nwhere: {context.command_path}\nhint: {hint}", err=True)
-    _print_json(error.exit_code, "usage", what, context.command_path, hint)
+    click.echo(f"error: {what}\nwhere: {place}\nhint: {hint}", err=True)
+    _print_json(error.exit_code, "usage", what, place, hint)
     return error.exit_code
+
+
+def _command() -> str:
+    """The command that was given, such as `ckpt convert`."""
+    return " ".join(["ckpt", *(word for word in _options()[:1] if word in COMMANDS)])
 
 
 def _similar_command(message: str) -> str:
@@ -252,7 +261,8 @@ def _drop_stdout() -> None:
 
 def report(error: CkptError) -> int:
     """Print the notes, then the error, its place and a hint. Returns the exit code."""
-    what, where, hint = (_clean(text) if text else None for text in (error.what, error.where, error.hint))
+    place = error.where or _command()
+    what, where, hint = (_clean(text) if text else None for text in (error.what, place, error.hint))
     notes.flush()
     for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
         if text is not None:

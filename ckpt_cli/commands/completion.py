@@ -6,7 +6,7 @@ from ckpt_cli.options.command import command
 
 
 @command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str, as_json: bool) -> None:
     from ckpt_cli.views.completion import show_completion
 

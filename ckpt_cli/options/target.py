@@ -136,9 +136,11 @@ class Target:
         known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
             flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
+            option = FORMAT_OPTIONS[unknown[0]]
             raise Unsupported(
-                f"format {format.name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
-                hint=f"Its options: {', '.join(flags) or 'none'}.",
+                f"format {format.name} has no option {option.flag}",
+                where=str(self.path),
+                hint=f"Its options: {', '.join(flags) or 'none'}. {option.flag} is one of {', '.join(option.formats)}.",
             )
         rules = click.get_current_context().meta.get("ckpt.rules", ())
         own = {"rules": rules} if rules and "rules" in known else {}

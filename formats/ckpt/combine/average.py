@@ -16,6 +16,8 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 
+_ONE_MODEL = "Only checkpoints of one model can be averaged: their tensors must have the same names and shapes."
+
 
 def ema_weights(count: int, decay: float) -> list[float]:
     """The weights that `average` needs for the exponential moving average of `count` states, the oldest first.
@@ -117,7 +119,7 @@ def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
                 raise Incomplete(
                     f"it lacks {len(absent)} tensors of {place_of(owner)}: {some_names(absent)}",
                     where=place_of(other),
-                    hint="Only checkpoints of one model can be averaged: their tensors must have the same names.",
+                    hint=_ONE_MODEL,
                 )
     return list(all_names[0])
 
@@ -135,6 +137,7 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
             raise Unsupported(
                 f"{len(different)} tensors have other shapes than those of {first}: {some_names(different)}",
                 where=place_of(model),
+                hint=_ONE_MODEL,
             )
         mixed = [name for name, a, b in pairs if not _can_average(a.dtype) and a.dtype != b.dtype]
         mixed += [name for name, a, b in pairs if _can_average(a.dtype) and not _can_average(b.dtype)]

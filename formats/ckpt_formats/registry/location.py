@@ -108,7 +108,7 @@ def _check_there(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
-        raise NotFound("there is nothing at this path", where=printable(str(path))) from None
+        raise NotFound("there is nothing at this path", where=printable(str(path)), hint=_meant(path)) from None
     except OSError as error:
         raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
     if any(part.endswith(PARTIAL) for part in path.absolute().parts):
@@ -143,10 +143,32 @@ def _unknown(path: Path) -> CkptError:
 
 def _not_known(path: Path, listing: str) -> NotFound:
     return NotFound(
-        f"not a checkpoint of a known format ({', '.join(FORMATS)}){listing}",
+        f"not a checkpoint of a known format{listing}",
         where=printable(str(path)),
-        hint="Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`.",
+        hint=f"{_FOLDER if path.is_dir() else ''}`ckpt formats` lists what is read.",
     )
+
+
+_FOLDER = "Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`. "
+
+
+def _meant(path: Path) -> str | None:
+    """What may have been meant by a path at which there is nothing; None if there is no idea."""
+    run, mark, _ = path.name.rpartition("@")
+    if mark and run and path.with_name(run).exists():
+        if (path.with_name(run) / "chain.json").is_file():
+            return f"A state of a chain is {printable(run)}@1234, {printable(run)}@last or {printable(run)}@last~10."
+        return f"`@` names a state of a chain, and {printable(run)} is no chain."
+    if path.is_symlink():
+        return f"It is a link to {printable(str(path.readlink()))}, which is not there."
+    if not path.parent.is_dir():
+        return f"The folder {printable(str(path.parent))} is not there either."
+    from difflib import get_close_matches  # only a mistyped name needs it
+
+    close = get_close_matches(path.name, names_in(path.parent), n=3)
+    if close:
+        return f"Did you mean {' or '.join(map(printable, close))}?"
+    return None if path.is_absolute() else f"It was looked for in {printable(str(Path.cwd()))}."
 
 
 def _listing(path: Path) -> str:
