@@ -155,7 +155,7 @@ class DurationType(click.ParamType[float]):
 
 
 class RateType(click.ParamType[float]):
-    """Bytes a second, such as `2GB/s`: binary units, as for sizes."""
+    """Bytes a second, such as `2GiB/s`: binary units, as for sizes."""
 
     name = "rate"
 
@@ -164,7 +164,7 @@ class RateType(click.ParamType[float]):
             return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)i?b?(?:/s)?", str(value).strip().lower())
         if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r:.60} is not a rate like 500MB/s or 2GB/s", param, ctx)
+            self.fail(f"{value!r:.60} is not a rate like 500MiB/s or 2GiB/s", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
 
 

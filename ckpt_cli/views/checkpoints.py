@@ -59,7 +59,7 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
         )
         for row in rows
     ]
-    columns.show(columns.table(("name", "step", "size", "format", "by its headers"), cells, right=(1, 2), breaks=(4,)))
+    columns.show(columns.table(("name", "step", "size", "format", "headers"), cells, right=(1, 2), breaks=(4,)))
     if meant is None:
         conclude("no file says which one is the last: commands need the path of one of them")
     else:

@@ -74,7 +74,7 @@ def show_plan(
     count = 1 if plan.single_file else len(plan.files)
     conclude(
         f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
-        f"in {count} file{'s' * (count != 1)} to {printable(str(target))}; nothing was written"
+        f"in {_files(count)} to {printable(str(target))}; nothing was written"
     )
 
 
@@ -88,8 +88,12 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
-    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"
+    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}"
     conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
 
 
 def to_json(result: Result) -> dict[str, Any]:

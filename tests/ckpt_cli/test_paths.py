@@ -117,3 +117,14 @@ def test_verify_quick_reads_no_tensor(run: Path, tmp_path: Path) -> None:
     found = json.loads(ckpt("verify", "--quick", CHAIN, "--json").out)
     assert (found["ok"], found["quick"]) == (True, True)
     assert ckpt("verify", "--quick", "--replay", CHAIN).code == 2
+
+
+def test_files_that_are_checkpoints_of_their_own_are_listed(tmp_path: Path) -> None:
+    for name in ("epoch-9.ckpt", "epoch-10.ckpt"):
+        assert ckpt("convert", ZERO1, tmp_path / name).code == 0
+    found = json.loads(ckpt("inspect", tmp_path, "--json").out)
+    assert [(one["name"], one["whole"]) for one in found["checkpoints"]] == [
+        ("epoch-9.ckpt", True),
+        ("epoch-10.ckpt", True),
+    ]
+    assert ckpt("verify", tmp_path).code == 10

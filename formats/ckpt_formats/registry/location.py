@@ -5,14 +5,15 @@ from typing import NamedTuple
 
 from ckpt_formats.core.errors import CkptError, Incomplete, NotFound
 from ckpt_formats.core.folders import names_in
-from ckpt_formats.core.format import Format
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry import FORMATS, format_named
+from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
-from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix
+from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix, sort_by_age
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
 
@@ -61,11 +62,30 @@ def checkpoints_in(path: Path) -> list[Path]:
         format = _of_folder(path)
     except CkptError:
         return []
+    if format is not None and format.name in _OF_FILES and (files := _models_in(path, format)):
+        return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
     if format is not None and format.name != "dcp" and not has_pointer(path):
         return []
     inside = all_inside(path, _is_checkpoint)
     is_one = format is not None and format.name == "dcp" and not share_prefix(inside)  # a pair of folders is one
     return [] if is_one else inside
+
+
+_OF_FILES = ("hf", "safetensors", "torch-folder")
+"""Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
+
+
+def _models_in(path: Path, format: Format) -> list[Path]:
+    """The single files in a folder, if each is a checkpoint of its own; else none."""
+    files = [path / name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
+    if len(files) > 1:
+        try:
+            format.read(path, ReadOptions())
+        except NotFound:  # which is meant is not said
+            return files
+        except CkptError:
+            pass
+    return []
 
 
 def detect(path: Path) -> Format:

@@ -76,7 +76,12 @@ def all_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[Path]:
         if place.is_symlink() and Path(os.path.realpath(place)).name in names - {place.name}
     }
     inside = [place for place in places if place.name not in links and is_checkpoint(place)]
-    return sorted(inside, key=_age_key)
+    return sort_by_age(inside)
+
+
+def sort_by_age(paths: Sequence[Path]) -> list[Path]:
+    """The paths by the numbers in their names, then by time: the newest last."""
+    return sorted(paths, key=_age_key)
 
 
 def has_pointer(path: Path) -> bool:
