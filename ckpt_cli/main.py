@@ -198,13 +198,19 @@ def _wrong_usage(error: click.ClickException) -> int:
         error.show()
         _print_json(error.exit_code, "usage", "a command is missing", None, "`ckpt --help` lists the commands.")
         return error.exit_code
-    what = _clean(error.format_message()).rstrip(".")
+    what = _clean(error.format_message()).rstrip(".").replace("is not a valid integer range", "is not a whole number")
+    if what[:1].isupper() and what[1:2].islower():
+        what = what[0].lower() + what[1:]
     if context is None:  # Click does not say where a value is missing
         place = _command()
         hint = f"`{place} --help` explains all."
     else:
         place, pieces = context.command_path, context.command.collect_usage_pieces(context)
         hint = f"Usage: {place} {' '.join(pieces)}. `{place} --help` explains all."
+        option = getattr(error, "param", None)
+        record = option.get_help_record(context) if isinstance(option, click.Option) else None
+        if record is not None:
+            hint = f"{record[0]}: {record[1].rstrip('.')}. `{place} --help` explains all."
     if (command := getattr(error, "message", "")) and "No such command" in command:
         what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
     notes.flush()

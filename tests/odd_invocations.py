@@ -109,7 +109,7 @@ ODD: dict[str, Odd] = {
     "an ONNX file": Odd("inspect model.onnx", 22, ("model.onnx", "ONNX")),
     "a page in place of a file": Odd("inspect x.safetensors", 20, ("x.safetensors", "HTML")),
     "a pointer of Git LFS": Odd("inspect lfs.safetensors", 20, ("lfs.safetensors", "git lfs pull")),
-    "several models in a folder": Odd("inspect several", 10, ("epoch1.ckpt", "epoch2.ckpt", "Name one")),
+    "several models in a folder": Odd("verify several", 10, ("epoch1.ckpt", "epoch2.ckpt", "Name one")),
     "one file of a rank": Odd(
         "inspect run/global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
         22,
