@@ -214,7 +214,8 @@ def _wrong_usage(error: click.ClickException) -> int:
     if (command := getattr(error, "message", "")) and "No such command" in command:
         what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
     notes.flush()
-    click.echo(f"error: {what}\nwhere: {place}\nhint: {hint}", err=True)
+    for line in (f"error: {what}", f"where: {place}", f"hint: {hint}"):
+        notes.tell(line)
     _print_json(error.exit_code, "usage", what, place, hint)
     return error.exit_code
 
@@ -272,7 +273,7 @@ def report(error: CkptError) -> int:
     notes.flush()
     for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
         if text is not None:
-            click.echo(f"{label}: {text}", err=True)
+            notes.tell(f"{label}: {text}")
     kind = next(name for kind, name in KINDS.items() if isinstance(error, kind))
     _print_json(exit_code(error), kind, what or "", where, hint)
     return exit_code(error)

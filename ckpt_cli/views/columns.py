@@ -1,7 +1,7 @@
 """Tables and long lines for a terminal of any width: nothing is broken inside a number or a name."""
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import click
@@ -13,20 +13,6 @@ _GAP = 2
 def width() -> int:
     """The columns of the terminal, or those that `COLUMNS` says; 100 if there is no terminal."""
     return shutil.get_terminal_size((100, 24)).columns
-
-
-def folded(line: str, room: int | None = None) -> Iterator[str]:
-    """The line, broken at spaces if it is longer than the terminal is wide. What follows is indented further."""
-    room = width() if room is None else room
-    indent = " " * min(len(line) - len(line.lstrip(" ")) + 6, room // 2)
-    while len(line) > room:
-        end = line.rfind(" ", len(indent) + 1, room + 1)
-        end = line.find(" ", room) if end < 0 or not line[:end].strip() else end
-        if end < 0:
-            break
-        yield line[:end].rstrip()
-        line = indent + line[end:].lstrip()
-    yield line
 
 
 def table(

@@ -7,6 +7,7 @@ import click
 from ckpt_cli.options.target import FORMAT_OPTIONS
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.text import folded
 from ckpt_formats.registry import FORMATS, ONLY_READ, format_named
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.marks import MARKS
@@ -23,7 +24,7 @@ def show_formats(as_json: bool) -> None:
         how = "read, write" if row["written"] else "read"
         click.echo(f"{row['name']:<20} {how:<12} {' '.join(row['endings'])}".rstrip())
         for line in (f"    {row['summary']}", f"    known by {', '.join(known)}"):
-            for part in columns.folded(line):
+            for part in folded(line, columns.width()):
                 click.echo(part)
     click.echo()
     conclude("The ending of a target says its format; a name without one is a folder in the universal format.")

@@ -17,7 +17,7 @@ from ckpt_formats.core.files import SealTable
 from ckpt_formats.core.format import FilePlan, ReadOptions
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import folded, format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
@@ -92,7 +92,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     click.echo("\nparameters")
     room = columns.width()
     for line in name_tree.lines(states, depth):
-        for part in columns.folded(f"  {line}", room):
+        for part in folded(f"  {line}", room):
             click.echo(part)
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
@@ -100,7 +100,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            for part in columns.folded(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}", room):
+            for part in folded(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}", room):
                 click.echo(part)
     if checkpoint.extras:
         click.echo("\nextras")

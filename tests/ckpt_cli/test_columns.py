@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_cli.views import columns
+from ckpt_formats.core.text import folded
 from damage import SAMPLES, ckpt
 
 _words = st.lists(st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=30), min_size=1, max_size=20)
@@ -13,7 +13,7 @@ _words = st.lists(st.text(st.characters(categories=("L", "N", "P")), min_size=1,
 @given(_words, st.integers(20, 200), st.integers(0, 9))
 def test_a_line_is_broken_at_spaces_only(words: list[str], room: int, indent: int) -> None:
     line = " " * indent + " ".join(words)
-    lines = list(columns.folded(line, room))
+    lines = list(folded(line, room))
     assert [word for one in lines for word in one.split()] == words
     for one in lines:
         assert len(one) <= room or len(one.split()) == 1

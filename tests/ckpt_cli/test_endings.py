@@ -103,3 +103,44 @@ def test_names_are_changed_on_the_way(here: Path) -> None:
     assert ckpt("convert", ZERO1, "d", "--rename", r"^.*\.=").code == 22  # two with one name
     done = ckpt("convert", "a.pt", "b.pt", "c.pt", "d")
     assert (done.code, "4 paths are given: a.pt, b.pt, c.pt, d" in done.err) == (2, True)
+
+
+def test_the_library_takes_the_format_from_the_ending_too(here: Path) -> None:
+    import ckpt as library
+
+    weights = library.open(ZERO1).weights_only()
+    library.save(weights, "a.safetensors")
+    library.save(weights, here / "b")
+    assert [detect(here / name).name for name in ("a.safetensors", "b")] == ["safetensors", "universal"]
+    with pytest.raises(library.Unsupported, match=r"\.npz"):
+        library.save(weights, "c.npz")
+
+
+HOSTILE: dict[str, object] = {
+    "no object": [],
+    "no groups": {"groups": None},
+    "a group of an unknown name": {"groups": [{"options": {}, "names": ["gone"]}]},
+    "options that are no object": {"groups": [{"options": 3, "names": []}]},
+    "values of an unknown name": {"values": {"gone": {}}},
+    "values that are no object": {"values": {"w": 3}},
+    "an unknown role": {"roles": {"w": "king"}},
+    "two masters": {"masters": ["w"]},
+    "a step that is none": {"step": -1},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_whose_states_do_not_fit_is_damaged(name: str, here: Path) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    import numpy as np
+
+    good: dict[str, object] = {"groups": [], "values": {}, "roles": {}, "masters": [], "step": 1}
+    change = HOSTILE[name]
+    facts = {**good, **change} if isinstance(change, dict) else change
+    arrays = {"w": np.ones(2, np.float32), "optimizer.fp32.w": np.ones(2, np.float32)}
+    save_file(arrays, "a.safetensors", metadata={"ckpt.optimizer": json.dumps(facts)})
+    assert ckpt("inspect", "a.safetensors").code == 20
+    save_file(arrays, "b.safetensors", metadata={"ckpt.optimizer": json.dumps(good)})
+    assert ckpt("inspect", "b.safetensors").code == 0
+    save_file({"optimizer.fp32.x": arrays["w"]}, "c.safetensors", metadata={"ckpt.optimizer": json.dumps(good)})
+    assert ckpt("inspect", "c.safetensors").code == 20
