@@ -35,15 +35,15 @@ def table(
     for i in breaks:
         widest[i] = max(len(word) for row in (head, *rows) for word in row[i].split() or [""])
     needed = sum(widest) + _GAP * (len(head) - 1) + indent
-    made = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for i, title in enumerate(head):
         justify: Literal["left", "right"] = "right" if i in right else "left"
-        made.add_column(Text(title), justify=justify, no_wrap=i not in breaks, min_width=widest[i], overflow="fold")
+        grid.add_column(Text(title), justify=justify, no_wrap=i not in breaks, min_width=widest[i], overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))
+        grid.add_row(*map(Text, row))
     console = Console(width=max(width(), needed), highlight=False)
     with console.capture() as capture:
-        console.print(Padding(made, (0, 0, 0, indent), expand=False), crop=False)
+        console.print(Padding(grid, (0, 0, 0, indent), expand=False), crop=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 

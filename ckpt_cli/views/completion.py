@@ -13,8 +13,8 @@ def show_completion(shell: str, as_json: bool) -> None:
     """Print the script for a shell."""
     kind = get_completion_class(shell)
     assert kind is not None
-    made = kind(click.Command("ckpt"), {}, "ckpt", VARIABLE)
-    script = made.source_template % made.source_vars()  # `source` also starts the shell, to see how old it is
+    complete = kind(click.Command("ckpt"), {}, "ckpt", VARIABLE)
+    script = complete.source_template % complete.source_vars()  # `source` also starts the shell, to see how old it is
     if as_json:
         data({"shell": shell, "script": script})
     else:

@@ -127,8 +127,8 @@ def _dropped(source: Checkpoint, form: Mapping[str, Value], states: bool) -> tup
     """Notices of the items of the source that files of weights cannot hold. `states`: among them are its states."""
     stored = _metadata(source, (), form)
     extras = tuple(key for key in source.extras if key not in stored)
-    lost = lost_states(source) if states else ()
-    return (*lost, Notice("extras", extras)) if extras else lost
+    dropped = lost_states(source) if states else ()
+    return (*dropped, Notice("extras", extras)) if extras else dropped
 
 
 def _form(path: Path) -> dict[str, Value]:
