@@ -45,6 +45,7 @@ COMMANDS = {
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
+    "doctor": "ckpt_cli.commands.doctor:doctor",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",
     "completion": "ckpt_cli.commands.completion:completion",
@@ -91,6 +92,7 @@ EXIT_STATUS = {
     21: "refused as unsafe: it would run code, leave its folder or exhaust the machine",
     22: "not supported",
     23: "the rules do not fit the tensors",
+    24: "doctor: something that is needed is missing",
     28: "disk full; run again to continue",
     30: "the target cannot be written",
     FAULT: "a fault of ckpt, or no memory",
@@ -145,7 +147,7 @@ def cli() -> None:
       10  not found, not recognised   30  target cannot be written
       11  target is being written     70  a fault of ckpt, or no memory
       20  damaged or incomplete      130  interrupted; run again to continue
-      21  refused as unsafe
+      21  refused as unsafe          24  doctor: something is missing
     """
 
 

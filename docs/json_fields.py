@@ -502,6 +502,81 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part("with `--dry-run`", {"target": ("text", "the path"), "estimate": ("bool", "true"), **_STATES}),
     ),
     "decompress": (Part("", _WRITTEN),),
+    "doctor": (
+        Part(
+            "",
+            {
+                "version": ("text", "of ckpt"),
+                "python": ("text", "of Python"),
+                "packages": (
+                    [
+                        {
+                            "name": ("text", "the package"),
+                            "version": ("text?", "null if it is not installed"),
+                            "feature": ("text", "what needs it"),
+                            "remedy": ("text", "the command that installs it"),
+                            "needed": ("bool", "whether nothing works without it"),
+                            "problem": ("text?", "why it cannot be used"),
+                        }
+                    ],
+                    "packages",
+                ),
+                "kernels": (
+                    {
+                        "level": ("int?", "the level that is used"),
+                        "levels": (["int"], "those in the library"),
+                        "problem": ("text?", "why there are none"),
+                        "instructions": ("text?", "the processor's instructions of that level"),
+                    },
+                    "the compiled kernels",
+                ),
+                "file_system": (
+                    {
+                        "folder": ("text", "the folder that was tried"),
+                        "kind": ("text?", "such as ext4"),
+                        "free_nbytes": ("int", "free bytes"),
+                        "free_files": ("int?", "files that can be created"),
+                        "renames_without_replacing": ("bool?", "whether a rename can leave what is there"),
+                        "locks": ("bool?", "whether files can be locked"),
+                        "reflinks": ("bool?", "whether files can share blocks"),
+                        "syncs": ("bool?", "whether files can be flushed"),
+                        "sync_seconds": ("number?", "how long a flush takes"),
+                        "written_rate": ("number?", "bytes a second"),
+                        "read_rate": ("number?", "bytes a second"),
+                        "problem": ("text?", "what failed"),
+                        "leftover": ("text?", "what could not be removed again"),
+                    },
+                    "the file system",
+                ),
+                "machine": (Map("any"), "cores, memory and limits"),
+                "stores": (
+                    [
+                        {
+                            "store": ("text", "its name"),
+                            "url": ("text", "how its URLs begin"),
+                            "variables": (["text"], "names of variables that are set; never their values"),
+                            "files": (["text"], "files with credentials that are there"),
+                            "missing_files": (["text"], "files that variables name and that are not there"),
+                            "present": ("bool", "whether there are credentials"),
+                        }
+                    ],
+                    "stores and their credentials",
+                ),
+                "shortcomings": (
+                    [
+                        {
+                            "what": ("text", "what is missing"),
+                            "feature": ("text", "what needs it"),
+                            "remedy": ("text", "what mends it"),
+                            "needed": ("bool", "whether nothing works without it"),
+                        }
+                    ],
+                    "what is missing",
+                ),
+                "ok": ("bool", "whether reading and writing work here"),
+            },
+        ),
+    ),
     "clean": (
         Part(
             "",
