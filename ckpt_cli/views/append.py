@@ -101,7 +101,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
             }
         )
         return
-    click.echo(
+    report.conclude(
         f"{printable(str(target))}: step {member.step}, {member.kind}, {format_nbytes(member.stored_nbytes)} for "
         f"{format_nbytes(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
