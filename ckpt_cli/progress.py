@@ -106,7 +106,14 @@ def _progress() -> "Progress":
     console = Console(stderr=True)
     what, left = TextColumn("{task.description}"), TimeRemainingColumn(elapsed_when_finished=True)
     columns = (what, BarColumn(None), Bytes(), Rate(), left) if console.width >= _NARROW else (what, Rate(), left)
-    return Progress(*columns, console=console, transient=True, auto_refresh=False, expand=True)
+    return Progress(
+        *columns,
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        expand=True,
+        redirect_stdout=False,  # results are no part of the picture; lines on stderr are printed above the bar
+    )
 
 
 def on_terminal() -> bool:

@@ -135,7 +135,10 @@ def test_compressed_again_it_is_the_same_and_so_is_what_it_holds(small: Path, tm
     assert len(ids) == 1
 
 
-def test_the_table_says_what_each_kind_of_state_takes(trained: Path, tmp_path: Path) -> None:
+def test_the_table_says_what_each_kind_of_state_takes(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no row is broken
     ran = done(ckpt("compress", trained, f"{tmp_path / 'small'}/"))
     *table, wrote = ran.out.splitlines()
     assert wrote.startswith("wrote ")
