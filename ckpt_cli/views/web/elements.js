@@ -24,7 +24,7 @@ const short = (text, most) => (text.length <= most ? text : `${text.slice(0, Mat
 
 /** A name in a sentence or a cell: cut in the middle if it is very long; the whole is in its title. */
 function named(text, most = 240) {
-  const whole = shown(text);
+  const whole = shown(text) || "(no name)";
   return el("bdi", whole.length > most ? { title: whole.slice(0, 4000) } : {}, short(whole, most));
 }
 

@@ -6,17 +6,17 @@ const order = new Intl.Collator("en", { numeric: true });
 /**
  * id        of its parts on the page: `id-heads`, `id-rows`, `id-count`, `id-more`, `id-filter`, `id-kinds`, `id-unselect`
  * noun      what a row is
- * columns   { key, title, value: (row) => a number, a text or null, cell: (row) => nodes, text, head, up }; the first one has names
+ * columns   { key, title, value: (row) => a number, a text or null, cell: (row) => nodes, text, up }; the first one has names
  * rows      all rows; `kind(row)` is what the buttons choose; `keep(row)` leaves out others
- * sort      the key of the first order
+ * sort      the key of the first order; `words(row)`: what the filter looks in
  * Returns a function that draws anew.
  */
-function listing({ id, noun, columns, rows, kind, kinds = [], keep = () => true, sort }) {
+function listing({ id, noun, columns, rows, kind, kinds = [], keep = () => true, sort, words = columns[0].value }) {
   const place = (part) => by(`${id}-${part}`), column = (key) => columns.find((one) => one.key === key);
-  const words = new Map(), ranks = new Map(), pressed = new Set();
+  const texts = new Map(), ranks = new Map(), pressed = new Set();
   const wordsOf = (row) => { // lower case, once for each row
-    if (!words.has(row)) words.set(row, String(columns[0].value(row)).toLowerCase());
-    return words.get(row);
+    if (!texts.has(row)) texts.set(row, String(words(row)).toLowerCase());
+    return texts.get(row);
   };
   let shownRows = ROWS, sorting = sort, down = !column(sort).text && !column(sort).up;
 
@@ -59,10 +59,10 @@ function listing({ id, noun, columns, rows, kind, kinds = [], keep = () => true,
   function draw(anew = false) {
     if (anew) shownRows = ROWS;
     const found = chosenRows(), some = found.slice(0, shownRows), rest = found.length - some.length;
-    place("rows").replaceChildren(...some.map((row) => el("tr", {}, ...columns.map(({ value, cell, text, head }, i) => {
+    place("rows").replaceChildren(...some.map((row) => el("tr", {}, ...columns.map(({ value, cell, text }, i) => {
       const content = cell ? cell(row) : shown(value(row));
       const nodes = Array.isArray(content) ? content : [content];
-      return i ? el("td", { class: text ? "text" : null }, ...nodes) : el("th", { scope: "row", class: "name" }, ...nodes);
+      return i ? el("td", { class: text ? "text" : null }, ...nodes) : el("th", { scope: "row", class: text ? "name" : null }, ...nodes);
     }))));
     place("count").textContent = found.length === rows.length ? `${plural(found.length, noun)}.` : `${integer(found.length)} of ${plural(rows.length, noun)}.`;
     place("more").hidden = !rest;
