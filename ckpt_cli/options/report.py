@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.command import html
+from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip
 
 F = TypeVar("F", bound=Callable[..., Any])

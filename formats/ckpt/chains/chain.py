@@ -31,6 +31,12 @@ class Chain(Mapping[int, Checkpoint]):
     def __repr__(self) -> str:
         return f"<Chain {self.path}: {len(self)} steps>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt.chains.notebook import of_chain
+
+        return of_chain(self.path, self.index, len(self), self.last)
+
     @property
     def index(self) -> ChainIndex:
         """The list of members and segments. Raises `CkptError` if it cannot be read."""

@@ -191,6 +191,12 @@ class Checkpoint(Mapping[str, Parameter]):
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, step {self.step}, {len(self)} parameters>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt_formats.core.notebook import of_checkpoint
+
+        return of_checkpoint(self)
+
     @property
     def step(self) -> int | None:
         """The step of the run at which it was saved."""
