@@ -1,5 +1,6 @@
 """The page that `inspect --html` writes: what a checkpoint is, and what takes space in it."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,18 +63,18 @@ def page_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _forms(states: StateTable) -> tuple[list[dict[str, Any]], list[tuple[str, int, int, int]]]:
     """The forms of parameters, and for each parameter: name, number of its form, stored bytes, blocks."""
-    forms: list[dict[str, Any]] = []
-    stored = states.of_parameters(states.coding.nbytes)
-    tensors = []
+    forms: dict[str, int] = {}
+    numbers: list[int] = []
+    stored, tensors = states.of_parameters(states.coding.nbytes), []
     for form, number in states.forms():
         first, end = int(states.first[number]), int(states.first[number + 1])
-        if form == len(forms):
-            rows = list(_states(states, first, end))
-            role = ROLES[int(states.role[number])]
-            forms.append({"role": role, "weight": int(states.weight[number]) - first, "states": rows})
+        if form == len(numbers):  # forms of the table may also differ in plain values
+            role, weight = ROLES[int(states.role[number])], int(states.weight[number]) - first
+            text = json.dumps({"role": role, "weight": weight, "states": list(_states(states, first, end))})
+            numbers.append(forms.setdefault(text, len(forms)))
         blocks = int(states.fragments[first:end].max())
-        tensors.append((states.names[number], form, int(stored[number]), blocks))
-    return forms, tensors
+        tensors.append((states.names[number], numbers[form], int(stored[number]), blocks))
+    return [json.loads(text) for text in forms], tensors
 
 
 def _states(states: StateTable, first: int, end: int) -> Iterator[dict[str, Any]]:

@@ -141,8 +141,8 @@ by("measure").append(...Object.entries(MEASURES).filter(([name]) => name !== "st
 by("measure").addEventListener("change", space);
 by("modules-more").addEventListener("click", () => { shownParts *= 5; space(); });
 by("space-note").textContent = model.length ? "Each rectangle is a tensor. Choose a part of the picture, or of the table below it, to look inside." : "There are no parameters.";
-drawTree = fitted(by("treemap"), (width) => treemap(here, by("measure").value, hues, width, width < 600 ? 320 : 380, enter));
 space();
+drawTree = fitted(by("treemap"), (width) => treemap(here, by("measure").value, hues, width, width < 600 ? 320 : 380, enter));
 states();
 files();
 others();
