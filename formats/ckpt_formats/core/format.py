@@ -156,6 +156,8 @@ class Receipt:
     seals: tuple[Seal, ...]
     entry: Mapping[str, Any]
     evidence: tuple[Evidence, ...] = ()
+    e_tag: str = ""
+    """What a store calls this version of the object; empty if the file is in a file system."""
 
 
 class Format(ABC):
