@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import ckpt
@@ -13,8 +14,7 @@ from ckpt.compare.pairs import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums, Histogram
 from ckpt.pipeline import Resources
 from ckpt.planning.simulate import exponential, simulate
-from ckpt_cli.views import diff_page, inspect_page, log_page, plan_page
-from ckpt_cli.views.chain_log import to_json as log_fields
+from ckpt_cli.views import chain_log, diff_page, inspect_page, log_page, plan_page
 from ckpt_cli.views.plan import PlanReport
 from ckpt_cli.views.plan import to_json as plan_fields
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, SourceFile
@@ -64,7 +64,7 @@ def model(layers: int, width: int, seed: int = 0, names: Iterable[str] = (), ste
     parameters = []
     for name, shape in shapes.items():
         values = rng.normal(size=shape).astype(np.float32)
-        copy = values.astype("bfloat16") if "bfloat16" in np.sctypeDict else values.astype(np.float16)
+        copy = values.astype(ml_dtypes.bfloat16)
         parameters.append(parameter(name, {"fp32": values, "param": copy, "exp_avg": values, "exp_avg_sq": values}))
     extras = {"epoch": 1, "<b>note</b>": "</script><script>alert(3)</script>", "lr_scheduler": {"last_epoch": step}}
     made = checkpoint(
@@ -103,7 +103,16 @@ def diff_of_many(count: int) -> str:
 
 
 def log(chain: Path, recorded: Path) -> str:
-    """A chain of exact bases and approximate deltas, with the segments of a recorded run."""
+    """The page of `log_fields`, with names of strangers and segments that are torn and unreadable."""
+    fields = log_fields(chain, recorded)
+    segments = [{**one, "codec": "<b>exact</b>"} for one in fields["segments"]]
+    segments[0]["torn"] = {"<script>.log": "</script><script>alert(4)</script>"}
+    segments.append({"folder": "gradients-9", "first": 1200, "last": None, "time": "", "error": "<b>cannot</b>"})
+    return log_page.page_of(Path("runs/<b>run</b>.chain"), {**fields, "segments": segments})
+
+
+def log_fields(chain: Path, recorded: Path) -> dict[str, Any]:
+    """A new chain of exact bases and approximate deltas, with the segments of a recorded run."""
     run, rng = ckpt.Chain(chain), np.random.default_rng(0)
     values = rng.normal(size=(64, 64)).astype(np.float32)
     for step in range(100, 1300, 100):
@@ -111,21 +120,16 @@ def log(chain: Path, recorded: Path) -> str:
         origin, path = Origin("held", "1", step), chain.with_name(f"{step}.pt")
         state = checkpoint([parameter("layers.0.w", {"fp32": values, "exp_avg": values})], origin=origin, path=path)
         run.append(state, ckpt.DeltaPolicy(base_every=5, codec="lc"), step=step)
-    fields = _log_fields(chain)
-    segments = [
-        {**one, "first": one["first"] * 200, "last": one["last"] * 200, "codec": "<b>exact</b>"}
-        for one in _log_fields(recorded)["segments"]
-    ]
-    segments[0]["torn"] = {"<script>.log": "</script><script>alert(4)</script>"}
-    segments.append({"folder": "gradients-9", "first": 1200, "last": None, "time": "", "error": "<b>cannot</b>"})
-    return log_page.page_of(Path("runs/<b>run</b>.chain"), {**fields, "segments": segments})
+    segments = _log_fields(recorded)["segments"]
+    later = [{**one, "first": one["first"] * 200, "last": one["last"] * 200} for one in segments]
+    return {**_log_fields(chain), "segments": later}
 
 
 def _log_fields(chain: Path) -> dict[str, Any]:
     from ckpt.chains.segments import open_segments
 
     index = ckpt.Chain(chain).index
-    fields = log_fields(index, open_segments(chain, index))
+    fields = chain_log.to_json(index, open_segments(chain, index))
     for member in fields["steps"]:
         member["time"] = "2026-11-23T12:00:00Z"
     return fields

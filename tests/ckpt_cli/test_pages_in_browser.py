@@ -106,7 +106,7 @@ def test_tables_are_sorted_and_filtered_by_keyboard(browser: Any, pages: dict[st
 
 def test_a_treemap_has_the_areas_of_its_parts_and_is_entered_by_keyboard(browser: Any, pages: dict[str, Path]) -> None:
     with opened(browser, pages["inspect-many"]) as tab:
-        shares = [float(text.split()[0]) for text in column(tab, 4, "modules")]
+        shares = [float(text.split()[0]) for text in column(tab, 2, "modules")]
         assert sum(shares) == pytest.approx(100, abs=0.5)
         areas = tab.page.evaluate(
             "document.querySelector('.treemap .ground').getAttribute('d').split('M').slice(1)"
@@ -116,7 +116,7 @@ def test_a_treemap_has_the_areas_of_its_parts_and_is_entered_by_keyboard(browser
         tab.page.locator("#modules-rows .link").first.focus()
         tab.page.keyboard.press("Enter")
         assert tab.focused() == "layers"
-        assert column(tab, 1, "modules") == ["9"] * 12
+        assert column(tab, 4, "modules") == ["9"] * 12
         tab.page.locator("#path button").first.click()
         assert tab.focused() == "all"
         tab.page.locator(".treemap").click(position={"x": 60, "y": 200})

@@ -3,6 +3,7 @@
 const MEASURES = { all: ["all states", bytes], stored: ["stored", bytes], elements: ["elements", integer] };
 const ROLES = { parameter: "parameters", frozen: "frozen parameters", buffer: "buffers", extra: "extras" };
 const shapeText = (shape) => (shape.length ? shape.map(integer).join(" \u00d7 ") : "scalar");
+const shareText = (size, total) => (size > 0 && size < total * 1e-4 ? "< 0.01 %" : percent(total ? size / total : null));
 const sum = (rows, key) => rows.reduce((total, row) => total + row[key], 0);
 
 const tensors = facts.tensors.map(([name, form, stored, blocks]) => {
@@ -50,7 +51,7 @@ function colours(measure) {
   hues.clear();
   largestFirst.slice(0, HUES).forEach(([name], i) => hues.set(name, i));
   const total = largestFirst.reduce((all, [, size]) => all + size, 0), others = largestFirst.slice(HUES).reduce((all, [, size]) => all + size, 0);
-  const entry = (i, name, size) => el("span", {}, el("i", { class: `swatch c${i}`, "aria-hidden": "true" }), el("span", {}, named(name, 40), ` ${percent(total ? size / total : null)}`));
+  const entry = (i, name, size) => el("span", {}, el("i", { class: `swatch c${i}`, "aria-hidden": "true" }), el("span", {}, named(name, 40), ` ${shareText(size, total)}`));
   by("legend").replaceChildren(...largestFirst.slice(0, HUES).map(([name, size], i) => entry(i, name, size)), ...(others ? [entry(HUES, "others", others)] : []));
 }
 
@@ -72,11 +73,12 @@ function space() {
   by("path").replaceChildren(el("ol", {}, ...steps.map((step) => el("li", {}, step))));
   colours(measure);
   drawTree();
-  plainHeads("modules", ["part", "tensors", "elements", MEASURES[measure][0], "share"]);
+  plainHeads("modules", ["part", MEASURES[measure][0], "share", ...(measure === "elements" ? [] : ["elements"]), "tensors"]);
   by("modules-rows").replaceChildren(...parts.slice(0, shownParts).map(({ node, label, size }) => el("tr", {},
     el("th", { class: "name", scope: "row" }, node.kids.size > 1 ? el("button", { type: "button", class: "link", onclick: () => enter(node) }, named(label, 120)) : named(label, 120)),
-    el("td", {}, integer(node.tensors.length)), el("td", {}, integer(sizeOf(node, "elements"))), el("td", {}, MEASURES[measure][1](size)),
-    el("td", {}, percent(total ? size / total : null), el("span", { class: "bar", "aria-hidden": "true" }, wide(total ? size / total : 0))))));
+    el("td", {}, MEASURES[measure][1](size)),
+    el("td", {}, shareText(size, total), el("span", { class: "bar", "aria-hidden": "true" }, wide(total ? size / total : 0))),
+    measure === "elements" ? null : el("td", {}, integer(sizeOf(node, "elements"))), el("td", {}, integer(node.tensors.length)))));
   const rest = parts.length - Math.min(parts.length, shownParts);
   by("modules-more").hidden = !rest;
   by("modules-more").textContent = `Show ${integer(Math.min(rest, 4 * shownParts))} more of ${integer(rest)}`;
@@ -92,10 +94,10 @@ function states() {
     return part;
   }));
   const coded = facts.coded;
-  plainHeads("sizes", ["state", "type", "elements", "bytes", "share", ...(coded ? ["stored", "bits", "codec"] : [])], [1, 7]);
+  plainHeads("sizes", ["state", "bytes", "share", "type", "elements", ...(coded ? ["stored", "bits", "codec"] : [])], [3, 7]);
   by("sizes-rows").replaceChildren(...rows.map((row, i) => el("tr", {},
     el("th", { class: "name", scope: "row" }, el("i", { class: `swatch c${Math.min(i, HUES)}`, "aria-hidden": "true" }), named(row.state, 80)),
-    el("td", { class: "text" }, row.dtype), el("td", {}, integer(row.elements)), el("td", {}, bytes(row.raw_nbytes)), el("td", {}, percent(total ? row.raw_nbytes / total : null)),
+    el("td", {}, bytes(row.raw_nbytes)), el("td", {}, shareText(row.raw_nbytes, total)), el("td", { class: "text" }, row.dtype), el("td", {}, integer(row.elements)),
     ...(coded ? [el("td", {}, bytes(row.stored_nbytes)), el("td", {}, row.bits_per_element.toFixed(2)), el("td", { class: "text" }, row.codecs.join(", "))] : []))));
 }
 

@@ -1,6 +1,7 @@
 // A table that is sorted by its heads, filtered by words and kinds, and shows some rows at a time.
 
 const ROWS = 50;
+const PRINTED = 1000;
 const order = new Intl.Collator("en", { numeric: true });
 
 /**
@@ -82,6 +83,14 @@ function listing({ id, noun, columns, rows, kind, kinds = [], keep = () => true,
       } }, named(`${one} ${integer(counts.get(one))}`, 80))));
   }
 
+  let before = ROWS;
+  addEventListener("beforeprint", () => {
+    before = shownRows;
+    shownRows = Math.max(shownRows, PRINTED);
+    draw();
+    if (!place("more").hidden) place("count").textContent += ` The first ${integer(shownRows)} are printed.`;
+  });
+  addEventListener("afterprint", () => { shownRows = before; draw(); });
   place("filter").addEventListener("input", () => draw(true));
   place("more").addEventListener("click", () => {
     const before = shownRows;

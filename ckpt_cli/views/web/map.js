@@ -33,7 +33,8 @@ function familyMap(family, scale, measure, named) {
   const width = clamp((room - label - 2) / layers.length, 2, 96), gap = width >= 9 ? 2 : width >= 5 ? 1 : 0;
   const height = roles.length > 24 ? 20 : 28, bars = profileOf(layers, label, width, gap), top = (bars.length ? PROFILE : 0) + 20;
   const grid = svg("g", { role: "grid", "aria-label": `Heat map of ${shown(family.prefix) || "the layers"}, rows are roles and columns layers` });
-  const picture = svg("svg", { width: label + width * layers.length + 2, height: top + height * roles.length + 4 }, hatching(), grid);
+  const wide = label + width * layers.length + 2, tall = top + height * roles.length + 4;
+  const picture = svg("svg", { width: wide, height: tall, viewBox: `0 0 ${wide} ${tall}` }, hatching(), grid);
   picture.append(...bars, ...layerNumbers(layers, label, width, top - 6));
   const nodes = [];
   roles.forEach((role, y) => {

@@ -101,7 +101,7 @@ function treemap(node, measure, hues, wide, tall, enter) {
   picture.append(svg("path", { class: "ground", d: outer.map((one) => square(one, 0.5)).join("") }));
   for (const [hue, d] of paths) picture.append(svg("path", { class: `c${hue}`, d }));
   for (const one of outer) {
-    const letters = Math.floor((one.width - 8) / 6.6), high = one.node.kids.size ? 44 : 20;
+    const letters = Math.floor((one.width - 8) / 7.4), high = one.node.kids.size ? 44 : 20;
     if (letters >= 4 && one.height > high && one.width > 64) picture.append(svg("text", { x: one.x + 5, y: one.y + 13, class: "strong" }, short(shown(one.label), letters)));
   }
   const within = (one, x, y) => x >= one.x && x < one.x + one.width && y >= one.y && y < one.y + one.height;
@@ -117,7 +117,7 @@ function treemap(node, measure, hues, wide, tall, enter) {
     const tensor = one.node.tensors[0], single = one.node.tensors.length === 1;
     tip([el("b", {}, short(shown(single ? tensor.name : fullPath(one.node)), 160)), pairs([
       ...(single ? [["shape", shapeText(tensor.shape)], ["type", tensor.dtype]] : [["tensors", integer(one.node.tensors.length)]]),
-      [MEASURES[measure][0], MEASURES[measure][1](one.size)], ["share", percent(total ? one.size / total : null)],
+      [MEASURES[measure][0], MEASURES[measure][1](one.size)], ["share", shareText(one.size, total)],
     ])], event.clientX, event.clientY);
   });
   picture.addEventListener("pointerleave", hideTip);
