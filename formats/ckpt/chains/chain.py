@@ -42,8 +42,9 @@ class Chain(Mapping[int, Checkpoint]):
         """The list of members and segments. Raises `CkptError` if it cannot be read."""
         return file.read(self.path) if self.path.exists() else ChainIndex(())
 
-    def __getitem__(self, step: int) -> Checkpoint:
-        if step not in self:
+    def __getitem__(self, step: int | None) -> Checkpoint:
+        """The state of a step. None, the step of a checkpoint that states none, is in no chain: `KeyError`."""
+        if step is None or step not in self:
             raise KeyError(step)
         return states.open_state(self.path, self.index, step)
 
