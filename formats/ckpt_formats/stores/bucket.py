@@ -30,15 +30,14 @@ T = TypeVar("T")
 _ATTEMPTS = 5
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
-_SINGLE_REQUEST = 32 << 20
+_SINGLE_REQUEST = 16 << 20
 """Bytes of a file that is uploaded by one request, and read as a whole. Larger ones are uploaded in parts."""
 _PART = 8 << 20
 _MAX_PARTS = 9_000
 """Stores allow 10,000."""
-_PARTS_AT_ONCE = 4
 _ATTEMPT = "ckpt-attempt"
 _CLIENT: Any = {"timeout": "300s", "connect_timeout": "10s"}
-"""The timeout is that of a whole request: 32 MiB may take it on a slow line."""
+"""The timeout is that of a whole request: 16 MiB may take it on a slow line."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,11 @@ class Bucket:
 
         return self._attempt(key, replace)
 
-    def upload(self, key: str, file: Path, check: Callable[[], None]) -> str:
+    def upload(self, key: str, file: Path, check: Callable[[], None], parts_at_once: int = 2) -> str:
         """Create an object from a file of any size; the e_tag. Raises `FileExistsError` if there is one.
 
         `check` is called before an upload in parts is completed, and may raise: no store makes that conditional.
+        Each of `parts_at_once` takes 8 MiB of memory, and more for files of more than 70 GB.
         """
         nbytes = file.stat().st_size
         if nbytes <= _SINGLE_REQUEST:
@@ -153,7 +153,7 @@ class Bucket:
                 _parts(file, part, check),
                 use_multipart=True,
                 chunk_size=part,
-                max_concurrency=_PARTS_AT_ONCE,
+                max_concurrency=parts_at_once,
             )
             return stored["e_tag"] or ""
 
