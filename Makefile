@@ -62,7 +62,7 @@ browser: $(VENV)/.tested  ## what the tests of pages need beside Python: a Chrom
 	$(BIN)/python tests/browsing.py
 
 pictures: $(VENV)/.tested $(VENV)/.kernels browser  ## the pictures of pages in docs/pictures
-	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_page_pictures.py
 
 samples: $(VENV)/.tested $(VENV)/.kernels  ## make sample_checkpoints/ again, with the real engines
 	$(BIN)/python sample_checkpoints/make.py

@@ -21,10 +21,9 @@ def inspect(path: "Checkpoint", depth: int | None, extras: bool, html: str | Non
     from ckpt_cli.views import inspect
 
     if html is not None:
-        from ckpt_cli.views import inspect_page, page
+        from ckpt_cli.views.inspect_page import write_page
 
-        page.check_place(Path(html), "inspect")
-        page.write(inspect_page.page_of(path), Path(html), "inspect")
+        write_page(path, Path(html))
     if as_json:
         inspect.print_json(path)
     else:

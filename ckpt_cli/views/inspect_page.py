@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ckpt import sizes
 from ckpt_cli.views.inspect import columns_of_files, format_name
-from ckpt_cli.views.page import page
+from ckpt_cli.views.page import check_place, page, write
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.state_table import ROLES, StateTable
 from ckpt_formats.core.values import brief
@@ -14,6 +15,12 @@ from ckpt_formats.core.values import brief
 _SCRIPTS = ("charts", "listing", "tree", "inspect")
 _MAX_VALUE = 1000
 """Characters of an extra that the page shows."""
+
+
+def write_page(checkpoint: Checkpoint, target: Path) -> None:
+    """Write the page of a checkpoint. Raises `OutputError`."""
+    check_place(target, "inspect")
+    write(page_of(checkpoint), target, "inspect")
 
 
 def page_of(checkpoint: Checkpoint) -> str:

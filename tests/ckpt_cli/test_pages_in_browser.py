@@ -5,10 +5,13 @@ Slow: they start Chromium. Without one the tests are skipped and say so; in CI t
 
 import os
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import browsing
 import page_samples as samples
@@ -16,6 +19,7 @@ from browsing import Tab, opened
 from damage import SAMPLES
 
 pytestmark = pytest.mark.slow
+PICTURES = Path(__file__).with_name("pictures")
 MANY = 10_000
 PAGES = ("inspect", "diff", "log", "plan")
 
@@ -187,6 +191,25 @@ def test_ten_thousand_tensors_stay_fluid(name: str, browser: Any, pages: dict[st
         assert column(tab, 0)[0] == first
         assert tab.page.evaluate("document.activeElement === document.querySelectorAll('#tensors-rows tr')[50]")
         assert tab.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("name", "element", "scheme"),
+    [("inspect", ".treemap", "light"), ("diff", "#map .layers svg", "dark"), ("log", "#sizes-chart svg", "dark")],
+)
+def test_charts_look_as_they_did(name: str, element: str, scheme: str, browser: Any, pages: dict[str, Path]) -> None:
+    """Without texts, whose shapes depend on the fonts of a machine. CKPT_PICTURES=1 makes the pictures anew."""
+    reference = PICTURES / f"{name}.png"
+    with opened(browser, pages[name], 700, scheme) as tab:
+        tab.page.evaluate("for (const text of document.querySelectorAll('svg text')) text.style.visibility = 'hidden'")
+        picture = Image.open(BytesIO(tab.page.locator(element).first.screenshot())).convert("RGB")
+    if os.environ.get("CKPT_PICTURES"):
+        picture.quantize(64, dither=Image.Dither.NONE).save(reference, optimize=True)
+    expected = np.asarray(Image.open(reference).convert("RGB"), np.int16)
+    actual = np.asarray(picture, np.int16)
+    assert actual.shape == expected.shape
+    differing = (np.abs(actual - expected).max(axis=2) > 40).mean()
+    assert differing < 0.01, f"{differing:.1%} of the pixels differ"
 
 
 def test_the_page_says_without_scripts_what_prints_the_same(browser: Any, pages: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ function head() {
     tile("wasted", percent(best.waste), "of the time"),
     tile("a failure every", duration(facts.run.mtbf), "on average"),
     tile("against Young", percent(facts.young.gain), "less time"),
-    tile("written", bytes(best.day_nbytes), "a day"),
+    ...(best.day_nbytes === null ? [] : [tile("written", bytes(best.day_nbytes), "a day")]),
   );
 }
 

@@ -1,6 +1,6 @@
 """Writes docs/pictures: pages of `--html` in a headless Chromium, as `make browser` installs it.
 
-    python docs/make_pictures.py
+    python docs/make_page_pictures.py
 
 The checkpoints are made here, and hold no values that are worth a file: `inspect` of one with eight billion parameters
 shows its index only.
@@ -103,7 +103,7 @@ def main() -> None:
             ("plan", 1180, 820, "light"),
             ("inspect", 390, 780, "dark"),
         ):
-            picture = PICTURES / f"{name}{'-phone' if width < 500 else ''}.png"
+            picture = PICTURES / f"{name}-{'phone' if width < 500 else 'page'}.png"
             with browsing.opened(browser, folder / f"{name}.html", width, scheme, height) as tab:
                 point(tab.page, name)
                 screenshot = Image.open(BytesIO(tab.page.screenshot())).convert("RGB")
