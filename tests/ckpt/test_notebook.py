@@ -76,6 +76,12 @@ def test_a_checkpoint_shows_what_it_is_with_names_as_text(tmp_path: Path) -> Non
     assert "140 elements" in said
 
 
+def test_a_parameter_shows_its_states(tmp_path: Path) -> None:
+    first, _ = pair(tmp_path)
+    for name in NAMES:
+        assert "float32[5, 4]80 B1" in shown(first[name]._repr_html_())
+
+
 def test_a_diff_shows_the_verdict_and_the_most_changed(tmp_path: Path) -> None:
     first, second = pair(tmp_path)
     said = shown(ckpt.diff(first, second)._repr_html_())

@@ -21,13 +21,13 @@ def of_diff(diff: Diff) -> str:
     parts = [table("By state", ("state", *_HEADS), groups)]
     if differing:
         rows = [(pair.name, pair.state, *_figures(pair.sums)) for pair in differing]
-        most = table("Tensors", ("tensor", "state", *_HEADS), rows, (0, 1))
+        most = table("", ("tensor", "state", *_HEADS), rows, (0, 1))
         parts.append(folded("Tensors that changed, the most changed first", most))
     if unpaired:
         heads = ("tensor", "state", "kind", "what")
-        parts.append(folded("Tensors that cannot be compared", table("Tensors", heads, unpaired, (0, 1, 2, 3))))
+        parts.append(folded("Tensors that cannot be compared", table("", heads, unpaired, (0, 1, 2, 3))))
     if diff.values:
-        parts.append(folded("Other values", table("Values", ("value",), [(value,) for value in diff.values])))
+        parts.append(folded("Other values", table("", ("value",), [(value,) for value in diff.values])))
     if diff.same:
         return panel("The same, bit for bit", facts, *parts)
     return panel(f"{len(differing):,} of {len(compared):,} tensors differ", facts, *parts)

@@ -66,6 +66,12 @@ class Parameter:
         """The weight, read into memory: `np.asarray(parameter)`."""
         return self.weight.__array__(dtype, copy)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt_formats.core.notebook import of_parameter
+
+        return of_parameter(self)
+
     @property
     def weight(self) -> Tensor:
         """The tensor that the model computes with: the model's copy, else the master, else the first state."""

@@ -13,9 +13,10 @@ import numpy as np
 
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.values import brief
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.checkpoint import Checkpoint
+    from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 
 _MAX_TEXT = 120
 """Characters of a name that are shown."""
@@ -38,7 +39,10 @@ def text(value: object) -> str:
 
 
 def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]], texts: Sequence[int] = (0,)) -> str:
-    """A table. The columns `texts` are aligned to the left, all others are numbers; the first one names the rows."""
+    """A table. The columns `texts` are aligned to the left, all others are numbers; the first one names the rows.
+
+    One without a caption belongs into `folded`, whose title names it.
+    """
     sides = [_LEFT if i in texts else _RIGHT for i in range(len(heads))]
     head = "".join(f'<th scope="col"{side}>{escape(one)}</th>' for one, side in zip(heads, sides, strict=True))
     lines = []
@@ -47,7 +51,7 @@ def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]], 
         cells = "".join(f"<td{side}>{value}</td>" for value, side in zip(others, sides[1:], strict=True))
         lines.append(f'<tr><th scope="row"{sides[0]}>{first}</th>{cells}</tr>')
     more = f"<p>and {len(rows) - _MAX_ROWS:,} more</p>" if len(rows) > _MAX_ROWS else ""
-    name = f"<caption{_LEFT}>{escape(caption)}</caption>"
+    name = f"<caption{_LEFT}>{escape(caption)}</caption>" if caption else ""
     return f"<table>{name}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{more}"
 
 
@@ -88,8 +92,19 @@ def of_checkpoint(checkpoint: "Checkpoint") -> str:
         checkpoint.path.name or str(checkpoint.path),
         facts,
         table("States", ("state", "type", "elements", "bytes"), _state_rows(states), (0, 1)),
-        folded("Modules", table("Modules", ("module", "tensors", "bytes"), _modules(states.names, model, nbytes))),
+        folded("Modules", table("", ("module", "tensors", "bytes"), _modules(states.names, model, nbytes))),
     )
+
+
+def of_parameter(parameter: "Parameter") -> str:
+    """A parameter, and a row for each of its states. Reads no tensor data."""
+    values = [f"{key} {brief(value)}" for key, value in parameter.values.items()]
+    heads = ("state", "type", "shape", "bytes", "blocks")
+    rows = [
+        (state, one.dtype.name, list(one.shape), format_nbytes(one.nbytes), len(one.fragments))
+        for state, one in parameter.states.items()
+    ]
+    return panel(parameter.name, [parameter.role, *values], table("States", heads, rows, (0, 1)))
 
 
 def _state_rows(states: Any) -> list[tuple[object, ...]]:
