@@ -24,7 +24,7 @@ AXE = Path(sys.prefix) / f"axe-core-{VERSION}" / "axe.min.js"
 SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 """Of `axe.min.js`. It is under the MPL-2.0, and used for tests only."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PACKAGES = ("chromium", "fonts-dejavu-core", "fonts-noto-cjk")
+PACKAGES = ("chromium", "fonts-dejavu-core")
 
 
 def find_chromium() -> str | None:

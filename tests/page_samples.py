@@ -125,6 +125,31 @@ def log_fields(chain: Path, recorded: Path) -> dict[str, Any]:
     return {**_log_fields(chain), "segments": later}
 
 
+def edge_cases(chain: Path, recorded: Path) -> dict[str, str]:
+    """Pages of next to nothing, and of chains with very many states and with extreme figures."""
+    fields, many = _log_fields(chain), 10_000
+    members = fields["steps"]
+    extreme = {"<b>": {"rel": 1e-300, "max_abs": 1e300}, "none": {"rel": 0.0, "max_abs": None}}
+    chains = {
+        "no state": {"steps": [], "raw_nbytes": 0, "stored_nbytes": 0, "segments": _log_fields(recorded)["segments"]},
+        "many states": {"steps": [{**members[i % len(members)], "step": 10 * i} for i in range(many)]},
+        "extreme states": {"steps": [{**members[1], "step": 10**15 + i, "errors": extreme} for i in range(3)]},
+    }
+    empty = np.zeros((0, 3), np.float32)
+    checkpoints = {
+        "nothing": checkpoint([]),
+        "a scalar": checkpoint([parameter("w", {"param": np.ones((), np.float32)})]),
+        "no elements": checkpoint([parameter(name, {"param": empty}) for name in ("w", "x.y", "x.z")]),
+        "an extra": checkpoint([parameter("rng", {"param": np.zeros(3, np.uint8)}, role="extra")]),
+    }
+    nothing = replace(checkpoint([]), path=DEEPSPEED)
+    return {
+        **{name: log_page.page_of(Path("run.chain"), {**fields, **own}) for name, own in chains.items()},
+        **{name: inspect(one) for name, one in checkpoints.items()},
+        "no difference": diff_page.page_of(nothing, nothing, Diff(())),
+    }
+
+
 def _log_fields(chain: Path) -> dict[str, Any]:
     from ckpt.chains.segments import open_segments
 

@@ -79,6 +79,17 @@ def test_pages_are_dark_where_that_is_preferred_wide_and_printed_in_light(
         assert tab.wrong == []
 
 
+def test_nothing_goes_wrong_in_edge_cases(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    recorded = SAMPLES / "recorded-1" / "run.chain"
+    for name, text in samples.edge_cases(pages["log"].with_name("run.chain"), recorded).items():
+        (tmp_path / "page.html").write_text(text, "ascii")
+        with opened(browser, tmp_path / "page.html", 390) as tab:
+            assert tab.wrong == [], name
+            assert tab.overflow() <= 0, name
+            assert not tab.page.locator("svg:visible [d*=NaN], svg:visible [width*='-']").count(), name
+            assert tab.page.evaluate("document.querySelectorAll('*').length") < 2000, name
+
+
 def test_tables_are_sorted_and_filtered_by_keyboard(browser: Any, pages: dict[str, Path]) -> None:
     with opened(browser, pages["inspect"]) as tab:
         press = tab.page.keyboard.press

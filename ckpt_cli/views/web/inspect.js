@@ -114,7 +114,7 @@ function strip(file) {
 }
 
 function files() {
-  by("files-note").textContent = facts.files.length ? "Each file, the rank that wrote it, and which of the parameters it has values of." : "The format states no files.";
+  by("files-note").textContent = "Each file, the rank that wrote it, and which of the parameters it has values of.";
   listing({
     id: "files", noun: "file", rows: facts.files, kind: (row) => row.role, sort: "file",
     columns: [
@@ -142,7 +142,8 @@ head();
 by("measure").append(...Object.entries(MEASURES).filter(([name]) => name !== "stored" || facts.coded).map(([name, [text]]) => el("option", { value: name }, text)));
 by("measure").addEventListener("change", space);
 by("modules-more").addEventListener("click", () => { shownParts *= 5; space(); });
-by("space-note").textContent = model.length ? "Each rectangle is a tensor. Choose a part of the picture, or of the table below it, to look inside." : "There are no parameters.";
+by("space-note").textContent = "Each rectangle is a tensor. Choose a part of the picture, or of the table below it, to look inside.";
+for (const [id, rows] of [["space", model], ["kinds", tensors], ["files", facts.files]]) by(id).hidden = !rows.length;
 space();
 drawTree = fitted(by("treemap"), (width) => treemap(here, by("measure").value, hues, width, width < 600 ? 320 : 380, enter));
 states();

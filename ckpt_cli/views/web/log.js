@@ -36,8 +36,8 @@ const shownTimes = (raw, stored) => (raw >= stored ? `${times(raw / Math.max(sto
 
 // Charts: bars or lines over the steps, with a cursor that the pointer and the arrow keys move.
 
-const firstStep = Math.min(...members.map((one) => one.step), ...segments.map((one) => one.first));
-const lastStep = Math.max(...members.map((one) => one.step), ...segments.map((one) => one.last ?? one.first));
+const firstStep = smallest([...members.map((one) => one.step), ...segments.map((one) => one.first)]);
+const lastStep = largest([...members.map((one) => one.step), ...segments.map((one) => one.last ?? one.first)]);
 
 function stepScale(wide) {
   const span = Math.max(lastStep - firstStep, 1), room = wide - LEFT - RIGHT, pad = Math.min(24, room * 0.04);
@@ -47,10 +47,24 @@ function stepScale(wide) {
 function stepAxis(grid, across, wide, tall) {
   const rung = niceStep((lastStep - firstStep) / Math.max(2, (wide - LEFT) / 90), 1);
   for (let step = Math.ceil(firstStep / rung) * rung; step <= lastStep; step += rung) {
-    grid.append(svg("text", { x: across(step), y: tall - BOTTOM + 20, "text-anchor": "middle" }, integer(step)));
+    const x = across(step), half = 3.6 * integer(step).length;
+    grid.append(svg("text", { x: Math.min(x, wide - half - 1), y: tall - BOTTOM + 20, "text-anchor": "middle" }, integer(step)));
   }
   grid.append(svg("text", { x: (LEFT + wide - RIGHT) / 2, y: tall - 4, "text-anchor": "middle" }, "step"));
 }
+
+/** Values by the column of pixels in which their steps are: more states than columns are drawn as ranges. */
+function bucketed(points, across, width) {
+  const buckets = new Map();
+  for (const [step, value] of points) {
+    const x = Math.floor(across(step) / width) * width + width / 2;
+    if (!buckets.has(x)) buckets.set(x, []);
+    buckets.get(x).push(value);
+  }
+  return [...buckets];
+}
+
+const isDense = members.length > 400;
 
 /** 1, 2 or 5 times a power of ten that is not less. */
 function niceStep(least, smallestStep) {
@@ -109,10 +123,14 @@ function sizesChart(wide, tall) {
   for (let i = 0; i <= lines; i += 1) gridLine(grid, up(i * rung), wide, text(i * rung));
   stepAxis(grid, across, wide, tall);
   picture.append(grid);
-  const gaps = members.slice(1).map((one, i) => across(one.step) - across(members[i].step)), width = clamp(0.76 * (gaps.length ? smallest(gaps) : 30), 1, 30);
+  const gaps = members.slice(1).map((one, i) => across(one.step) - across(members[i].step)), dense = isDense;
+  const width = dense ? 2 : clamp(0.76 * (gaps.length ? smallest(gaps) : 30), 1, 30);
   for (const kind of ["delta", "base"]) {
-    const d = members.filter((one) => (one.kind === "base") === (kind === "base")).map((one) =>
-      `M${(across(one.step) - width / 2).toFixed(1)},${ground}v${(-Math.max(1, ground - up(value(one)))).toFixed(1)}h${width.toFixed(1)}V${ground}z`).join("");
+    const points = members.filter((one) => (one.kind === "base") === (kind === "base")).map((one) => [one.step, value(one)]);
+    const bars = dense ? bucketed(points, across, width).map(([x, values]) => [x, largest(values)]) : points.map(([step, one]) => [across(step), one]);
+    const marks = dense && kind === "base"; // bars would hide the deltas
+    const d = bars.map(([x, one]) => (marks ? `M${(x - 1.5).toFixed(1)},${(up(one) - 1.5).toFixed(1)}h3v3h-3z`
+      : `M${(x - width / 2).toFixed(1)},${ground}v${(-Math.max(1, ground - up(one))).toFixed(1)}h${width.toFixed(1)}V${ground}z`)).join("");
     if (d) picture.append(svg("path", { class: `bars ${kind}`, d }));
   }
   for (const one of segments) {
@@ -138,6 +156,13 @@ function errorsChart(wide, tall) {
   picture.append(grid);
   states.forEach((state, i) => {
     const points = members.map((one) => [one.step, errorOf(one, state, key)]);
+    if (isDense) {
+      const columns = bucketed(points.filter(([, value]) => value !== null), across, 2);
+      const band = columns.map(([x, values]) => `M${x - 1},${up(largest(values)).toFixed(1)}h2V${(up(smallest(values)) + 1).toFixed(1)}h-2z`).join("");
+      const mean = columns.map(([x, values], n) => `${n ? "L" : "M"}${x},${up(10 ** (values.reduce((sum, one) => sum + Math.log10(one), 0) / values.length)).toFixed(1)}`).join("");
+      picture.append(svg("path", { class: `band e${Math.min(i, 5)}`, d: band }), svg("path", { class: `errors e${Math.min(i, 5)}`, d: mean }));
+      return;
+    }
     let path = "", dots = "", open = false;
     for (const [step, value] of points) {
       if (value === null) { open = false; continue; }
@@ -183,10 +208,10 @@ function segmentTable() {
 const approximateStates = states.length > 0;
 head();
 by("sizes").hidden = !members.length;
-by("sizes-note").textContent = `A bar for each state${segments.length ? "; below them, the steps that the log of gradients has" : ""}.`;
+by("sizes-note").textContent = `${isDense ? "The largest states of each column of the picture; bases are dots" : "A bar for each state"}${segments.length ? "; below them, the steps that the log of gradients has" : ""}.`;
 by("sizes-legend").append(...[["base", "base"], ["delta", "delta"], ...(segments.length ? [["segment", "log of gradients"]] : [])].map(([look, text]) => el("span", {}, el("i", { class: `swatch ${look}`, "aria-hidden": "true" }), text)));
 by("errors").hidden = !members.length;
-by("errors-note").textContent = approximateStates ? "Measured when a state was stored, on a logarithmic axis. States without a point are exact." : "Every state is exact: there are no errors.";
+by("errors-note").textContent = approximateStates ? `Measured when a state was stored, on a logarithmic axis. ${isDense ? "The band has all errors of a column of the picture, the line is their geometric mean." : "States without a point are exact."}` : "Every state is exact: there are no errors.";
 by("error").parentElement.hidden = !approximateStates;
 by("errors-legend").append(...states.map((state, i) => el("span", {}, el("i", { class: `swatch e${Math.min(i, 5)}`, "aria-hidden": "true" }), named(state, 60))));
 if (members.length) {
