@@ -182,16 +182,12 @@ class Bucket:
         self.delete([key])
         return time.time() if there is None else there.modified
 
-    def keeps_conditions(self, folder: str) -> bool:
-        """Whether the store refuses to create an object twice. Some servers overwrite it and say nothing."""
-        key = f"{folder}/probe-{uuid4().hex}"
-        self.create(key, b"first")
+    def keeps_conditions(self, key: str) -> bool:
+        """Whether the store refuses to create an object that exists. Some servers overwrite it and say nothing."""
         try:
-            self.create(key, b"second")
+            self.create(key, b"")
         except FileExistsError:
             return True
-        finally:
-            self.delete([key])
         return False
 
     def __getstate__(self) -> dict[str, str]:
