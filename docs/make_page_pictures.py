@@ -107,7 +107,9 @@ def main() -> None:
             with browsing.opened(browser, folder / f"{name}.html", width, scheme, height) as tab:
                 point(tab.page, name)
                 screenshot = Image.open(BytesIO(tab.page.screenshot())).convert("RGB")
-                screenshot.quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
+                screenshot.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+                    picture, optimize=True
+                )
                 assert not tab.wrong, tab.wrong
             print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes")
 

@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     first, second = (samples.model(2, 8, seed, samples.NAMES, 1000 + seed) for seed in (0, 1))
     texts = {
         "inspect": samples.inspect(first),
-        "diff": samples.diff(first, second),
+        "diff": samples.diff(first, second.select(skip=["q_proj"])),
         "log": samples.log(folder / "run.chain", SAMPLES / "recorded-1" / "run.chain"),
         "plan": samples.plan(),
         "inspect-many": samples.inspect(samples.model(MANY // 9, 1)),
@@ -160,6 +160,8 @@ def test_a_heat_map_is_walked_by_arrow_keys_and_chooses_rows(browser: Any, pages
         cell = tab.page.locator(".cell").first
         cell.hover()
         assert tab.page.locator("#tip").is_visible()
+        assert "gradient" in style(tab, "#legend .gap", "backgroundImage")
+        assert style(tab, "#legend .same", "backgroundColor") != "rgba(0, 0, 0, 0)"
         cell.focus()
         before = tab.focused()
         tab.page.keyboard.press("ArrowDown")
@@ -236,6 +238,11 @@ def column(tab: Tab, number: int, table: str = "tensors") -> list[str]:
     """The texts of a column of a table."""
     texts = tab.page.locator(f"#{table}-rows tr > :nth-child({number + 1})").all_inner_texts()
     return [text.strip() for text in texts]
+
+
+def style(tab: Tab, element: str, name: str) -> str:
+    """A computed property of the first such element."""
+    return str(tab.page.evaluate(f"getComputedStyle(document.querySelector({element!r})).{name}"))
 
 
 def has_outline(tab: Tab) -> bool:

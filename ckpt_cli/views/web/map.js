@@ -29,7 +29,7 @@ function legend(scale, measure) {
 function familyMap(family, scale, measure, named) {
   const layers = [...family.layers].sort((a, b) => a[1] - b[1]).slice(0, MOST), roles = [...family.roles.keys()];
   const room = by("map").clientWidth || 1000;
-  const label = clamp(largest(roles.map((role) => shown(role).length || 8)) * 7 + 14, 96, Math.max(110, room * 0.3));
+  const label = clamp(largest(roles.map((role) => shown(role).length || 8)) * 7 + 14, 96, Math.max(110, room * (room < 500 ? 0.5 : 0.3)));
   const width = clamp((room - label - 2) / layers.length, 2, 96), gap = width >= 9 ? 2 : width >= 5 ? 1 : 0;
   const height = roles.length > 24 ? 20 : 28, bars = profileOf(layers, label, width, gap), top = (bars.length ? PROFILE : 0) + 20;
   const grid = svg("g", { role: "grid", "aria-label": `Heat map of ${shown(family.prefix) || "the layers"}, rows are roles and columns layers` });
