@@ -26,7 +26,7 @@ from ckpt.pipeline import receipts, staging
 from ckpt.pipeline.lease import Lease, hold_lease
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.staging import Staging, exists
-from ckpt_formats.core.errors import Corrupt, OutputError
+from ckpt_formats.core.errors import Corrupt, Locked, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
@@ -132,6 +132,7 @@ class StoreStaging(Staging):
     def flush(self) -> None:
         """Put the receipts that are not in the journal yet."""
         if self._waiting:
+            self.lease.check()  # the notes of another process may be at this place now
             lines = "".join(map(receipts.to_line, self._waiting))
             self.bucket.create(self._staged(f"{_JOURNAL}/{uuid4().hex}"), lines.encode())
             self._waiting.clear()
@@ -165,6 +166,7 @@ class StoreStaging(Staging):
 
     def remove(self) -> dict[str, StoredObject]:
         """Remove what a job has left: its objects as well, unless the target is complete. What was removed."""
+        self.lease.check()
         objects = self._objects()
         if self._is_complete(objects):
             self._remove_staged(objects)
@@ -283,7 +285,7 @@ def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file
         try:
             yield stage
         finally:
-            with suppress(OSError):  # then the files are written again
+            with suppress(OSError, Locked):  # then the files are written again
                 stage.flush()
 
 
@@ -308,7 +310,9 @@ def check_target(target: StorePath, source: Path) -> None:
 
 
 def _is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
-    return there is not None and (there.nbytes, there.e_tag) == (receipt.nbytes, receipt.e_tag)
+    if there is None or there.nbytes != receipt.nbytes:
+        return False
+    return there.e_tag.strip('"') == receipt.e_tag.strip('"')  # Azure quotes it in answers, and not in listings
 
 
 def _fields(bucket: Bucket, key: str) -> dict[str, Any]:
