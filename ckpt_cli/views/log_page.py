@@ -11,4 +11,4 @@ _SCRIPTS = ("charts", "listing", "log")
 
 def page_of(run: Path, fields: Mapping[str, Any]) -> str:
     """The page, of ASCII characters only. `fields`: those of `--json`. Equal chains give equal pages."""
-    return page("log", _SCRIPTS, {"path": str(run), **fields})
+    return page("log", _SCRIPTS, {"chain": str(run), **fields})

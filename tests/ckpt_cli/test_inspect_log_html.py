@@ -64,7 +64,7 @@ def test_the_page_of_a_chain_says_what_json_says(tmp_path: Path) -> None:
     facts = page("log", RECORDED, tmp_path).facts()
     fields = json.loads(ckpt("log", RECORDED, "--json").out)
     del fields["notes"]
-    assert facts == {"path": str(RECORDED), **fields}
+    assert facts == {"chain": str(RECORDED), **fields}
     assert len(facts["segments"]) == 2
 
 

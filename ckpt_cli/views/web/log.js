@@ -16,7 +16,7 @@ const largestError = (one, key) => {
 };
 
 function head() {
-  const name = facts.path.replace(/\/+$/, "").split("/").pop() || facts.path, logged = segments.reduce((sum, one) => sum + Math.max(0, (one.last ?? one.first) - one.first), 0);
+  const name = facts.chain.replace(/\/+$/, "").split("/").pop() || facts.chain, logged = segments.reduce((sum, one) => sum + Math.max(0, (one.last ?? one.first) - one.first), 0);
   verdict(members.length ? `${plural(members.length, "state")} in ${shownTimes(facts.raw_nbytes, facts.stored_nbytes)}` : plural(logged, "logged step"), "log");
   const ends = members.length ? [members.length === 1 ? `A state of step ${integer(members[0].step)}.` : `States of steps ${integer(members[0].step)} to ${integer(members[members.length - 1].step)}.`] : [];
   if (segments.length) ends.push(`The log of gradients has ${plural(logged, "step")}${segments.some((one) => one.has_ended === false) ? ", and has not ended" : ""}.`);
