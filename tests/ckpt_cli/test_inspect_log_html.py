@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 
@@ -107,3 +109,24 @@ def test_a_page_takes_the_place_of_a_page_of_its_command_only(command: str, sour
 def test_equal_checkpoints_give_equal_pages() -> None:
     first, second = (samples.inspect(samples.model(1, 4)) for _ in range(2))
     assert first == second
+
+
+TEMPLATES = """
+import sys
+from ckpt_cli.main import run
+for arguments in (["inspect", sys.argv[1]], ["inspect", sys.argv[1], "--html", sys.argv[2]]):
+    sys.argv[1:], kept = arguments, sys.argv[1:]
+    try:
+        run()
+    except SystemExit as end:
+        assert not end.code, end.code
+    sys.argv[1:] = kept
+    print("jinja2" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_templates_are_imported_only_where_a_page_is_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TEMPLATES, str(SAMPLES / CHECKPOINTS[1]), str(tmp_path / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line in ("True", "False")] == ["False", "True"]
