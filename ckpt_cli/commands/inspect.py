@@ -1,10 +1,11 @@
 """`ckpt inspect`: what a checkpoint is, without reading its tensors."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.options.command import command
+from ckpt_cli.options.command import command, html
 from ckpt_cli.options.source import checkpoints_inside, opening, read_options
 from ckpt_cli.options.types import CheckpointPath
 
@@ -17,12 +18,21 @@ if TYPE_CHECKING:
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
 @read_options
-def inspect(path: str, depth: int | None, extras: bool, options: "ReadOptions", as_json: bool) -> None:
+@html
+def inspect(
+    path: str, depth: int | None, extras: bool, options: "ReadOptions", html: str | None, as_json: bool
+) -> None:
     from ckpt_cli.views import inspect
 
-    if inside := checkpoints_inside(path):
+    if html is None and (inside := checkpoints_inside(path)):
         inspect.print_all(path, inside, options, as_json)
-    elif as_json:
-        inspect.print_json(opening(path, options)())
+        return
+    checkpoint = opening(path, options)()
+    if html is not None:
+        from ckpt_cli.views.inspect_page import write_page
+
+        write_page(checkpoint, Path(html))
+    if as_json:
+        inspect.print_json(checkpoint)
     else:
-        inspect.print_text(opening(path, options)(), depth, extras)
+        inspect.print_text(checkpoint, depth, extras)
