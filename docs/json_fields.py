@@ -443,6 +443,10 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                     {"folder": ("text", ""), "content": ("text", ""), "stored_nbytes": ("int", "")},
                     "the last state once more, alone",
                 ),
+                "unfinished": (
+                    [{"folder": ("text", "its folder"), "seconds": ("number", "since it was written last")}],
+                    "states that a command is writing, or that an interrupted one left",
+                ),
             },
         ),
     ),

@@ -1,7 +1,9 @@
 """`ckpt log`: the steps of a chain."""
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
@@ -32,11 +35,39 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
         from ckpt_cli.views import log_page
 
         page.write(log_page.page_of(run, to_json(chain, segments)), html, "log")
+    unfinished = unfinished_states(run, time.time())
     if as_json:
-        data({"chain": str(run), **to_json(chain, segments)})
+        data({"chain": str(run), **to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]})
         return
-    for line in lines(chain, segments):
+    for line in (*lines(chain, segments), *([""] * bool(unfinished)), *map(str, unfinished)):
         columns.show(line)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A state that a command is writing, or that an interrupted command left."""
+
+    folder: str
+    seconds: float
+    """How long ago something in it was written last."""
+
+    def __str__(self) -> str:
+        ago = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:,.0f} min"
+        return f"unfinished: {printable(self.folder)}, written {ago} ago: by a command that runs, or was interrupted"
+
+
+def unfinished_states(run: Path, now: float) -> list[Unfinished]:
+    """The states of a chain that are not complete. `now`: seconds since 1970."""
+    found = []
+    for name in names_in(run):
+        if not name.endswith(PARTIAL):
+            continue
+        times = [0.0]
+        with suppress(OSError):  # it may be completed or removed meanwhile
+            times += [path.stat().st_mtime for path in (run / name, *(run / name).rglob("*"))]
+            folder = name.removeprefix(".").removesuffix(PARTIAL)
+            found.append(Unfinished(folder, round(max(now - max(times), 0.0), 1)))
+    return found
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
@@ -104,7 +135,8 @@ def accuracy(member: Member) -> str:
     """`exact`, or the largest errors of a state's tensors, as text."""
     if member.exact:
         return "exact"
-    measured = [("rel", _largest(member, "rel")), ("max", _largest(member, "max_abs"))]
+    keys = (("rel", "rel"), ("rel_change", "rel_change"), ("max", "max_abs"))
+    measured = [(name, _largest(member, key)) for name, key in keys]
     figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
     return f"approximate: {figures}" if figures else "approximate"
 

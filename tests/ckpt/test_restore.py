@@ -108,6 +108,16 @@ def test_log_tells_sizes_and_costs(whole: Path) -> None:
     assert "█▁" in text or "█▂" in text
 
 
+def test_log_names_states_that_are_not_complete(run: Path) -> None:
+    assert json.loads(ckpt("log", run, "--json").out)["unfinished"] == []
+    (run / ".step-0000000099.ckpt-partial").mkdir()
+    (run / ".step-0000000099.ckpt-partial" / "journal.jsonl").touch()
+    (found,) = json.loads(ckpt("log", run, "--json").out)["unfinished"]
+    assert found["folder"] == "step-0000000099"
+    assert 0 <= found["seconds"] < 600
+    assert "unfinished: step-0000000099, written " in ckpt("log", run).out
+
+
 def test_log_tells_the_worst_of_all_tensors(whole: Path) -> None:
     member = index.read(whole / "run").members[-1]
     losses = {"fp32": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
