@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from typing import Any, TextIO, cast
 
 import click
 
@@ -157,6 +158,8 @@ def run() -> None:
     gc.set_threshold(_GARBAGE_THRESHOLD)
     verbose = any(argument in ("-v", "--verbose") for argument in _options())
     notes.begin("--json" in _options(), verbose)
+    if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
+        sys.stdout = cast(TextIO, _Output(sys.stdout))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it; it is handled like Ctrl-C
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
@@ -170,9 +173,6 @@ def run() -> None:
         if verbose:
             _print_traceback()
         code = report(error)
-    except BrokenPipeError:  # `ckpt inspect | head`
-        _drop_stdout()
-        code = 0
     except OSError as error:
         if verbose:
             _print_traceback()
@@ -261,6 +261,32 @@ def _of_system(error: OSError) -> CkptError:
         return NotFound(f"cannot be read: {message}", where=os.fsdecode(error.filename))
     _drop_stdout()
     return OutputError(f"standard output cannot be written: {message}")
+
+
+class _Output:
+    """Standard output whose reader may stop early, as in `ckpt verify run | head -1`.
+
+    What is printed then is dropped, and the command goes on, so that its exit code is that of its result.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _drop_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _drop_stdout()
 
 
 def _drop_stdout() -> None:

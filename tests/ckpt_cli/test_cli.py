@@ -369,6 +369,19 @@ def test_a_reader_that_stops_early_is_no_error(arguments: list[str], universal: 
     assert done.stderr == ""
 
 
+def test_a_reader_that_stops_early_does_not_hide_the_exit_code() -> None:
+    for arguments, code in (
+        (["verify", SAMPLES / "damaged" / "flipped-bit"], 20),
+        (["diff", SAMPLES / "universal-1-delta@10", SAMPLES / "universal-1-delta@11", "--top", "0"], 1),
+    ):
+        told = " ".join(map(str, [*CKPT, *arguments]))
+        script = f"set -o pipefail; {{ sleep 0; {told}; }} | true"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_stdout_that_is_full_is_said_plainly(universal: Path) -> None:
     with open("/dev/full", "w") as full:
