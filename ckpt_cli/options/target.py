@@ -108,9 +108,10 @@ class Target:
     is_folder: bool = False
     """Whether the user wrote the path with a slash at its end: a folder, whatever its ending says."""
 
-    def format(self, default: str) -> "WritableFormat":
+    def format(self, default: str, original: str | None = None) -> "WritableFormat":
         """The format with its options: the one that the user named, else that of the path's ending, else `default`.
 
+        `original` is the format of the source: the user is told if models of Hugging Face get another one by default.
         Raises `Unsupported`.
         """
         from ckpt_formats.registry import writable
@@ -118,6 +119,8 @@ class Target:
 
         name = self.format_name or (None if self.is_folder else format_of_ending(self.path)) or default
         self.note_ending(name)
+        if original == "hf" and self.format_name is None and name == "universal" and self.path.suffix != ".ucp":
+            self._note("the result is in the universal format; with --to hf, it is a folder that transformers loads")
         return self.with_options(writable(name))
 
     def note_ending(self, format_name: str) -> None:
@@ -126,6 +129,12 @@ class Target:
         from ckpt_formats.registry.endings import notices_of_ending
 
         note(*notices_of_ending(self.path, format_name))
+
+    def _note(self, text: str) -> None:
+        from ckpt_cli.reading import note
+        from ckpt_formats.core.notices import Notice
+
+        note(Notice(text))
 
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
         """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""

@@ -117,6 +117,14 @@ def test_only_selected_tensors_are_averaged(models: list[Path], tmp_path: Path) 
     assert set(open_checkpoint(tmp_path / "mean").parameters) == {NAME, "model.norm.weight"}
 
 
+def test_models_of_hugging_face_in_another_format_are_spoken_of(models: list[Path], tmp_path: Path) -> None:
+    words = "with --to hf, it is a folder that transformers loads"
+    assert words in ckpt("average", *models[:2], tmp_path / "a").err
+    assert words not in ckpt("average", *models[:2], tmp_path / "b", "--to", "hf").err
+    assert words not in ckpt("average", *models[:2], tmp_path / "c.safetensors").err
+    assert words in ckpt("merge-lora", models[0], write_adapter(tmp_path / "adapter"), tmp_path / "d").err
+
+
 def test_a_chain_alone_stands_for_all_its_states(models: list[Path], tmp_path: Path) -> None:
     chain = tmp_path / "run.chain"
     for step, model in enumerate(models, 1):
