@@ -47,13 +47,14 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
     return noted(checkpoint)
 
 
-def checkpoints_inside(path: str) -> list[Path]:
-    """The checkpoints in the folder of a run, if there are several; else none."""
+def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
+    """The place that a path names, and the checkpoints in it if it is the folder of several. A store is listed once."""
     if path.startswith(SHADOW):
-        return []
+        return path, []
     with reading_headers(path):
-        inside = checkpoints_in(source_path(path))
-    return inside if len(inside) > 1 else []
+        place = source_path(path)
+        inside = checkpoints_in(place)
+    return place, inside if len(inside) > 1 else []
 
 
 def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, html
-from ckpt_cli.options.source import checkpoints_inside, opening, read_options
+from ckpt_cli.options.source import opening, read_options, with_checkpoints_inside
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -24,10 +24,11 @@ def inspect(
 ) -> None:
     from ckpt_cli.views import inspect
 
-    if html is None and (inside := checkpoints_inside(path)):
-        inspect.print_all(path, inside, options, as_json)
+    place, inside = with_checkpoints_inside(path)
+    if inside and html is None:
+        inspect.print_all(place, inside, options, as_json)
         return
-    checkpoint = opening(path, options)()
+    checkpoint = opening(place, options)()
     if html is not None:
         from ckpt_cli.views.inspect_page import write_page
 

@@ -57,11 +57,11 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
-def checkpoints_inside(path: str) -> "list[Path]":
-    """The checkpoints in the folder of a run, if there are several; else none."""
+def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
+    """The place that a path names, and the checkpoints in it if it is the folder of several."""
     from ckpt_cli import reading
 
-    return reading.checkpoints_inside(path)
+    return reading.with_checkpoints_inside(path)
 
 
 def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":

@@ -30,12 +30,11 @@ _MAX_VALUE = 70
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
-def print_all(run: str, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
+def print_all(run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
     """Print the checkpoints in the folder of a run."""
     from ckpt_cli.views.checkpoints import show_checkpoints
-    from ckpt_formats.stores.location import source_path
 
-    show_checkpoints(source_path(run), inside, options, as_json)
+    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json)
 
 
 def print_json(checkpoint: Checkpoint) -> None:

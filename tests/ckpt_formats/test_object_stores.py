@@ -149,7 +149,7 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
     ("arguments", "words"),
     [
         (("inspect", f"s3://{BUCKET}/nothing"), "there is nothing at this path"),
-        (("inspect", f"s3://{BUCKET}/samples"), "checkpoints"),
+        (("verify", f"s3://{BUCKET}/samples"), "checkpoints"),
         (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
         (("inspect", "s3://"), "s3://BUCKET/KEY"),
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
