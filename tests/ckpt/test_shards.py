@@ -97,7 +97,7 @@ def test_shards_say_what_is_missing_and_the_last_one_publishes(local: dict[str, 
     assert files(Path("out")) == local
     again = ckpt(*COMMAND, "--shard", "1/3")
     assert again.code == 0
-    assert "published it already" in again.err
+    assert "published it already" in again.out
     for _ in range(2):
         committed = ckpt("commit", "out", "--json")
         assert committed.code == 0
@@ -124,7 +124,7 @@ def test_commit_repeats_the_command_from_anywhere(
     assert lease.acquire() is None
     last = ckpt(*COMMAND, "--shard", "1/2")
     assert last.code == 0
-    assert f"all files are written; process {os.getpid()} on" in last.err
+    assert f"all files are written; process {os.getpid()} on" in last.out
     lease.release()
     monkeypatch.chdir(tmp_path)
     done = ckpt("commit", tmp_path / "work" / "out")
