@@ -15,9 +15,10 @@ from ckpt.pipeline.interrupts import interruptible
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable, damaged_chunks, seal_is_valid
+from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
+from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes

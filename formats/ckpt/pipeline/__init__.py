@@ -4,13 +4,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.pipeline import staging
+from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.groups import Group, in_step, ranks
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
@@ -18,11 +19,13 @@ from ckpt.pipeline.staging import Staging, check_target, open_staging, sweep
 from ckpt_formats.core.bands import BAND, Band
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable, verify_seals
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal, files_each, max_workers, unreadable
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer
@@ -128,22 +131,35 @@ def write(
     """
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
+    listed = ListedSeals(one.seals for one in (source, *format.inputs()))
+    checks = SealChecks(listed)
     sweep(target.parent)
     with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format))
-            done = {receipt.file: receipt for receipt in stage.receipts(format)}
+            done = dict[str, Receipt]()
+
+            def note(receipt: Receipt) -> None:
+                checks.add(receipt.evidence)
+                done[receipt.file] = replace(receipt, evidence=Evidence())
+
+            for receipt in stage.receipts(format):
+                evidence = at_paths(receipt.evidence, identities)
+                if checks.knows(evidence):
+                    note(replace(receipt, evidence=evidence))
             groups = in_step(parts, resources.group)
             todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in _write_all(stage, format, filter(None, todo), resources, identities, stop, count_bytes):
+            for receipt in _write_all(
+                stage, format, filter(None, todo), resources, identities, listed, stop, count_bytes
+            ):
                 stage.note(receipt)
-                done[receipt.file] = receipt
+                note(receipt)
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = _verify_seals(receipts, identities)
+            _raise_if_damaged(checks, identities)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -160,7 +176,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(target, count, nbytes, resumed, checksums, time.monotonic() - started)
+    return Result(target, count, nbytes, resumed, len(checks), time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
@@ -220,6 +236,7 @@ def _write_all(
     groups: Iterable[Group],
     resources: Resources,
     identities: Identities,
+    listed: Container[int],
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
@@ -249,11 +266,12 @@ def _write_all(
             Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                return format.write(stage.data, part, transfer)
+                receipt = format.write(stage.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
+        return replace(receipt, evidence=receipt.evidence.without_seals(listed))
 
     def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""
@@ -321,13 +339,11 @@ def _flushed(stage: Staging, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
             raise failure
 
 
-def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
-    """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
-    evidence = [item for receipt in receipts for item in receipt.evidence]
-    broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
+def _raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
+    """Compare what was read with every checksum of the source. Raises `Corrupt`."""
+    broken = list(checks.damaged(Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
-    return len({item.seal for item in evidence})
 
 
 def seals_error(broken: list[Seal]) -> Corrupt:

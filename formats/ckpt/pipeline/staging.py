@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from xxhash import xxh3_64_hexdigest
 
+from ckpt.pipeline.evidence_text import from_text, seal_from_json, seal_json, to_text
 from ckpt_formats.core.errors import CkptError, Locked, OutputError
-from ckpt_formats.core.files import Evidence, Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.publish import rename_new
@@ -228,21 +229,12 @@ def _json(receipt: Receipt) -> dict[str, Any]:
     return {
         "file": receipt.file,
         "nbytes": receipt.nbytes,
-        "seals": [_seal_json(seal) for seal in receipt.seals],
+        "seals": [seal_json(seal) for seal in receipt.seals],
         "entry": receipt.entry,
-        "evidence": [[*_seal_json(e.seal), e.start, e.stop, str(e.digest)] for e in receipt.evidence],
+        "evidence": to_text(receipt.evidence),
     }
 
 
-def _seal_json(seal: Seal) -> list[Any]:
-    return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label, seal.chunk_nbytes]
-
-
 def _receipt(fields: Mapping[str, Any]) -> Receipt:
-    evidence = tuple(Evidence(_seal(e[:7]), e[7], e[8], int(e[9])) for e in fields["evidence"])
-    return Receipt(fields["file"], fields["nbytes"], tuple(map(_seal, fields["seals"])), fields["entry"], evidence)
-
-
-def _seal(fields: list[Any]) -> Seal:
-    path, offset, nbytes, kind, digest, label, chunk_nbytes = fields
-    return Seal(Path(path), offset, nbytes, kind, int(digest), label, chunk_nbytes)
+    seals = tuple(map(seal_from_json, fields["seals"]))
+    return Receipt(fields["file"], fields["nbytes"], seals, fields["entry"], from_text(fields["evidence"]))

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -155,7 +157,8 @@ class Receipt:
     nbytes: int
     seals: tuple[Seal, ...]
     entry: Mapping[str, Any]
-    evidence: tuple[Evidence, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
+    """Of what was read of the source's seals."""
 
 
 class Format(ABC):
