@@ -29,7 +29,7 @@ from ckpt.chains.compact import Retention, compact
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources, staging
+from ckpt.pipeline import Resources, folder_staging
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
@@ -129,7 +129,7 @@ class Written(Work):
         return self.target.exists()
 
     def sweep(self) -> None:
-        staging.sweep(self.folder)
+        folder_staging.sweep(self.folder)
 
     def content(self) -> object:
         return files(self.folder)

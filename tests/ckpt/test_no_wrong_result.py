@@ -153,15 +153,15 @@ def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_
 
 def _interrupted(source: Path, target: Path, kept: Path) -> None:
     """Leave in `kept` what a run that was killed before its last step would: every part, and the whole journal."""
-    from ckpt.pipeline import staging
+    from ckpt.pipeline import folder_staging
 
-    def killed(self: staging.Staging, product: str | None) -> None:
+    def killed(self: folder_staging.FolderStaging, product: str | None) -> None:
         shutil.copytree(self.folder, kept)
         raise KeyboardInterrupt
 
     shutil.rmtree(target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging.Staging, "publish", killed)
+        patch.setattr(folder_staging.FolderStaging, "publish", killed)
         assert ckpt("convert", source, target, *PACKS).code == 130
     shutil.rmtree(target.parent / f".{target.name}.ckpt-partial")
     manifest = kept / "data" / "manifest.json"

@@ -23,7 +23,7 @@ import pytest
 from ckpt.job import save
 from ckpt.pipeline import Resources, Result, check_complete, plan
 from ckpt.pipeline.executors import run_tasks
-from ckpt.pipeline.staging import open_staging
+from ckpt.pipeline.folder_staging import open_folder
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group
 from ckpt_formats.core.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
 from ckpt_formats.core.format import FilePlan, Format, ReadOptions, Receipt, WritableFormat
@@ -365,7 +365,7 @@ def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
 
 def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with open_staging(target), pytest.raises(Locked):
+    with open_folder(target), pytest.raises(Locked):
         save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
     save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
 
@@ -575,8 +575,8 @@ def test_the_slabs_of_all_workers_fit_the_memory() -> None:
 
 
 def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:
-    with open_staging(tmp_path / "target") as stage:
-        stage.begin("the plan")
+    with open_folder(tmp_path / "target") as stage:
+        stage.begin("the plan", [])
         assert json.loads(stage.journal.read_text().splitlines()[0]) == {"plan": "the plan"}
         assert list(stage.receipts(Universal())) == []
         stage.discard()

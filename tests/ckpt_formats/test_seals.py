@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.pipeline.staging import open_staging
+from ckpt.pipeline.folder_staging import open_folder
 from ckpt_formats.core import files
 from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import Corrupt, NotFound
@@ -220,8 +220,8 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
     """Evidence of an interrupted run counts in the next: all numbers of 128 bits, all names."""
     names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=20)
     content = data.draw(st.binary(max_size=40))
-    with folder() as at, open_staging(at / "target") as stage:
-        stage.begin("plan")
+    with folder() as at, open_folder(at / "target") as stage:
+        stage.begin("plan", ["part"])
         written = write_sealed(stage.data, "part", [content])
         digests = st.integers(0, 2**128 - 1)
         seals = st.builds(

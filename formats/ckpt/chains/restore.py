@@ -11,7 +11,8 @@ from ckpt.chains import tip
 from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
-from ckpt.pipeline.staging import check_target, staging_folder
+from ckpt.pipeline.folder_staging import staging_folder
+from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.core.fingerprint import fingerprint

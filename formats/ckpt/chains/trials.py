@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt.job import Job
 from ckpt.pipeline import Resources
-from ckpt.pipeline.staging import locked_folder
+from ckpt.pipeline.folder_staging import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
 from ckpt_formats.core.checkpoint import Checkpoint

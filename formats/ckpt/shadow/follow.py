@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Result
-from ckpt.pipeline.staging import check_target
+from ckpt.pipeline.targets import check_target
 from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
 from ckpt_formats.universal import Universal

@@ -159,6 +159,8 @@ class Receipt:
     entry: Mapping[str, Any]
     evidence: Evidence = field(default_factory=Evidence)
     """Of what was read of the source's seals."""
+    e_tag: str = ""
+    """What a store calls this version of the object; empty if the file is in a file system."""
 
 
 class Format(ABC):

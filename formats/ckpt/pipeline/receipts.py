@@ -1,0 +1,46 @@
+"""Receipts as lines of a journal: a checksum of the line, so that one that a crash cut short is noticed, and JSON."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from ckpt.pipeline.evidence_text import from_text, seal_from_json, seal_json, to_text
+from ckpt_formats.core.format import Receipt
+
+
+def to_line(receipt: Receipt) -> str:
+    """A receipt as a line, with its end."""
+    text = json.dumps(_json(receipt), separators=(",", ":"))
+    return f"{xxh3_64_hexdigest(text.encode())} {text}\n"
+
+
+def from_lines(lines: Iterable[str]) -> Iterator[Receipt]:
+    """The receipts of all lines that are whole."""
+    for line in lines:
+        digest, _, text = line.rstrip("\n").partition(" ")
+        if digest == xxh3_64_hexdigest(text.encode()):
+            yield _receipt(json.loads(text))
+
+
+def _json(receipt: Receipt) -> dict[str, Any]:
+    return {
+        "file": receipt.file,
+        "nbytes": receipt.nbytes,
+        "seals": [seal_json(seal) for seal in receipt.seals],
+        "entry": receipt.entry,
+        "e_tag": receipt.e_tag,
+        "evidence": to_text(receipt.evidence),
+    }
+
+
+def _receipt(fields: Mapping[str, Any]) -> Receipt:
+    return Receipt(
+        fields["file"],
+        fields["nbytes"],
+        tuple(map(seal_from_json, fields["seals"])),
+        fields["entry"],
+        from_text(fields["evidence"]),
+        fields["e_tag"],
+    )

@@ -1,0 +1,56 @@
+"""How much of the machine a piece of work may use."""
+
+import os
+from dataclasses import dataclass, replace
+
+from ckpt_formats.core.bands import BAND
+from ckpt_formats.core.files import files_each, max_workers
+from ckpt_formats.core.transfer import SLAB
+
+_MAX_GROUP = 64
+"""Files written in step: each has a thread and a slab of its own, which must not become too short."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How much of the machine to use."""
+
+    workers: int = 2
+    memory: int = 256 << 20
+    """Bytes of tensor data that all workers together hold in memory."""
+    locks: bool = True
+    """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
+
+    @classmethod
+    def of_machine(cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True) -> "Resources":
+        """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks)
+
+    @property
+    def files(self) -> int:
+        """Files that one worker may keep open to read, while it writes one."""
+        return max(1, files_each(self.workers) - 1)
+
+    @property
+    def slab(self) -> int:
+        # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
+        return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
+
+    def shared(self, files: int, ranks: int) -> "Resources":
+        """The resources of one worker, shared by so many files of so many ranks that are written in step.
+
+        If the memory suffices, one file of each rank together hold as much as four files that are written alone.
+        """
+        most = 16 * self.workers * self.slab * files // ranks
+        return replace(self, workers=self.workers * files, memory=min(self.memory, most))
+
+    @property
+    def band(self) -> int:
+        """Bytes of rows that files in step share."""
+        return min(BAND, 4 * self.slab)
+
+    @property
+    def group(self) -> int:
+        """Files that may be written in step."""
+        return max(1, min(_MAX_GROUP, max_workers() // self.workers))

@@ -1,0 +1,134 @@
+"""Write files with threads: those in step together, and each persisted while the next one is written."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckpt.pipeline import staging
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.groups import Group, ranks
+from ckpt.pipeline.interrupts import raise_if_interrupted
+from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.staging import Sink
+from ckpt_formats.core.bands import Band
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import FilePlan, Receipt, WritableFormat
+from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.transfer import Transfer
+
+_PERSISTERS = 4
+"""Threads that wait for the disk, or for a store."""
+
+CountBytes = Callable[[int], None]
+"""Called from any thread, with the number of bytes that were copied since the last call."""
+
+
+def write_files(
+    sink: Sink,
+    format: WritableFormat,
+    groups: Iterable[Group],
+    resources: Resources,
+    identities: Identities,
+    listed: Container[int],
+    stop: threading.Event,
+    count_bytes: CountBytes,
+) -> Iterable[Receipt]:
+    """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band.
+
+    The receipts of a group come together, when the sink has persisted all its files. The seals of the numbers in
+    `listed` are not in their evidence.
+    """
+    working = threading.Semaphore(resources.workers)
+
+    def count(nbytes: int) -> None:
+        raise_if_interrupted(stop)
+        count_bytes(nbytes)
+
+    def write(part: FilePlan, share: Resources, band: Band | None = None) -> Receipt:
+        with working:
+            try:
+                receipt = write_values(part, share, band)
+            finally:
+                if band is not None:
+                    band.leave()
+            staging.reached("written")
+        return receipt
+
+    def write_values(part: FilePlan, share: Resources, band: Band | None) -> Receipt:
+        with (
+            Reader(max_files=share.files, identities=identities, band=band) as reader,
+            Transfer(reader, share.slab, count) as transfer,
+        ):
+            try:
+                receipt = format.write(sink.data, part, transfer)
+            except CkptError as error:
+                if error.where is None:
+                    error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
+                raise
+        return replace(receipt, evidence=receipt.evidence.without_seals(listed))
+
+    def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:
+        """The receipts of the files that were written, and the first error of the others."""
+        if len(group) == 1:
+            return [write(group[0], resources)], None
+        share = resources.shared(len(group), ranks(group))
+        with (
+            Reader(max_files=share.files, identities=identities) as reader,
+            ThreadPoolExecutor(len(group), "ckpt") as members,
+        ):
+            band = Band(reader, len(group), resources.band, lambda: _released(working))
+            written = [members.submit(write, part, share, band) for part in group]
+        errors = [one.exception() for one in written]
+        receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
+        return receipts, next(filter(None, errors), None)
+
+    def written(pool: ThreadPoolExecutor) -> Iterator[Receipt]:
+        for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
+            yield from receipts
+            if error is not None:
+                raise error
+
+    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        try:
+            yield from _persist_all(sink, written(pool))
+        except BaseException:
+            stop.set()
+            raise
+
+
+@contextmanager
+def _released(working: threading.Semaphore) -> Iterator[None]:
+    """Within the context, another thread may work."""
+    working.release()
+    try:
+        yield
+    finally:
+        working.acquire()
+
+
+def _persist_all(sink: Sink, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
+    """The receipts of files that the sink has persisted. It does so while the workers write the next ones.
+
+    After an error, first the receipts of all files that are complete.
+    """
+
+    with ThreadPoolExecutor(_PERSISTERS, "ckpt-persist") as pool:
+        waiting, failure = deque[Future[Receipt]](), None
+        try:
+            for receipt in receipts:
+                waiting.append(pool.submit(sink.persist, receipt))
+                while waiting and (waiting[0].done() or len(waiting) > 2 * _PERSISTERS):
+                    yield waiting.popleft().result()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failure = error
+        while waiting:
+            yield waiting.popleft().result()
+        if failure is not None:
+            raise failure
