@@ -1,6 +1,7 @@
 """Bytes are read once, in any order and by anybody, and no flipped bit passes."""
 
 import os
+import pickle
 import zlib
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.pipeline.folder_staging import open_folder
+from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt_formats.core import files
 from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import Corrupt, NotFound
-from ckpt_formats.core.evidence import Evidence, evidence_of
+from ckpt_formats.core.evidence import Evidence, evidence_of, seal_number
 from ckpt_formats.core.files import (
+    LazySeals,
     Leaves,
     Reader,
     Seal,
@@ -27,7 +30,8 @@ from ckpt_formats.core.files import (
     write_sealed,
 )
 from ckpt_formats.core.format import Receipt
-from ckpt_formats.core.seal_checks import seal_is_valid, verify_seals
+from ckpt_formats.core.joined_seals import JoinedSeals
+from ckpt_formats.core.seal_checks import ListedSeals, SealChecks, seal_is_valid, verify_seals
 from ckpt_formats.engines.torch_save import Torch
 from held import flip, folder
 
@@ -268,3 +272,62 @@ def test_a_reason_that_the_system_does_not_number_is_an_error_all_the_same() -> 
     found = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
     assert isinstance(found, NotFound)
     assert "cannot be read" in str(found)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_evidence_that_arrives_in_any_order_becomes_intervals(is_damaged: bool, tmp_path: Path) -> None:
+    """Of neighbouring pieces from as many readers, no more are kept than have no neighbour yet."""
+    content = os.urandom(5000)
+    seal = sealed(tmp_path / "file", "crc32", content)
+    seal.path.unlink()  # nothing is read again
+    listed = ListedSeals([[seal]])
+    order = np.random.default_rng(0).permutation(5000).tolist()
+    parts = [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in order[:2500]]
+    parts[0] = with_digest(parts[0], 7) if is_damaged else parts[0]
+    parts += [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in sorted(order[2500:])]
+    checks, kept = SealChecks(listed), list[int]()
+    for part in parts:
+        sent = part.without_seals(listed)
+        assert not sent.seals
+        assert checks.knows(sent)
+        checks.add(sent)
+        kept.append(checks.kept)
+    assert (list(checks.damaged()), len(checks)) == ([seal] * is_damaged, 1)
+    assert max(kept) <= 2600, "as many intervals as pieces without a neighbour before them"
+    assert kept[-1] == 0
+
+
+def test_evidence_takes_32_bytes_a_range(tmp_path: Path) -> None:
+    """In memory, pickled, and in the journal: the seals of a thousand files, of each of which ten parts were read."""
+    random = np.random.default_rng(0)
+    seals, read = [], []
+    for number in range(1000):
+        path = tmp_path / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
+        seals.append(Seal(path, 4096 * number, 1 << 30, "crc32", int(random.integers(1 << 32)), "archive/data/0"))
+        starts = np.sort(random.integers(0, 1 << 28, 10)) * 4
+        read.append((seals[-1], [Piece(int(at), int(at) + 4, int(random.integers(1 << 32))) for at in starts]))
+    evidence = evidence_of(read).without_seals(ListedSeals([seals]))
+    receipt = Receipt("part", 0, (), {}, evidence)
+    small = Receipt("part", 0, (), {})
+    assert len(evidence.ranges) == 32 * 10_000
+    assert len(pickle.dumps(receipt)) - len(pickle.dumps(small)) <= 32 * 10_000 + 100
+    assert len(to_line(receipt)) - len(to_line(small)) <= 32 * 10_000
+    (found,) = from_lines([to_line(receipt)])
+    checks = SealChecks(ListedSeals([seals]))
+    assert checks.knows(found.evidence)
+    assert not SealChecks().knows(found.evidence)
+
+
+def test_seals_that_would_have_to_be_read_are_not_listed() -> None:
+    class Unread(LazySeals):
+        def listed(self) -> list[Seal]:
+            return [known]
+
+        def __len__(self) -> int:
+            raise AssertionError("read")
+
+        def __getitem__(self, index: object) -> Seal:
+            raise AssertionError("read")
+
+    known = Seal(Path("/a"), 0, 9, "crc32", 1, "a")
+    assert dict(ListedSeals([JoinedSeals([Unread()])])) == {seal_number(known): known}

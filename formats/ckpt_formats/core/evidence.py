@@ -77,9 +77,8 @@ def evidence_of(read: Iterable[tuple[Seal, Sequence[Piece]]]) -> Evidence:
     seals: list[Seal] = []
     for seal, pieces in read:
         number = seal_number(seal)
-        if seal.kind == "crc32":
-            is_whole = sum(one.stop - one.start for one in pieces) >= seal.nbytes
-            pieces = joined_crcs(pieces, 1 if is_whole else _MANY)
+        if seal.kind == "crc32" and (len(pieces) > _MANY or sum(one.stop - one.start for one in pieces) >= seal.nbytes):
+            pieces = joined_crcs(pieces)
         if any((one.start, one.stop, one.checksum) == (0, seal.nbytes, seal.digest) for one in pieces):
             matched.append(number)
             continue
@@ -97,10 +96,8 @@ def joined(parts: Iterable[Evidence]) -> Evidence:
     return Evidence(b"".join(one.ranges for one in every), b"".join(one.matched for one in every), tuple(seals))
 
 
-def joined_crcs(pieces: Sequence[Piece], most: int = _MANY) -> Sequence[Piece]:
-    """The pieces, neighbours of them combined if there are more than `most`. `checksum` is a CRC-32."""
-    if len(pieces) <= most:
-        return pieces
+def joined_crcs(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces, neighbours of them combined. `checksum` is a CRC-32."""
     result, ends = list[Piece](), dict[int, int]()
     for piece in sorted(set(pieces), key=lambda one: (one.start, one.stop)):
         before = ends.pop(piece.start, None)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import xxhash
 
-from ckpt_formats.core.coverage import Piece, steps_over
+from ckpt_formats.core.coverage import Piece, steps_over, union
 from ckpt_formats.core.evidence import NUMBER, Evidence, Numbers, digest_of, joined_crcs, seal_number
 from ckpt_formats.core.files import LazySeals, Reader, Seal, crc32, crc32_combine, crc32_without
 
@@ -40,6 +40,11 @@ class SealChecks:
     def __len__(self) -> int:
         """How many seals there was evidence of."""
         return len(self._matched) + len(self._damaged) + len(self._partly)
+
+    @property
+    def kept(self) -> int:
+        """How many intervals it keeps, of seals that need more evidence."""
+        return sum(len(one.crcs) for one in self._partly.values())
 
     def knows(self, evidence: Evidence) -> bool:
         """Whether all seals of the evidence are known: in it, or listed."""
@@ -241,6 +246,8 @@ class _PartlyRead:
     """By start and stop. Of a range in chunks: parts of which all chunks are valid, with 0."""
     covered: int = 0
     """Bytes of all parts; those that overlap count twice."""
+    twice: int = 0
+    """Of these, the bytes that were counted more than once when neighbours were last combined."""
     most: int = _MANY
     """Parts above which neighbours are combined."""
 
@@ -274,28 +281,23 @@ class _PartlyRead:
             self.fits = False  # two readers got different bytes
             return
         self.covered += stop - start
-        is_whole = self.covered >= self.seal.nbytes
-        if is_whole or len(self.crcs) > self.most:
-            pieces = _joined(self.seal, self.pieces, 1 if is_whole else self.most)
-            if len(pieces) == 1 and (pieces[0].start, pieces[0].stop) == (0, self.seal.nbytes):
-                self.fits = _whole_fits(self.seal, pieces[0].checksum)
-            elif len(self.crcs) > self.most:
-                self.crcs = {(one.start, one.stop): one.checksum for one in pieces}
-                self.covered = sum(one.stop - one.start for one in pieces)
-                self.most = max(_MANY, 2 * len(pieces))
+        may_be_whole = self.covered >= self.seal.nbytes + self.twice
+        if not may_be_whole and len(self.crcs) <= self.most:
+            return
+        pieces = _joined(self.seal, self.pieces)
+        whole = [one for one in pieces if (one.start, one.stop) == (0, self.seal.nbytes)]
+        if whole:
+            self.fits = _whole_fits(self.seal, whole[0].checksum)
+        if len(self.crcs) > self.most:
+            self.crcs = {(one.start, one.stop): one.checksum for one in pieces}
+            self.covered = sum(one.stop - one.start for one in pieces)
+            self.most = max(_MANY, 2 * len(pieces))
+        self.twice = self.covered - sum(one.stop - one.start for one in union(pieces))
 
 
-def _joined(seal: Seal, pieces: Sequence[Piece], most: int) -> Sequence[Piece]:
-    """The parts of a range, neighbours combined if there are more than `most`."""
-    if seal.kind == "crc32":
-        return joined_crcs(pieces, most)
-    result = list[Piece]()
-    for piece in sorted(pieces, key=lambda one: one.start):
-        if result and piece.start <= result[-1].stop:
-            result[-1] = Piece(result[-1].start, max(result[-1].stop, piece.stop), 0)
-        else:
-            result.append(piece)
-    return result
+def _joined(seal: Seal, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The parts of a range, neighbours combined."""
+    return joined_crcs(pieces) if seal.kind == "crc32" else union(pieces)
 
 
 def _whole_fits(seal: Seal, crc: int) -> bool:
