@@ -285,16 +285,16 @@ def test_evidence_that_arrives_in_any_order_becomes_intervals(is_damaged: bool, 
     parts = [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in order[:2500]]
     parts[0] = with_digest(parts[0], 7) if is_damaged else parts[0]
     parts += [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in sorted(order[2500:])]
-    checks, kept = SealChecks(listed), list[int]()
+    checks, counts = SealChecks(listed), list[int]()
     for part in parts:
         sent = part.without_seals(listed)
         assert not sent.seals
         assert checks.knows(sent)
         checks.add(sent)
-        kept.append(checks.kept)
+        counts.append(checks.intervals)
     assert (list(checks.damaged()), len(checks)) == ([seal] * is_damaged, 1)
-    assert max(kept) <= 2600, "as many intervals as pieces without a neighbour before them"
-    assert kept[-1] == 0
+    assert max(counts) <= 2600, "as many intervals as pieces without a neighbour before them"
+    assert counts[-1] == 0
 
 
 def test_evidence_takes_32_bytes_a_range(tmp_path: Path) -> None:

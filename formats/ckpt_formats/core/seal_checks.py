@@ -42,7 +42,7 @@ class SealChecks:
         return len(self._matched) + len(self._damaged) + len(self._partly)
 
     @property
-    def kept(self) -> int:
+    def intervals(self) -> int:
         """How many intervals it keeps, of seals that need more evidence."""
         return sum(len(one.crcs) for one in self._partly.values())
 
