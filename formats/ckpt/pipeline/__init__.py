@@ -12,7 +12,7 @@ from ckpt.pipeline.groups import in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
-from ckpt.pipeline.targets import check_target, open_staging
+from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
@@ -89,7 +89,7 @@ def write(
     identities = identities_of(source, format)
     listed = ListedSeals(one.seals for one in (source, *format.inputs()))
     checks = SealChecks(listed)
-    with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
+    with open_staging(target, resources, plan.single_file is not None) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
             done = dict[str, Receipt]()
@@ -130,7 +130,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(target, count, nbytes, resumed, len(checks), time.monotonic() - started)
+    return Result(opened_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
@@ -221,7 +221,7 @@ def _system_error(error: OSError, stage: Staging, identities: Identities) -> Ckp
 def _output_error(error: OSError, stage: Staging) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
-        return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")
+        return NoSpace("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
     return OutputError(
         f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
     )

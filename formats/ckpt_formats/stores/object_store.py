@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -93,7 +94,7 @@ class ObjectStore:
         self._folders: dict[str, dict[str, bool]] = {}
         self._siblings: dict[str, dict[str, bool]] = {}
         self._lock = Lock()
-        self._client = _client(url)
+        self._client = client_of(url)
         self._ahead = ReadAhead(self._get)
         for key in objects:
             _note(self._folders, key)
@@ -145,9 +146,9 @@ class ObjectStore:
             return self._siblings[key]
 
     def _list_level(self, key: str) -> dict[str, bool]:
-        with _store_errors(self._url):
+        with store_errors(self._url):
             found = obstore.list_with_delimiter(self._client, f"{key}/" if key else None)
-        objects = {meta["path"]: _described(meta) for meta in found["objects"]}
+        objects = {meta["path"]: described(meta) for meta in found["objects"]}
         self._objects |= {path: one for path, one in objects.items() if path not in self._objects}
         names = {path.rpartition("/")[2]: False for path in objects}
         return names | {path.rstrip("/").rpartition("/")[2]: True for path in found["common_prefixes"]}
@@ -168,10 +169,10 @@ class ObjectStore:
             except (NotFoundError, FileNotFoundError):
                 raise Incomplete("was removed while it was read", where=where) from None
             except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise PermissionError(errno.EACCES, _text(error), where) from None
+                raise PermissionError(errno.EACCES, error_text(error), where) from None
             except (BaseError, OSError) as error:
                 if attempt + 1 == _ATTEMPTS:
-                    raise OSError(errno.EIO, _text(error), where) from None
+                    raise OSError(errno.EIO, error_text(error), where) from None
             else:
                 if data.nbytes == nbytes:
                     return data
@@ -182,8 +183,8 @@ class ObjectStore:
 
 def open_store(url: str, key: str) -> StorePath:
     """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
-    with _store_errors(f"{url}/{key}"):
-        client, root = _client(url), key
+    with store_errors(f"{url}/{key}"):
+        client, root = client_of(url), key
         objects = _listed(client, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
@@ -195,7 +196,7 @@ def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
     objects: dict[str, StoredObject] = {}
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
-        objects |= {meta["path"]: _described(meta) for meta in page}
+        objects |= {meta["path"]: described(meta) for meta in page}
         if len(objects) > _MAX_OBJECTS:
             raise Unsafe(
                 f"there are more than {_MAX_OBJECTS:,} objects below this path",
@@ -204,11 +205,11 @@ def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
             )
     if not objects and key:
         with suppress(NotFoundError, FileNotFoundError):  # then there is nothing at this path, as its status says
-            objects[key] = _described(obstore.head(client, key))
+            objects[key] = described(obstore.head(client, key))
     return objects
 
 
-def _described(meta: Any) -> StoredObject:
+def described(meta: Any) -> StoredObject:
     return StoredObject(int(meta["size"]), meta["e_tag"] or "", meta["last_modified"].timestamp())
 
 
@@ -224,9 +225,12 @@ def _note(folders: dict[str, dict[str, bool]], key: str) -> None:
         names[name] = True
 
 
-def _client(url: str) -> Any:
-    """The client of a bucket. Its credentials come from the environment, as those of the store's own tools."""
-    client_options: Any = {}
+def client_of(url: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The client of a bucket. Its credentials come from the environment, as those of the store's own tools.
+
+    `options`: those of `obstore` for HTTP, such as timeouts.
+    """
+    client_options: Any = dict(options)
     if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
         client_options["allow_http"] = True
     more: dict[str, Any] = {}
@@ -254,7 +258,7 @@ def _of_boto3() -> Any:
     return Boto3CredentialProvider()
 
 
-class _store_errors:
+class store_errors:
     """Within, what the store refuses becomes `NotFound`."""
 
     def __init__(self, where: str) -> None:
@@ -265,12 +269,12 @@ class _store_errors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-            raise NotFound(f"the store refuses: {_text(error)}", where=self._where, hint=_CREDENTIALS) from None
+            raise NotFound(f"the store refuses: {error_text(error)}", where=self._where, hint=_CREDENTIALS) from None
         if isinstance(error, (BaseError, OSError)):
-            raise NotFound(f"the store cannot be read: {_text(error)}", where=self._where) from None
+            raise NotFound(f"the store cannot be read: {error_text(error)}", where=self._where) from None
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of the store's library: its first line, without the body of the answer.
 
     What follows a `?` in a URL is left out: it may be a signature.

@@ -117,9 +117,14 @@ def pack_file(number: int) -> str:
     return f"packs/{number:05d}.safetensors"
 
 
-@lru_cache(maxsize=64)  # asked for once for each state
 def pack_path(checkpoint: Path, number: int) -> Path:
     """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
+    return _pack_path(checkpoint, number, getattr(checkpoint, "store", None))
+
+
+@lru_cache(maxsize=64)  # asked for once for each state
+def _pack_path(checkpoint: Path, number: int, store: object) -> Path:
+    """`store`: with its listing. Of an equal path that was opened earlier, the listing may not be true any more."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
 
 
