@@ -59,6 +59,10 @@ class Index(Sequence[ParameterEntry]):
     """By the names of `TYPES`. Each is a vector, but `chunk.values` has 16 bytes in each row."""
     tables: Tables
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is computed from the columns."""
+        return {"columns": self.columns, "tables": self.tables}
+
     def __len__(self) -> int:
         return len(self.columns["parameter.ends"])
 
