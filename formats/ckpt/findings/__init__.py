@@ -280,7 +280,7 @@ def is_copy(copy: Tensor, master: Tensor) -> bool:
 
 
 def _stored(tensor: Tensor) -> bool:
-    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
+    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.examples())
 
 
 def _agreement(parameter: Parameter, transfer: Transfer) -> list[Finding]:
