@@ -25,9 +25,7 @@ def both(shape: Shape, ranks: int, at: int, path: Path = Path("/nowhere"), missi
     """A tensor whose slices are computed, and the same one with a fragment for each; the last ranks may be missing."""
     size, seal = -(-prod(shape) // ranks), Seal(path, 8, 9, "crc32", 1, "archive/data/0")
     vectors = tuple(
-        FileBlob.packed(
-            path, 8 + 4 * rank * (at + size + 3), (at + size + 3,), FLOAT, Seal(path, rank, 9, "crc32", 1, "")
-        )
+        FileBlob.packed(path, 8 + 4 * rank * (at + size + 3), (at + size + 3,), FLOAT, seal)
         for rank in range(ranks - missing)
     )
     pieces = [FlatPiece(rank * size, vector.flat(at, at + size)) for rank, vector in enumerate(vectors)]
