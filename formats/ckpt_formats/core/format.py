@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seal_checks import seal_is_valid
-from ckpt_formats.core.tensor import ComputedFragments, Tensor
+from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
 
 if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
@@ -250,15 +250,22 @@ def _files(checkpoint: Checkpoint) -> Iterator[Path]:
     yield from (file.path for file in checkpoint.files)
     if isinstance(checkpoint.seals, (tuple, list)):
         yield from (seal.path for seal in checkpoint.seals)
-        yield from _paths(tensor for *_, tensor in checkpoint.tensors())
+        known = dict[int, object]()
+        for *_, tensor in checkpoint.tensors():
+            yield from _paths(tensor, known)
 
 
-def _paths(tensors: Iterable[Tensor]) -> Iterator[Path]:
-    """The files that tensors are in; those of slices of one source once."""
-    known = dict[int, object]()
-    for tensor in (copy for one in tensors for copy in (one, *one.replicas)):
-        if not isinstance(tensor.fragments, ComputedFragments):
-            yield from (blob.path for fragment in tensor.fragments for blob in fragment.blob.sources())
-        elif id(tensor.fragments.source) not in known:
-            known[id(tensor.fragments.source)] = tensor.fragments.source
-            yield from tensor.fragments.paths()
+def _paths(blob: Blob, known: dict[int, object]) -> Iterator[Path]:
+    """The files that a blob is in; those of computed slices once for each source, of which `known` are done."""
+    if isinstance(blob, DerivedBlob):
+        yield from _paths(blob.base, known)
+    elif not isinstance(blob, Tensor):
+        yield from (raw.path for raw in blob.sources())
+    else:
+        for copy in (blob, *blob.replicas):
+            if not isinstance(copy.fragments, ComputedFragments):
+                for fragment in copy.fragments:
+                    yield from _paths(fragment.blob, known)
+            elif id(copy.fragments.source) not in known:
+                known[id(copy.fragments.source)] = copy.fragments.source
+                yield from copy.fragments.paths()
