@@ -74,3 +74,9 @@ def test_a_slice_takes_no_memory_and_a_block_asks_few_ranks(shape: Shape) -> Non
     box = Box((0,) * len(shape), (1,) * len(shape))
     assert len(list(computed.fragments.around(box))) <= 2 * max(len(shape), 1)  # type: ignore[attr-defined]
     assert len(computed.fragments) == len(listed.fragments)
+
+
+@pytest.mark.parametrize("index", [slice(None, 1), slice(2, 9, 3), slice(-3, None), slice(5, 1, -1), -1, 0])
+def test_indexes_are_those_of_a_tuple(index: int | slice) -> None:
+    computed, listed = both((3, 7), 6, 0)
+    assert computed.fragments[index] == listed.fragments[index]

@@ -48,11 +48,17 @@ class EvenSlices(ComputedFragments):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return tuple(self)[index]
+            return self._sliced(index)
         found = next(islice(self, index if index >= 0 else len(self) + index, None), None)
         if found is None:
             raise IndexError(index)
         return found
+
+    def _sliced(self, index: slice) -> tuple[Fragment, ...]:
+        places = (index.start, index.stop, index.step)
+        if all(place is None or place >= 0 for place in places):
+            return tuple(islice(self, *places))
+        return tuple(self)[index]
 
     def around(self, box: Box) -> Iterator[Fragment]:
         low, high = flat_ends(box, self.shape)

@@ -26,6 +26,10 @@ _OURS = ("universal", "chain")
 """Formats of ours: their files state the original format."""
 
 
+_ROW_NBYTES = 13
+"""What a parameter takes at least in an index of columns: each has a row, although many share their values."""
+
+
 @gc_paused()
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """The index of the checkpoint at a path, of any format. Reads headers only.
@@ -44,7 +48,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         [group.options for group in checkpoint.groups],
         _values(checkpoint.parameters),
     ]
-    check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
+    nbytes = _ROW_NBYTES * len(checkpoint.parameters) if isinstance(checkpoint.parameters, TabulatedParameters) else 0
+    check_repeated(written, printable(str(path)), nbytes)  # here, so that every command gives the same answer
     notices = (*located.notices, *checkpoint.notices)
     if format.name not in _OURS:
         notices = (
