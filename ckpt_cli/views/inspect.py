@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.files import SealTable
-from ckpt_formats.core.format import FilePlan
+from ckpt_formats.core.format import FilePlan, ReadOptions
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import folded, format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
@@ -29,6 +30,13 @@ _MAX_VALUE = 70
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
+def print_all(run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
+    """Print the checkpoints in the folder of a run."""
+    from ckpt_cli.views.checkpoints import show_checkpoints
+
+    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json)
+
+
 def print_json(checkpoint: Checkpoint) -> None:
     """Print the full index as one JSON object on stdout."""
     from ckpt import sizes
@@ -37,7 +45,7 @@ def print_json(checkpoint: Checkpoint) -> None:
     data(
         {
             "path": str(checkpoint.path),
-            "format": _format_name(checkpoint),
+            "format": format_name(checkpoint),
             "origin": _origin(checkpoint),
             "parameters": _parameters(sizes.table(checkpoint)),
             "aliases": dict(checkpoint.aliases),
@@ -58,7 +66,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     from ckpt_cli.views import name_tree
 
     origin = checkpoint.origin
-    click.echo(f"{printable(str(checkpoint.path))}: {_format_name(checkpoint)}")
+    click.echo(f"{printable(str(checkpoint.path))}: {format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
     laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
@@ -75,22 +83,24 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         from ckpt_cli.views.sizes import table
 
         click.echo("\nstored")
-        for line in table(sizes.rows_of(states)):
-            click.echo(f"  {line}")
+        columns.show(table(sizes.rows_of(states), indent=2))
     if shared := _shared(checkpoint):
         click.echo("\nin packs of earlier members, whose states did not change since")
         for one in shared:
             click.echo(f"  {one.folder}  {format_nbytes(one.nbytes)}")
     click.echo("\nparameters")
+    room = columns.width()
     for line in name_tree.lines(states, depth):
-        click.echo(f"  {line}")
+        for part in folded(f"  {line}", room):
+            click.echo(part)
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
     if checkpoint.groups:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            click.echo(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}")
+            for part in folded(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}", room):
+                click.echo(part)
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
@@ -121,7 +131,7 @@ def print_ranks(
     click.echo("after")
     for line in grid_after(checkpoint, parts):
         click.echo(f"  {line}")
-    say(
+    conclude(
         f"would write {format_nbytes(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; "
         "nothing was "
         "written"
@@ -130,14 +140,20 @@ def print_ranks(
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
     """A row for each file: the columns are the parameters in order, and those that it has a part of are marked."""
-    columns: dict[Path, set[int]] = {}
-    for path, _, _, first, last in _ranges(checkpoint):
-        columns.setdefault(path, set()).update(range(first, last + 1))
+    columns = _columns(checkpoint)
     rows = [
         (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
         for s in checkpoint.files[:_MAX_FILES]
     ]
     return _rows(rows, len(checkpoint.files))
+
+
+def columns_of_files(checkpoint: Checkpoint) -> dict[Path, str]:
+    """For each file that has values of parameters: a 1 for each column of the picture that it has a part of, else 0."""
+    return {
+        path: "".join("1" if i in columns else "0" for i in range(_COLUMNS))
+        for path, columns in _columns(checkpoint).items()
+    }
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
@@ -195,10 +211,18 @@ class _ColumnsOfFiles:
         return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
 
 
-def _format_name(checkpoint: Checkpoint) -> str:
+def format_name(checkpoint: Checkpoint) -> str:
     """The name of the format at the checkpoint's path; `shadow` if it was not opened from files."""
     is_opened = any(isinstance(edit, Opened) for edit in checkpoint.history)
     return detect(checkpoint.path).name if is_opened else "shadow"
+
+
+def _columns(checkpoint: Checkpoint) -> dict[Path, set[int]]:
+    """The columns of the picture that each file has a part of."""
+    columns: dict[Path, set[int]] = {}
+    for path, _, _, first, last in _ranges(checkpoint):
+        columns.setdefault(path, set()).update(range(first, last + 1))
+    return columns
 
 
 def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:
@@ -252,8 +276,8 @@ def _parameters(table: StateTable) -> list[dict[str, Any]]:
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
-    for rank, role, columns, note in rows[:_MAX_FILES]:
-        cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
+    for rank, role, marked, note in rows[:_MAX_FILES]:
+        cells = "".join("█" if i in marked else "·" for i in range(_COLUMNS))
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
     if count > _MAX_FILES:
         yield f"and {count - _MAX_FILES} more files"
