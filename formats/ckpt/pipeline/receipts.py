@@ -17,11 +17,11 @@ def to_line(receipt: Receipt) -> str:
 
 
 def from_lines(lines: Iterable[str]) -> Iterator[Receipt]:
-    """The receipts of all lines that are whole."""
+    """The receipts of all lines that are whole; not those of an earlier form, without `read`."""
     for line in lines:
         digest, _, text = line.rstrip("\n").partition(" ")
-        if digest == xxh3_64_hexdigest(text.encode()):
-            yield _receipt(json.loads(text))
+        if digest == xxh3_64_hexdigest(text.encode()) and "read" in (fields := json.loads(text)):
+            yield _receipt(fields)
 
 
 def _json(receipt: Receipt) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _json(receipt: Receipt) -> dict[str, Any]:
         "seals": [seal_json(seal) for seal in receipt.seals],
         "entry": receipt.entry,
         "e_tag": receipt.e_tag,
-        "evidence": to_text(receipt.evidence),
+        "read": to_text(receipt.evidence),
     }
 
 
@@ -41,6 +41,6 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
         fields["nbytes"],
         tuple(map(seal_from_json, fields["seals"])),
         fields["entry"],
-        from_text(fields["evidence"]),
+        from_text(fields["read"]),
         fields["e_tag"],
     )
