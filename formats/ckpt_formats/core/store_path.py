@@ -53,6 +53,12 @@ class Store(Protocol):
         Raises `OSError` if the object is not the one that was listed.
         """
 
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of an object, in one request. Raises as `read_into`."""
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at most so many bytes of blocks that small reads share."""
+
 
 class StorePath(PosixPath):
     """The path of an object, or of a folder of objects, in a store."""

@@ -94,7 +94,7 @@ class ObjectStore:
         self._siblings: dict[str, dict[str, bool]] = {}
         self._lock = Lock()
         self._client = _client(url)
-        self._ahead = ReadAhead(self._get)
+        self._ahead = ReadAhead(self.get)
         for key in objects:
             _note(self._folders, key)
 
@@ -124,6 +124,9 @@ class ObjectStore:
     def read_into(self, key: str, offset: int, view: memoryview) -> int:
         return self._ahead.read_into(key, self._objects[key].nbytes, offset, view)
 
+    def keep(self, nbytes: int) -> None:
+        self._ahead.keep(nbytes)
+
     def _is_folder(self, key: str) -> bool:
         if self._has_listed(key):
             return key in self._folders
@@ -152,7 +155,7 @@ class ObjectStore:
         names = {path.rpartition("/")[2]: False for path in objects}
         return names | {path.rstrip("/").rpartition("/")[2]: True for path in found["common_prefixes"]}
 
-    def _get(self, key: str, offset: int, nbytes: int) -> memoryview:
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
         where, pause = f"{self._url}/{key}", _FIRST_PAUSE
         options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}

@@ -17,8 +17,9 @@ _MAX_RUN = 8
 """Blocks of one request."""
 _MAX_AHEAD = 4
 """Requests for what comes after a read."""
-_MAX_BLOCKS = 160
+_MAX_BLOCKS = 64
 """Blocks that are kept, and requested: the memory of a process."""
+_MIN_BLOCKS = 2
 _MAX_STREAMS = 64
 """Reads that go on, of which the places are kept."""
 _REQUESTS = 16
@@ -53,10 +54,16 @@ class ReadAhead:
 
     def __init__(self, get: Get) -> None:
         self._get = get
+        self._most = _MAX_BLOCKS
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
         self._streams: OrderedDict[tuple[str, int], _ReadStream] = OrderedDict()
         """By object and the last block that was read."""
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at most so many bytes of blocks, those on their way included."""
+        with self._lock:
+            self._most = max(_MIN_BLOCKS, min(_MAX_BLOCKS, nbytes // BLOCK))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -93,7 +100,7 @@ class ReadAhead:
             needed = {number: self._runs[key, number] for number in range(first, last + 1)}
             for number in needed:
                 self._runs.move_to_end((key, number))
-            while len(self._runs) > _MAX_BLOCKS:
+            while len(self._runs) > self._most:
                 self._runs.popitem(last=False)
         return needed
 
@@ -109,8 +116,8 @@ class ReadAhead:
         if before is None or before == last:
             return None  # headers are many small reads of one block
         active = max(1, sum(one.run > 1 for one in self._streams.values()))
-        stream.run = max(1, min(2 * stream.run, _MAX_RUN, _MAX_BLOCKS // (4 * active)))
-        ahead = stream.run * max(1, min(_MAX_AHEAD, _MAX_BLOCKS // (2 * stream.run * active)))
+        stream.run = max(1, min(2 * stream.run, _MAX_RUN, self._most // (4 * active)))
+        ahead = stream.run * max(1, min(_MAX_AHEAD, self._most // (2 * stream.run * active)))
         if stream.requested - last - 1 > ahead - stream.run:
             return None  # in whole runs, so that requests are large
         stream.requested = min(blocks, last + 1 + ahead)

@@ -1,0 +1,322 @@
+"""Ranges of objects in stores, requested before they are read.
+
+A plan names all ranges that will be read, about in the order in which they are read. Those that lie near one another
+are joined to requests of several MiB, and a few requests are always on their way. So the time until a store answers is
+hidden, and a request is not paid for each tensor. What a plan does not name, or names wrongly, is read all the same: by
+requests of its own.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+
+from ckpt_formats.core.store_path import StorePath
+
+_GAP = 1 << 20
+"""Bytes between two ranges that are requested, too: another request costs more."""
+_MAX_REQUEST = 8 << 20
+_MIN_REQUEST = 1 << 18
+_MAX_RANGES = 1 << 14
+"""Ranges that are joined at once."""
+_REQUESTS = 16
+"""Requests at once."""
+_KEPT = 8
+"""Bytes that are read, in units of the memory, until what nobody reads is given up."""
+_MAX_JOINED = 8
+"""Bytes, in units of the memory, up to which a range that is read is looked for in what the plan names next."""
+_MAX_UNUSED = 2
+"""Bytes given up, in units of the memory, after which the plan is not believed if they are also a quarter of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRange:
+    """Bytes `start` to `stop` of an object."""
+
+    path: StorePath
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A range that is requested at once."""
+
+    reads: "PlannedReads"
+    number: int
+    """Its place among the requests of these reads."""
+    path: StorePath
+    start: int
+    stop: int
+    unread: int
+    """Bytes that the plan names and nobody has read."""
+    data: "Future[memoryview] | None" = None
+    is_touched: bool = False
+    is_forgotten: bool = False
+    last_use: int = 0
+    """How many bytes were read in all when it was requested, or read the last time."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True, eq=False)
+class PlannedReads:
+    """What one piece of work will read: a file that is written, or several in step. Threads may share it."""
+
+    prefetch: "Prefetch"
+    batches: "Iterator[list[_Joined]]"
+    requests: list[_Request | None] = field(default_factory=list)
+    """Those that were joined so far; None: read, or given up."""
+    cursors: dict[int, None] = field(default_factory=dict)
+    """The numbers of requests after which others are needed next: those that are being read, or were read last."""
+    unsent_nbytes: int = 0
+    """Of requests that were joined and not sent."""
+
+    def read_into(self, path: StorePath, offset: int, view: memoryview) -> int:
+        """Fill the beginning of `view` from byte `offset` of an object on. Returns the bytes that there are.
+
+        0: the plan does not name this byte, or it was read before. Raises what `Store.get` raises.
+        """
+        return self.prefetch.read_into(self, path, offset, view)
+
+    def __enter__(self) -> "PlannedReads":
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        """Give up what was not read."""
+        self.prefetch.end(self)
+
+
+class Prefetch:
+    """The memory and the requests that several `PlannedReads` share."""
+
+    def __init__(self, plan: Sequence[Iterable[ObjectRange]], nbytes: int, readers: int) -> None:
+        """`plan`: of each piece of work, in their order, what it will read, about in the order of reading.
+
+        `nbytes`: of memory. `readers`: how many threads read at once.
+        """
+        self._nbytes = nbytes
+        largest = max(_MIN_REQUEST, min(_MAX_REQUEST, nbytes // 8))
+        self.reads = [PlannedReads(self, _joined(ranges, nbytes // (2 * readers), largest)) for ranges in plan]
+        self._waiting = dict.fromkeys(self.reads)
+        self._begun: dict[PlannedReads, None] = {}
+        self._by_object: dict[StorePath, tuple[list[int], list[_Request]]] = {}
+        """By object: where its requests begin, and the requests, none of which overlap."""
+        self._held: OrderedDict[_Request, None] = OrderedDict()
+        """Those in memory or on their way, the one that was not used for longest first."""
+        self._on_their_way: list[Future[memoryview]] = []
+        self._held_nbytes = self._read_nbytes = self._unused_nbytes = 0
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(_REQUESTS, "ckpt-prefetch")
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def read_into(self, reads: PlannedReads, path: StorePath, offset: int, view: memoryview) -> int:
+        """See `PlannedReads.read_into`."""
+        with self._lock:
+            request = self._find(reads, path, offset)
+            if request is None:
+                return 0
+            data = self._use(request)
+        try:
+            values = data.result()
+        except BaseException:
+            with self._lock:
+                self._forget(request)
+            raise
+        nbytes = min(request.stop - offset, len(view))
+        view[:nbytes] = values[offset - request.start : offset - request.start + nbytes]
+        with self._lock:
+            self._read_nbytes += nbytes
+            request.unread -= nbytes
+            request.last_use = self._read_nbytes
+            if request.unread <= 0:
+                self._forget(request)
+                self._look_ahead()
+        return nbytes
+
+    def end(self, reads: PlannedReads) -> None:
+        """Give up what was not read."""
+        with self._lock:
+            self._waiting.pop(reads, None)
+            self._begun.pop(reads, None)
+            reads.batches = iter(())
+            for request in filter(None, reads.requests):
+                self._forget(request)
+            reads.requests.clear()
+            reads.cursors.clear()
+            self._look_ahead()
+
+    def _find(self, reads: PlannedReads, path: StorePath, offset: int) -> _Request | None:
+        """The request with this byte, if the plan names it not too far ahead."""
+        while True:
+            starts, requests = self._by_object.get(path, ((), ()))
+            place = bisect_right(starts, offset) - 1
+            if place >= 0 and offset < requests[place].stop:
+                return requests[place]
+            if reads.unsent_nbytes > _MAX_JOINED * self._nbytes or not self._join_next(reads):
+                return None
+
+    def _use(self, request: _Request) -> "Future[memoryview]":
+        data = request.data or self._send(request)
+        self._held.move_to_end(request)
+        if not request.is_touched:
+            request.is_touched = True
+            reads = request.reads
+            self._waiting.pop(reads, None)
+            self._begun[reads] = None
+            for number in [n for n in reads.cursors if n < request.number and reads.requests[n] is None]:
+                del reads.cursors[number]
+            reads.cursors[request.number] = None
+            self._look_ahead()
+        return data
+
+    def _look_ahead(self) -> None:
+        """Request what comes next, as far as there is memory: for each place of reading its share."""
+        self._give_up_unused()
+        if self._unused_nbytes > max(_MAX_UNUSED * self._nbytes, (self._read_nbytes + self._unused_nbytes) // 4):
+            return
+        self._on_their_way = [one for one in self._on_their_way if not one.done()]
+        share = self._nbytes // max(1, sum(len(reads.cursors) for reads in self._begun))
+        for reads in self._begun:
+            for cursor in reads.cursors:
+                ahead = 0
+                for request in self._after(reads, cursor):
+                    if ahead >= share:
+                        break
+                    if request.data is None:
+                        too_many = len(self._on_their_way) >= 2 * _REQUESTS
+                        if too_many or self._held_nbytes + request.nbytes > self._nbytes:
+                            return
+                        self._send(request)
+                    ahead += request.nbytes
+
+    def _after(self, first: PlannedReads, cursor: int) -> Iterator[_Request]:
+        """The requests after a place of reading, and then those of the work that has not begun."""
+        for reads in (first, *self._waiting):
+            number = cursor + 1 if reads is first else 0
+            while number < len(reads.requests) or self._join_next(reads):
+                request = reads.requests[number]
+                number += 1
+                if request is not None and not request.is_touched:
+                    yield request
+
+    def _send(self, request: _Request) -> "Future[memoryview]":
+        path = request.path
+        request.data = data = self._pool.submit(path.store.get, path.key, request.start, request.nbytes)
+        request.last_use = self._read_nbytes
+        request.reads.unsent_nbytes -= request.nbytes
+        self._on_their_way.append(data)
+        self._held[request] = None
+        self._held_nbytes += request.nbytes
+        return data
+
+    def _give_up_unused(self) -> None:
+        while self._held:
+            request = next(iter(self._held))
+            if request.last_use + _KEPT * self._nbytes > self._read_nbytes:
+                return
+            self._unused_nbytes += request.unread
+            request.reads.cursors.pop(request.number, None)
+            self._forget(request)
+
+    def _forget(self, request: _Request) -> None:
+        """Free its memory. It may be forgotten already, by another thread."""
+        if request.is_forgotten:
+            return
+        request.is_forgotten = True
+        request.reads.requests[request.number] = None
+        if request.data is None:
+            request.reads.unsent_nbytes -= request.nbytes
+        else:
+            del self._held[request]
+            self._held_nbytes -= request.nbytes
+        starts, requests = self._by_object[request.path]
+        place = bisect_right(starts, request.start) - 1
+        del starts[place], requests[place]
+
+    def _join_next(self, reads: PlannedReads) -> bool:
+        """Add the next requests; False if there are none any more."""
+        batch = next(reads.batches, None)
+        if batch is None:
+            return False
+        for one in batch:
+            starts, requests = self._by_object.setdefault(one.path, ([], []))
+            before = max(0, bisect_right(starts, one.start) - 1)
+            for start, stop in _uncovered(requests[before:], one.start, one.stop):
+                unread = min(one.named, stop - start)
+                request = _Request(reads, len(reads.requests), one.path, start, stop, unread)
+                reads.requests.append(request)
+                reads.unsent_nbytes += request.nbytes
+                place = bisect_right(starts, start)
+                starts.insert(place, start)
+                requests.insert(place, request)
+        return True
+
+
+def _uncovered(requests: Iterable[_Request], start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of a range that no request covers. `requests`: sorted, from the last before the range on."""
+    parts = []
+    for request in requests:
+        if request.start >= stop:
+            break
+        if request.stop > start:
+            if start < request.start:
+                parts.append((start, request.start))
+            start = request.stop
+    return [*parts, (start, stop)] if start < stop else parts
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Ranges that lie near one another."""
+
+    path: StorePath
+    start: int
+    stop: int
+    named: int
+    """Bytes that are in the ranges, and not between them."""
+    use: int
+    """When it is read first, among those of the batch."""
+
+
+def _joined(ranges: Iterable[ObjectRange], batch: int, largest: int) -> Iterator[list[_Joined]]:
+    """Neighbours joined to at most `largest` bytes, in batches of about `batch` bytes of reading.
+
+    Those of a batch are in the order in which they are first read.
+    """
+    some, total = list[ObjectRange](), 0
+    for one in ranges:
+        for start in range(one.start, one.stop, batch):
+            some.append(ObjectRange(one.path, start, min(start + batch, one.stop)))
+            total += some[-1].stop - start
+            if total >= batch or len(some) >= _MAX_RANGES:
+                yield _join(some, largest)
+                some, total = [], 0
+    if some:
+        yield _join(some, largest)
+
+
+def _join(ranges: list[ObjectRange], largest: int) -> list[_Joined]:
+    found = list[_Joined]()
+    for use in sorted(range(len(ranges)), key=lambda use: (str(ranges[use].path), ranges[use].start)):
+        one = ranges[use]
+        last = found[-1] if found and found[-1].path == one.path else None
+        start = one.start if last is None else max(one.start, last.stop)
+        while start < one.stop:
+            if last is None or start > last.stop + _GAP or start >= last.start + largest:
+                last = _Joined(one.path, start, start, 0, use)
+                found.append(last)
+            stop = min(one.stop, last.start + largest)
+            last.named += stop - start
+            last.stop, last.use = stop, min(last.use, use)
+            start = stop
+    return sorted(found, key=lambda joined: joined.use)
