@@ -7,11 +7,11 @@ import errno
 import os
 import re
 import stat
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -29,15 +29,16 @@ from obstore.exceptions import (
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.store_path import FolderEntry, StorePath
 from ckpt_formats.stores.read_ahead import ReadAhead
+from ckpt_formats.stores.repetition import Repetition, Transient
 
 _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
 _RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=45)}
-"""Of the library, with exponential backoff, where a request is answered with an error of the server."""
-_ATTEMPTS = 4
-"""How often a range is requested whose body was cut."""
-_FIRST_PAUSE = 0.1
-"""Seconds before the second attempt; each further pause is twice as long."""
+"""Of the library, with exponential backoff: for listings."""
+_ONCE: Any = {"max_retries": 0}
+"""Ranges are repeated here, because the library does not say that a store complains."""
+_THROTTLED = ("429", "503")
+"""Status codes by which a store says that there are too many requests."""
 _MAX_TEXT = 300
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
@@ -93,7 +94,9 @@ class ObjectStore:
         self._folders: dict[str, dict[str, bool]] = {}
         self._siblings: dict[str, dict[str, bool]] = {}
         self._lock = Lock()
-        self._client = _client(url)
+        self._client = _client(url, _ONCE)
+        self._lister = _client(url)
+        self._repeated = Repetition()
         self._ahead = ReadAhead(self.get)
         for key in objects:
             _note(self._folders, key)
@@ -149,38 +152,37 @@ class ObjectStore:
 
     def _list_level(self, key: str) -> dict[str, bool]:
         with _store_errors(self._url):
-            found = obstore.list_with_delimiter(self._client, f"{key}/" if key else None)
+            found = obstore.list_with_delimiter(self._lister, f"{key}/" if key else None)
         objects = {meta["path"]: _described(meta) for meta in found["objects"]}
         self._objects |= {path: one for path, one in objects.items() if path not in self._objects}
         names = {path.rpartition("/")[2]: False for path in objects}
         return names | {path.rstrip("/").rpartition("/")[2]: True for path in found["common_prefixes"]}
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
-        where, pause = f"{self._url}/{key}", _FIRST_PAUSE
+        return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
+
+    def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of an object. Raises `Transient`, `Corrupt`, `Incomplete` or `OSError`."""
+        where = f"{self._url}/{key}"
         options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}
-        for attempt in range(_ATTEMPTS):
-            try:
-                data = memoryview(obstore.get(self._client, key, options=options).bytes())
-            except PreconditionError:
-                raise Corrupt(
-                    "was changed or replaced while it was read",
-                    where=where,
-                    hint="Read it when no process writes it any more.",
-                ) from None
-            except (NotFoundError, FileNotFoundError):
-                raise Incomplete("was removed while it was read", where=where) from None
-            except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise PermissionError(errno.EACCES, _text(error), where) from None
-            except (BaseError, OSError) as error:
-                if attempt + 1 == _ATTEMPTS:
-                    raise OSError(errno.EIO, _text(error), where) from None
-            else:
-                if data.nbytes == nbytes:
-                    return data
-            time.sleep(pause)
-            pause *= 2
-        raise OSError(errno.EIO, f"the store answers with fewer than {nbytes} bytes", where)
+        try:
+            data = memoryview(obstore.get(self._client, key, options=options).bytes())
+        except PreconditionError:
+            raise Corrupt(
+                "was changed or replaced while it was read",
+                where=where,
+                hint="Read it when no process writes it any more.",
+            ) from None
+        except (NotFoundError, FileNotFoundError):
+            raise Incomplete("was removed while it was read", where=where) from None
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, _text(error), where) from None
+        except (BaseError, OSError) as error:
+            status = re.search(r"status code: (\d+)", str(error))
+            raise Transient(_text(error), status is not None and status[1] in _THROTTLED) from None
+        if data.nbytes != nbytes:
+            raise Transient(f"the store answers with fewer than {nbytes} bytes")
+        return data
 
 
 def open_store(url: str, key: str) -> StorePath:
@@ -227,7 +229,7 @@ def _note(folders: dict[str, dict[str, bool]], key: str) -> None:
         names[name] = True
 
 
-def _client(url: str) -> Any:
+def _client(url: str, retries: Any = _RETRIES) -> Any:
     """The client of a bucket. Its credentials come from the environment, as those of the store's own tools."""
     client_options: Any = {}
     if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
@@ -235,7 +237,7 @@ def _client(url: str) -> Any:
     more: dict[str, Any] = {}
     if url.startswith("s3://") and _needs_boto3():
         more["credential_provider"] = _of_boto3()
-    return obstore.store.from_url(url, client_options=client_options, retry_config=_RETRIES, **more)
+    return obstore.store.from_url(url, client_options=client_options, retry_config=retries, **more)
 
 
 def _needs_boto3() -> bool:

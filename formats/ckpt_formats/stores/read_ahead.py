@@ -17,9 +17,11 @@ _MAX_RUN = 8
 """Blocks of one request."""
 _MAX_AHEAD = 4
 """Requests for what comes after a read."""
-_MAX_BLOCKS = 64
-"""Blocks that are kept, and requested: the memory of a process."""
-_MIN_BLOCKS = 2
+_MAX_NBYTES = 64 * BLOCK
+"""Of blocks that are kept, and requested: the memory of a process."""
+_MIN_NBYTES = 2 * BLOCK
+_MAX_BLOCKS = 1 << 14
+"""Blocks that are kept: those of small objects have few bytes."""
 _MAX_STREAMS = 64
 """Reads that go on, of which the places are kept."""
 _REQUESTS = 16
@@ -37,6 +39,8 @@ class _Run:
 
     first: int
     data: "Future[memoryview]"
+    share: int
+    """Bytes of each of its blocks; a little more of the last one of an object."""
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class ReadAhead:
 
     def __init__(self, get: Get) -> None:
         self._get = get
-        self._most = _MAX_BLOCKS
+        self._most, self._kept = _MAX_NBYTES, 0
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
         self._streams: OrderedDict[tuple[str, int], _ReadStream] = OrderedDict()
@@ -63,7 +67,7 @@ class ReadAhead:
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of blocks, those on their way included."""
         with self._lock:
-            self._most = max(_MIN_BLOCKS, min(_MAX_BLOCKS, nbytes // BLOCK))
+            self._most = max(_MIN_NBYTES, min(_MAX_NBYTES, nbytes))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -84,7 +88,8 @@ class ReadAhead:
             data = run.data.result()
         except BaseException:
             with self._lock:
-                self._runs.pop((key, number), None)  # the next read requests it again
+                if self._runs.pop((key, number), None) is not None:  # the next read requests it again
+                    self._kept -= run.share
             raise
         start, stop = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
         view[start - begin : stop - begin] = data[start - run.first * BLOCK : stop - run.first * BLOCK]
@@ -100,8 +105,8 @@ class ReadAhead:
             needed = {number: self._runs[key, number] for number in range(first, last + 1)}
             for number in needed:
                 self._runs.move_to_end((key, number))
-            while len(self._runs) > self._most:
-                self._runs.popitem(last=False)
+            while self._kept > self._most or len(self._runs) > _MAX_BLOCKS:
+                self._kept -= self._runs.popitem(last=False)[1].share
         return needed
 
     def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
@@ -116,8 +121,8 @@ class ReadAhead:
         if before is None or before == last:
             return None  # headers are many small reads of one block
         active = max(1, sum(one.run > 1 for one in self._streams.values()))
-        stream.run = max(1, min(2 * stream.run, _MAX_RUN, self._most // (4 * active)))
-        ahead = stream.run * max(1, min(_MAX_AHEAD, self._most // (2 * stream.run * active)))
+        stream.run = max(1, min(2 * stream.run, _MAX_RUN, self._most // BLOCK // (4 * active)))
+        ahead = stream.run * max(1, min(_MAX_AHEAD, self._most // BLOCK // (2 * stream.run * active)))
         if stream.requested - last - 1 > ahead - stream.run:
             return None  # in whole runs, so that requests are large
         stream.requested = min(blocks, last + 1 + ahead)
@@ -134,6 +139,7 @@ class ReadAhead:
             while end < stop and end - number < _MAX_RUN and (key, end) not in self._runs:
                 end += 1
             nbytes = min(end * BLOCK, length) - number * BLOCK
-            run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes))
+            run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes), -(-nbytes // (end - number)))
             self._runs |= {(key, block): run for block in range(number, end)}
+            self._kept += run.share * (end - number)
             number = end
