@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from ckpt.pipeline.groups import Group
 from ckpt.pipeline.resources import Resources
+from ckpt_formats.core.coming_reads import object_ranges
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch
@@ -42,13 +43,8 @@ def prefetched(
 
 def ranges_of(group: Group) -> Iterator[ObjectRange]:
     """The ranges that a group reads, about in their order: its files are written in step. No data is read."""
-    for blocks in zip_longest(*map(_blocks, group)):
-        for block in blocks:
-            if block is None:
-                continue
-            for raw in block.sources():
-                if isinstance(raw.path, StorePath):
-                    yield ObjectRange(raw.path, raw.offset, raw.offset + raw.span)
+    in_step = chain.from_iterable(zip_longest(*map(_blocks, group)))
+    return object_ranges(block for block in in_step if block is not None)
 
 
 def _blocks(file: FilePlan) -> Iterator[Blob]:

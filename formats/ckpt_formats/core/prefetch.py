@@ -245,9 +245,16 @@ class Prefetch:
 
     def _join_next(self, reads: PlannedReads) -> bool:
         """Add the next requests; False if there are none any more."""
-        batch = next(reads.batches, None)
-        if batch is None:
-            return False
+        known = len(reads.requests)
+        while len(reads.requests) == known:
+            batch = next(reads.batches, None)
+            if batch is None:
+                return False
+            self._add(reads, batch)
+        return True
+
+    def _add(self, reads: PlannedReads, batch: "list[_Joined]") -> None:
+        """Add requests for what no other one covers."""
         for one in batch:
             starts, requests = self._by_object.setdefault(one.path, ([], []))
             before = max(0, bisect_right(starts, one.start) - 1)
@@ -259,7 +266,6 @@ class Prefetch:
                 place = bisect_right(starts, start)
                 starts.insert(place, start)
                 requests.insert(place, request)
-        return True
 
 
 def _uncovered(requests: Iterable[_Request], start: int, stop: int) -> list[tuple[int, int]]:

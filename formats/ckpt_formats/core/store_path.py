@@ -56,6 +56,9 @@ class Store(Protocol):
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object, in one request. Raises as `read_into`."""
 
+    def request(self, key: str, offset: int, nbytes: int) -> None:
+        """Request a small range that `read_into` will read soon, and do not wait for it."""
+
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of blocks that small reads share."""
 

@@ -127,6 +127,9 @@ class ObjectStore:
     def read_into(self, key: str, offset: int, view: memoryview) -> int:
         return self._ahead.read_into(key, self._objects[key].nbytes, offset, view)
 
+    def request(self, key: str, offset: int, nbytes: int) -> None:
+        self._ahead.request(key, self._objects[key].nbytes, offset, nbytes)
+
     def keep(self, nbytes: int) -> None:
         self._ahead.keep(nbytes)
 

@@ -82,6 +82,13 @@ class ReadAhead:
                 self._copy(key, number, run, begin, end, view[begin - offset : end - offset])
         return max(0, stop - offset)
 
+    def request(self, key: str, length: int, offset: int, nbytes: int) -> None:
+        """Request the blocks of a small range of an object of `length` bytes, and do not wait for them."""
+        stop = min(offset + nbytes, length, offset + BLOCK)
+        if offset < stop:
+            with self._lock:
+                self._request(key, length, offset // BLOCK, (stop - 1) // BLOCK + 1)
+
     def _copy(self, key: str, number: int, run: _Run, begin: int, end: int, view: memoryview) -> None:
         """Copy what a block has of a range."""
         try:
