@@ -1,7 +1,9 @@
 """Checkpoints in buckets: every sample from real servers, with few requests; and what must be refused."""
 
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import obstore
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
@@ -59,16 +62,25 @@ def contents(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick(4)
 def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_path: Path, requests: list[str]) -> None:
-    """With a listing, and at most a request for each file; those of compressed ones are read in more places."""
-    url = f"s3://{BUCKET}/samples/{name}"
+    """To verify it, to say what a conversion reads, and to convert it each take a listing and a request for a file."""
+    url, to = f"s3://{BUCKET}/samples/{name}", ("--to", "safetensors" if name.startswith("universal") else "universal")
+
+    def check_requests() -> None:
+        gets = requests.count("get")
+        assert gets <= MANY_FILES[name] + 2
+        assert len(requests) - gets <= 8  # what lies below, and the folders above where siblings are looked for
+        requests.clear()
+
     assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
-    gets = requests.count("get")
-    assert gets <= MANY_FILES[name] + 2
-    assert len(requests) - gets <= 8  # listings: what lies below, and the folders above where siblings are looked for
-    to = ("--to", "safetensors" if name.startswith("universal") else "universal")
-    for source, target in ((SAMPLES / name, "local"), (url, "store")):
-        done = ckpt("convert", source, tmp_path / target, *to)
-        assert done.code == 0, done.err
+    check_requests()
+    done = ckpt("convert", url, tmp_path / "store", *to, "--dry-run")
+    assert re.search(r"would read about [\d.]+ (B|KiB|MiB) in \d+ requests? and write", done.err)
+    check_requests()
+    done = ckpt("convert", url, tmp_path / "store", *to)
+    assert done.code == 0, done.err
+    assert re.search(r"note: reads about [\d.]+ (B|KiB|MiB) in \d+ requests? from the store", done.err)
+    check_requests()
+    assert ckpt("convert", SAMPLES / name, tmp_path / "local", *to).code == 0
     assert contents(tmp_path / "store") == contents(tmp_path / "local")
 
 
@@ -98,6 +110,38 @@ def test_a_chain_in_a_bucket_is_listed_and_restored(user: StoreServer, tmp_path:
         assert ckpt("restore", source, tmp_path / target, "--step", 5).code == 0
     assert ckpt("diff", tmp_path / "store", tmp_path / "local").code == 0
     assert ckpt("diff", f"{url}@5", tmp_path / "local").code == 0
+
+
+def test_a_dry_run_reads_no_tensors(server: StoreServer, tmp_path: Path, requests: list[str]) -> None:
+    """Nor does it take requests for each tensor: what it says is computed from the headers."""
+    weights = {f"layer.{number}": np.full((1 << 19,), number, np.float32) for number in range(8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    url = server.put("dry.safetensors", tmp_path / "model.safetensors")
+    with reached(server):
+        done = ckpt("convert", url, tmp_path / "out", "--dry-run", "--json")
+        assert json.loads(done.out)["store_reads"] == {"nbytes": 16 << 20, "requests": 2}
+        assert requests.count("get") <= 2
+        requests.clear()
+        assert ckpt("convert", url, tmp_path / "out").code == 0
+        assert requests.count("get") <= 4
+
+
+def test_what_was_replaced_is_read_anew_when_it_is_opened_again(user: StoreServer, tmp_path: Path) -> None:
+    """In one process: nothing of the store is kept from one opening to the next."""
+    for number in (1.0, 2.0):
+        save_file({"w": np.full((300,), number, np.float32)}, tmp_path / "model.safetensors")
+        library.save(library.open(tmp_path / "model.safetensors"), tmp_path / f"{number}.ucp", library.Universal())
+        url = user.put("replaced.ucp", tmp_path / f"{number}.ucp")
+        assert library.open(url)["w"][0] == number
+
+
+def test_a_truncated_object_is_reported_as_a_truncated_file(user: StoreServer, tmp_path: Path) -> None:
+    url = user.put("truncated", SAMPLES / "damaged" / "truncated-shard")
+    there, here = (ckpt("convert", one, tmp_path / "out") for one in (url, SAMPLES / "damaged" / "truncated-shard"))
+    assert (there.code, there.err.replace(url, "")) == (
+        here.code,
+        here.err.replace(str(SAMPLES / "damaged" / "truncated-shard"), ""),
+    )
 
 
 def test_a_single_object_is_a_file(user: StoreServer, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ class Objects:
     def request(self, key: str, offset: int, nbytes: int) -> None:
         raise AssertionError("only ranges are requested here")
 
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        return False
+
     def keep(self, nbytes: int) -> None:
         pass
 

@@ -1,21 +1,54 @@
 """What the files of a plan read of objects in stores, so that it is requested before it is needed."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from ckpt.pipeline.groups import Group
+from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.resources import Resources
 from ckpt_formats.core.coming_reads import object_ranges
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
-from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch
+from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch, joined_ranges
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob, FlatRangeBlob
 
+_MAX_ESTIMATED = 10_000
+"""Ranges of which the requests are counted before work begins."""
 _BLOCK = 8 << 20
 """Bytes of a tensor of which the ranges are computed at once: its slabs are read one after another."""
+
+
+@dataclass(frozen=True)
+class StoreReads:
+    """What a piece of work requests from stores, about; headers are read before, and are not in it."""
+
+    nbytes: int
+    requests: int
+
+
+def estimate_reads(files: Sequence[FilePlan], inputs: Iterable[Path], resources: Resources) -> StoreReads | None:
+    """What writing these files requests from stores. None if none of the `inputs`, all files that are read, is there.
+
+    No data is read. Of a large plan, a part is computed, and the rest is taken to be alike.
+    """
+    if not reads_from_stores(inputs):
+        return None
+    groups, planned = in_step(files, resources.group), sum(file.nbytes for file in files)
+    nbytes = requests = done = 0
+    for group in groups:
+        ranges = list(islice(ranges_of(group), _MAX_ESTIMATED))
+        for one in joined_ranges(ranges, resources.prefetch, resources.workers):
+            nbytes, requests = nbytes + one.nbytes, requests + 1
+        done += sum(file.nbytes for file in group)
+        if len(ranges) == _MAX_ESTIMATED or requests > _MAX_ESTIMATED:
+            done = max(1, min(done, nbytes))
+            break
+    share = max(1.0, planned / done) if done else 1.0
+    return StoreReads(round(nbytes * share), math.ceil(requests * share))
 
 
 def reads_from_stores(files: Iterable[Path]) -> bool:

@@ -39,6 +39,10 @@ class ObjectRange:
     start: int
     stop: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(slots=True, eq=False)
 class _Request:
@@ -100,8 +104,7 @@ class Prefetch:
         `nbytes`: of memory. `readers`: how many threads read at once.
         """
         self._nbytes = nbytes
-        largest = max(_MIN_REQUEST, min(_MAX_REQUEST, nbytes // 8))
-        self.reads = [PlannedReads(self, _joined(ranges, nbytes // (2 * readers), largest)) for ranges in plan]
+        self.reads = [PlannedReads(self, _batches(ranges, nbytes, readers)) for ranges in plan]
         self._waiting = dict.fromkeys(self.reads)
         self._begun: dict[PlannedReads, None] = {}
         self._by_object: dict[StorePath, tuple[list[int], list[_Request]]] = {}
@@ -254,8 +257,10 @@ class Prefetch:
         return True
 
     def _add(self, reads: PlannedReads, batch: "list[_Joined]") -> None:
-        """Add requests for what no other one covers."""
+        """Add requests for what no other one covers, and what the store does not keep: of small objects, it has all."""
         for one in batch:
+            if one.path.store.has(one.path.key, one.start, one.stop - one.start):
+                continue
             starts, requests = self._by_object.setdefault(one.path, ([], []))
             before = max(0, bisect_right(starts, one.start) - 1)
             for start, stop in _uncovered(requests[before:], one.start, one.stop):
@@ -281,6 +286,13 @@ def _uncovered(requests: Iterable[_Request], start: int, stop: int) -> list[tupl
     return [*parts, (start, stop)] if start < stop else parts
 
 
+def joined_ranges(ranges: Iterable[ObjectRange], nbytes: int, readers: int) -> Iterator[ObjectRange]:
+    """The requests that a `Prefetch` makes for these ranges, if no other one has a part of them."""
+    for batch in _batches(ranges, nbytes, readers):
+        for one in batch:
+            yield ObjectRange(one.path, one.start, one.stop)
+
+
 @dataclass(slots=True)
 class _Joined:
     """Ranges that lie near one another."""
@@ -294,11 +306,12 @@ class _Joined:
     """When it is read first, among those of the batch."""
 
 
-def _joined(ranges: Iterable[ObjectRange], batch: int, largest: int) -> Iterator[list[_Joined]]:
-    """Neighbours joined to at most `largest` bytes, in batches of about `batch` bytes of reading.
+def _batches(ranges: Iterable[ObjectRange], nbytes: int, readers: int) -> Iterator[list[_Joined]]:
+    """Neighbours joined, in batches: two batches of each reader have `nbytes` bytes of memory.
 
     Those of a batch are in the order in which they are first read.
     """
+    batch, largest = max(1, nbytes // (2 * readers)), max(_MIN_REQUEST, min(_MAX_REQUEST, nbytes // 8))
     some, total = list[ObjectRange](), 0
     for one in ranges:
         for start in range(one.start, one.stop, batch):

@@ -59,6 +59,9 @@ class Store(Protocol):
     def request(self, key: str, offset: int, nbytes: int) -> None:
         """Request a small range that `read_into` will read soon, and do not wait for it."""
 
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        """Whether `read_into` will give this range without a request, or with one that is on its way."""
+
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of blocks that small reads share."""
 

@@ -130,6 +130,9 @@ class ObjectStore:
     def request(self, key: str, offset: int, nbytes: int) -> None:
         self._ahead.request(key, self._objects[key].nbytes, offset, nbytes)
 
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        return self._ahead.has(key, offset, nbytes)
+
     def keep(self, nbytes: int) -> None:
         self._ahead.keep(nbytes)
 

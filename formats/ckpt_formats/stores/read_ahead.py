@@ -89,6 +89,12 @@ class ReadAhead:
             with self._lock:
                 self._request(key, length, offset // BLOCK, (stop - 1) // BLOCK + 1)
 
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        """Whether all blocks of a range are here, or on their way."""
+        with self._lock:
+            blocks = range(offset // BLOCK, (offset + nbytes - 1) // BLOCK + 1)
+            return all((key, number) in self._runs for number in blocks)
+
     def _copy(self, key: str, number: int, run: _Run, begin: int, end: int, view: memoryview) -> None:
         """Copy what a block has of a range."""
         try:
