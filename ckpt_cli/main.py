@@ -45,6 +45,7 @@ COMMANDS = {
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
+    "clean": "ckpt_cli.commands.clean:clean",
 }
 
 EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {

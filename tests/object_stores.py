@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -153,49 +153,94 @@ def _free_port() -> int:
 
 
 @contextmanager
-def faulty(server: StoreServer, share: float, seed: int = 0) -> Iterator[tuple[StoreServer, dict[str, int]]]:
-    """A proxy that answers a share of the requests for ranges with 500, 503, a reset or half a body; the counts."""
-    faults = {"500": 0, "503": 0, "reset": 0, "cut": 0}
+def faulty(
+    server: StoreServer, share: float, seed: int = 0, writes: bool = False
+) -> Iterator[tuple[StoreServer, dict[str, int]]]:
+    """A proxy that answers a share of the requests for ranges with 500, 503, a reset or half a body; the counts.
+
+    With `writes`, all requests meet faults; a further one is that a request is carried out, and its answer is lost.
+    """
+    faults = {"500": 0, "503": 0, "reset": 0, "cut": 0, **({"lost": 0} if writes else {})}
     chosen, lock = random.Random(seed), threading.Lock()
+
+    def fault(headers: dict[str, str]) -> str | None:
+        with lock:
+            if (writes or "Range" in headers) and chosen.random() < share:
+                kind = chosen.choice(sorted(faults))
+                faults[kind] += 1
+                return kind
+        return None
+
+    with _proxy(server, fault) as fragile:
+        yield fragile, faults
+
+
+@contextmanager
+def unconditional(server: StoreServer) -> Iterator[StoreServer]:
+    """A proxy that overwrites objects that are to be created: it ignores `If-None-Match`, as some servers do."""
+
+    def forget(headers: dict[str, str]) -> str | None:
+        for name in [name for name in headers if name.lower() == "if-none-match"]:
+            del headers[name]
+        return None
+
+    with _proxy(server, forget) as careless:
+        yield careless
+
+
+@contextmanager
+def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -> Iterator[StoreServer]:
+    """A proxy. `fault` gets the headers of each request, may change them, and names what is to go wrong."""
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            with lock:
-                fault = None
-                if "Range" in self.headers and chosen.random() < share:
-                    fault = chosen.choice(sorted(faults))
-                    faults[fault] += 1
-            if fault == "reset":
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
+        def _pass_on(self) -> None:
+            headers = dict(self.headers.items())
+            kind = fault(headers)
+            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if kind == "reset":
+                self._break()
                 return
-            if fault in ("500", "503"):
-                self._answer(int(fault), {}, b"")
+            if kind in ("500", "503"):
+                self._answer(int(kind), {}, b"")
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
-            request = urllib.request.Request(server.endpoint + self.path, headers=dict(self.headers.items()))
+            request = urllib.request.Request(
+                server.endpoint + self.path, data=data or None, headers=headers, method=self.command
+            )
             try:
                 with urllib.request.urlopen(request) as answer:
                     status, headers, body = answer.status, dict(answer.headers.items()), answer.read()
             except urllib.error.HTTPError as error:
                 status, headers, body = error.code, dict(error.headers.items()), error.read()
-            self._answer(status, headers, body, cut=fault == "cut")
+            if kind == "lost":
+                self._break()
+                return
+            self._answer(status, headers, body, cut=kind == "cut")
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+        def _break(self) -> None:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
 
         def _answer(self, status: int, headers: dict[str, str], body: bytes, cut: bool = False) -> None:
             left_out = {"content-length", "transfer-encoding", "connection", "date", "server"}
             self.send_response(status)
+            length = str(len(body))
             for name, value in headers.items():
                 if name.lower() not in left_out:
                     self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
+                elif name.lower() == "content-length" and self.command == "HEAD":
+                    length = value
+            self.send_header("Content-Length", length)
             self.end_headers()
             self.wfile.write(body[: len(body) // 2] if cut else body)
             if cut:
                 self.wfile.flush()
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
+                self._break()
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass
@@ -204,7 +249,7 @@ def faulty(server: StoreServer, share: float, seed: int = 0) -> Iterator[tuple[S
         serving = threading.Thread(target=proxy.serve_forever)
         serving.start()
         try:
-            yield StoreServer(f"http://127.0.0.1:{proxy.server_address[1]}"), faults
+            yield StoreServer(f"http://127.0.0.1:{proxy.server_address[1]}")
         finally:
             proxy.shutdown()
             serving.join()

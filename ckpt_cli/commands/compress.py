@@ -25,10 +25,10 @@ def compress(
 ) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import compress, job
-    from ckpt_formats.stores.location import local_path
+    from ckpt_formats.stores.location import target_path
     from ckpt_formats.universal import Universal
 
-    work = Job(source, local_path(target), Universal(**encoding))
+    work = Job(source, target_path(target), Universal(**encoding))
     if dry_run:
         compress.show_estimate(work, as_json)
     else:

@@ -59,26 +59,42 @@ _MEMORY = click.option(
     show_default=True,
     help="Memory for tensor data, of all threads together.",
 )
+_SCRATCH = click.option(
+    "--scratch",
+    type=click.Path(file_okay=False),
+    help="For a TARGET in a store: where files lie until they are uploaded.  [default: $TMPDIR]",
+)
 _WORKERS = click.option(
     "--workers", type=click.IntRange(1, 256), default=None, help="Threads.  [default: one per core, at most 8]"
 )
 
 
 def resources(locks: bool = True) -> Callable[[F], F]:
-    """`--workers`, `--memory` and `--no-lock`; the command gets them as one `Resources`."""
+    """`--workers`, `--memory`, `--scratch` and `--no-lock`; the command gets them as one `Resources`."""
 
     def decorate(function: F) -> F:
         @wraps(function)
-        def wrapper(*args: Any, workers: int | None, memory: int, no_lock: bool = False, **arguments: Any) -> Any:
+        def wrapper(
+            *args: Any,
+            workers: int | None,
+            memory: int,
+            no_lock: bool = False,
+            scratch: str | None = None,
+            **arguments: Any,
+        ) -> Any:
+            from pathlib import Path
+
             from ckpt.pipeline import Resources
 
-            return function(*args, resources=Resources.of_machine(workers, memory, not no_lock), **arguments)
+            given = Resources.of_machine(workers, memory, not no_lock, Path(scratch) if scratch else None)
+            return function(*args, resources=given, **arguments)
 
         no_lock = click.option(
             "--no-lock",
             is_flag=True,
-            help="Write on a file system that cannot lock files. No other process may write TARGET.",
+            help="Write where files cannot be locked, or objects be created on a condition. No other process may write "
+            "TARGET.",
         )
-        return cast(F, with_options(wrapper, *((no_lock,) if locks else ()), _MEMORY, _WORKERS))
+        return cast(F, with_options(wrapper, *((no_lock, _SCRATCH) if locks else ()), _MEMORY, _WORKERS))
 
     return decorate

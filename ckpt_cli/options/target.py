@@ -16,7 +16,7 @@ from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType
 from ckpt_formats.registry import FORMATS, ONLY_READ
 from ckpt_formats.state_dicts.keys import STYLES
-from ckpt_formats.stores.location import local_path
+from ckpt_formats.stores.location import target_path
 
 if TYPE_CHECKING:
     from ckpt_formats.core.format import WritableFormat
@@ -138,7 +138,7 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
         def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            return command(*args, target=Target(local_path(target), format_name, given), **arguments)
+            return command(*args, target=Target(target_path(target), format_name, given), **arguments)
 
         options = [
             click.option(option.flag, name, type=option.type, help=f"{', '.join(option.formats)}: {option.help}")

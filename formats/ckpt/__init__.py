@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
     from ckpt.pipeline import Resources, Result
+    from ckpt.pipeline.clean import clean
     from ckpt.planning.costs import DataRates, LogCosts, RunCosts
     from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
     from ckpt.rename import use_names
@@ -66,6 +67,7 @@ _NAMES = {
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources", "Result"),
+    "ckpt.pipeline.clean": ("clean",),
     "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
     "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
@@ -153,6 +155,7 @@ __all__ = [
     "WritableFormat",
     "average",
     "block_changes",
+    "clean",
     "diff",
     "ema_weights",
     "merge_lora",

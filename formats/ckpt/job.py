@@ -14,7 +14,7 @@ from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.registry.encoded import uses_codecs
-from ckpt_formats.stores.location import local_path
+from ckpt_formats.stores.location import target_path
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far, and the total; from any thread, one call at a time."""
@@ -27,10 +27,6 @@ class Job:
     source: Checkpoint
     target: Path | str
     format: WritableFormat
-
-    def __post_init__(self) -> None:
-        if isinstance(self.target, str):
-            local_path(self.target)  # raises for a URL, which would be a folder of a strange name
 
     @property
     def id(self) -> str:
@@ -57,7 +53,7 @@ class Job:
         if self.needs_kernels:
             load_kernels()
         count_bytes = count_to(self._plan.nbytes, progress)
-        return pipeline.write(self._plan, self._source, Path(self.target), self._format, resources, count_bytes)
+        return pipeline.write(self._plan, self._source, self._path, self._format, resources, count_bytes)
 
     @property
     def needs_kernels(self) -> bool:
@@ -65,8 +61,12 @@ class Job:
         return getattr(self.format, "codec", None) is not None or uses_codecs(self.source)
 
     @cached_property
+    def _path(self) -> Path:
+        return target_path(self.target)
+
+    @cached_property
     def _format(self) -> WritableFormat:
-        return self.format.for_target(Path(self.target))
+        return self.format.for_target(self._path)
 
     @cached_property
     def _source(self) -> Checkpoint:
@@ -74,7 +74,7 @@ class Job:
 
     @cached_property
     def _plan(self) -> Plan:
-        plan = pipeline.plan(self._source, Path(self.target), self._format)
+        plan = pipeline.plan(self._source, self._path, self._format)
         renaming = tuple(notice for notice in self._source.notices if notice not in self.source.notices)
         return replace(plan, notes=(*renaming, *plan.notes))
 

@@ -12,12 +12,14 @@ from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.folder_staging import staging_folder
+from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
@@ -140,26 +142,30 @@ def _restore(
     if not _replays(source):
         return job.run(resources, progress)
     needed = pipeline.space_needed(job.plan().files)  # raises for jobs that cannot succeed, before anything is written
-    replayed = _replayed(source, target, needed, resources, progress)
+    if isinstance(target, StorePath):
+        with scratch_folder(resources.scratch) as scratch:
+            replayed = _replayed(source, scratch, scratch, needed, resources, progress)
+            return Job(replayed, target, format).run(resources, progress)
+    stage = staging_folder(target)
+    replayed = _replayed(source, target, stage, needed, resources, progress)
     try:
         return Job(replayed, target, format).run(resources, progress)
     except CkptError as error:
         if not isinstance(error, OutputError):  # after an OutputError, an equal job can continue
-            shutil.rmtree(staging_folder(target), ignore_errors=True)
+            shutil.rmtree(stage, ignore_errors=True)
         raise
 
 
 def _replayed(
-    source: Checkpoint, target: Path, needed: int, resources: Resources, progress: Progress | None
+    source: Checkpoint, place: Path, stage: Path, needed: int, resources: Resources, progress: Progress | None
 ) -> Checkpoint:
-    """The replayed state, in the staging folder of the target. What an interrupted run replayed is used.
+    """The replayed state, in the folder `stage` at `place`. What an interrupted run replayed there is used.
 
     Raises `NoSpace` unless there is space for it, and for `needed` bytes that the target takes.
     """
-    stage = staging_folder(target)
     folder = stage / f"replayed-{_name_of(source)}"
     if not folder.is_dir():
-        _check_space(target, stage, _universal_nbytes(source) + needed)
+        _check_space(place, stage, _universal_nbytes(source) + needed)
         try:
             stage.mkdir(exist_ok=True)
             Job(source, folder, _with_content(source, Universal())).run(resources, progress)
@@ -196,15 +202,15 @@ def _universal_nbytes(source: Checkpoint) -> int:
     return pipeline.space_needed(Universal().plan(source).files)
 
 
-def _check_space(target: Path, stage: Path, needed: int) -> None:
+def _check_space(place: Path, stage: Path, needed: int) -> None:
     """Raise `NoSpace` if there is too little space. Bytes that an interrupted run wrote are not written again."""
     written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
-    free = shutil.disk_usage(target.parent).free
+    free = shutil.disk_usage(place.parent).free
     if needed > free + written:
         raise NoSpace(
             f"restoring takes {format_nbytes(needed)}: the state is first replayed next to the target; "
             f"{format_nbytes(free)} are free",
-            where=target,
+            where=place,
             hint="Free some; or restore it as universal, which needs no temporary space.",
         )
 

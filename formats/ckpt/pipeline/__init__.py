@@ -84,7 +84,7 @@ def write(
     """
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
-    with open_staging(target, resources.locks) as stage, deferred_interrupts() as stop:
+    with open_staging(target, resources, plan.single_file is not None) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
             done = {receipt.file: receipt for receipt in stage.receipts(format)}
@@ -208,7 +208,7 @@ def _system_error(error: OSError, stage: Staging, identities: Identities) -> Ckp
 def _output_error(error: OSError, stage: Staging) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
-        return NoSpace("no space left on the disk", where=stage.target, hint=f"Free some. {resume}")
+        return NoSpace("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
     return OutputError(
         f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
     )

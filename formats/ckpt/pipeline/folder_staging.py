@@ -48,6 +48,14 @@ class FolderStaging(Staging):
         return self.folder / "data"
 
     @property
+    def disk(self) -> Path:
+        return self.target
+
+    @property
+    def parallel(self) -> int:
+        return 4
+
+    @property
     def how_to_give_up(self) -> str:
         return f"remove {self.folder} to give up"
 

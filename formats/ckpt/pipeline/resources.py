@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckpt_formats.core.bands import BAND
 from ckpt_formats.core.files import files_each, max_workers
@@ -22,11 +23,16 @@ class Resources:
     locks: bool = True
     """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
 
+    scratch: Path | None = None
+    """The folder for files on their way to a store; None: where the system has temporary files."""
+
     @classmethod
-    def of_machine(cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True) -> "Resources":
+    def of_machine(
+        cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True, scratch: Path | None = None
+    ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), max_workers()), memory, locks)
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch)
 
     @property
     def files(self) -> int:

@@ -27,6 +27,10 @@ class Sink(Protocol):
     def data(self) -> Path:
         """A folder of the file system, in which formats write files."""
 
+    @property
+    def parallel(self) -> int:
+        """How many files may be persisted at once."""
+
     def persist(self, receipt: Receipt) -> Receipt:
         """Bring a finished file to where a crash of this process does not reach it. From any thread."""
 
@@ -40,6 +44,16 @@ class Staging(ABC):
     @abstractmethod
     def data(self) -> Path:
         """As of `Sink`; `commit` of a format writes there, too."""
+
+    @property
+    @abstractmethod
+    def disk(self) -> Path:
+        """Whose file system must have space for what is written."""
+
+    @property
+    @abstractmethod
+    def parallel(self) -> int:
+        """As of `Sink`."""
 
     @property
     @abstractmethod

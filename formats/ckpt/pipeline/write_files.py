@@ -22,9 +22,6 @@ from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 
-_PERSISTERS = 4
-"""Threads that wait for the disk, or for a store."""
-
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
 
@@ -126,12 +123,12 @@ def _persist_all(sink: Sink, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
     After an error, first the receipts of all files that are complete.
     """
 
-    with ThreadPoolExecutor(_PERSISTERS, "ckpt-persist") as pool:
+    with ThreadPoolExecutor(sink.parallel, "ckpt-persist") as pool:
         waiting, failure = deque[Future[Receipt]](), None
         try:
             for receipt in receipts:
                 waiting.append(pool.submit(sink.persist, receipt))
-                while waiting and (waiting[0].done() or len(waiting) > 2 * _PERSISTERS):
+                while waiting and (waiting[0].done() or len(waiting) > 2 * sink.parallel):
                     yield waiting.popleft().result()
         except GeneratorExit:
             raise

@@ -5,6 +5,9 @@ import re
 PARTIAL = ".ckpt-partial"
 """The suffix of a folder in which a checkpoint is being written."""
 
+STAGED = ".ckpt"
+"""The folder, in a target that is in a store, for what is known of the job that writes it."""
+
 _MAX_SLUG = 80
 
 

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.core.errors import CkptError, NotFound
+from ckpt_formats.core.errors import CkptError, Incomplete, NotFound
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
@@ -101,6 +102,17 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
+    if isinstance(path, StorePath) and _is_unfinished(path / STAGED):
+        raise Incomplete(
+            "not complete: a job is writing here, or was interrupted",
+            where=printable(str(path)),
+            hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {path}",
+        )
+
+
+def _is_unfinished(staged: StorePath) -> bool:
+    """Whether a job has begun to write a target in a store, and has not published it."""
+    return (staged / "job").is_file() and not (staged / "published").is_file()
 
 
 def _unknown(path: Path) -> CkptError:

@@ -53,6 +53,15 @@ MARKS: dict[str, Marks] = {
 """The marks of each format. A format without marks is asked about every path."""
 
 
+_MARKING_NAMES = frozenset(path.rpartition("/")[2] for marks in MARKS.values() for path in marks.paths)
+
+
+def is_mark(file: str) -> bool:
+    """Whether a file, by its path in a checkpoint, is one by which a format knows the whole."""
+    name = file.rpartition("/")[2]
+    return name.endswith(".index.json") or name in _MARKING_NAMES
+
+
 class Place:
     """A path, and what is at it: each thing is looked at once, and only if a mark needs it."""
 

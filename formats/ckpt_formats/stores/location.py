@@ -9,6 +9,7 @@ from ckpt_formats.core.text import printable
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
+_WRITABLE = ("s3", "gs", "az")
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
 
 
@@ -45,6 +46,16 @@ def source_path(place: Path | str) -> Path:
             hint="Install it: pip install 'ckpt-suite[cloud]'.",
         ) from None
     return open_store(f"{kind}://{'/'.join(parts[:count])}", key)
+
+
+def target_path(place: Path | str) -> Path:
+    """The path of what is written: in the file system, or in a store. Raises as `source_path`."""
+    scheme = None if isinstance(place, Path) else _SCHEME.match(place)
+    if scheme is not None and scheme[1].lower() not in _WRITABLE:
+        raise Unsupported(
+            "ckpt does not write there", where=printable(str(place)), hint=f"Name a local path, or {_FORMS}."
+        )
+    return source_path(place)
 
 
 def local_path(text: str) -> Path:

@@ -1,0 +1,178 @@
+"""The right to write a target in a store: an object that its owner renews, and that others may take when it is not.
+
+Whether it was renewed is told by the clock of the store alone, so clocks of machines may differ. An owner that was
+killed on this machine is known to be dead at once.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ckpt_formats.core.errors import Locked
+from ckpt_formats.stores.bucket import Bucket, Version
+
+SECONDS = 60.0
+"""An owner that has not renewed its lease for so long is taken for dead."""
+_RENEWALS = 3
+"""Renewals within that time."""
+_ATTEMPTS = 10
+
+
+@dataclass(frozen=True)
+class LeaseOwner:
+    """A process that holds a lease."""
+
+    id: str
+    host: str
+    machine: str
+    """The start of the machine and the namespace in which the process has its number."""
+    pid: int
+    started: str
+    """When the process started, as the system counts it: numbers of processes are used again."""
+    seconds: float
+    """After how long it is taken for dead."""
+
+    @classmethod
+    def of_this_process(cls) -> "LeaseOwner":
+        return cls(uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), SECONDS)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it ran here and has ended. Of processes elsewhere, and where that cannot be known: False."""
+        return bool(self.machine) and self.machine == _machine() and _start_of(self.pid) != self.started
+
+
+class Lease:
+    """A lease that this process has taken. A thread renews it."""
+
+    def __init__(self, bucket: Bucket, key: str, owner: LeaseOwner, version: Version) -> None:
+        self._bucket, self._key, self._owner, self._version = bucket, key, owner, version
+        self._renewed = time.monotonic()
+        self._is_lost = False
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="ckpt-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise `Locked` unless this process may still write."""
+        if self._is_lost or time.monotonic() - self._renewed > self._owner.seconds:
+            raise Locked(
+                "another process may write here now: this one could not renew its lease in time",
+                where=f"{self._bucket.url}/{self._key}",
+                hint="Run the same command again. What was written is used, if nobody else has written the target.",
+            )
+
+    def _renew(self) -> None:
+        while not self._released.wait(self._owner.seconds / _RENEWALS):
+            # The lease runs from before the request, because the answer may come late.
+            started = time.monotonic()
+            try:
+                self._version = self._bucket.replace(self._key, _body(self._owner), self._version)
+            except FileExistsError:
+                self._is_lost = True
+                return
+            except OSError:
+                continue  # `check` notices if this lasts
+            self._renewed = started
+
+    def release(self) -> None:
+        """Let others write. An error is none for the user: then the lease ends by itself."""
+        self._released.set()
+        self._thread.join()
+        with suppress(OSError):
+            there = self._bucket.read(self._key)
+            if there is not None and _owner_in(there[0]) == self._owner:
+                self._bucket.delete([self._key])
+
+
+@contextmanager
+def hold_lease(bucket: Bucket, key: str, target: object) -> Iterator[Lease]:
+    """Within, this process alone may write the target. Raises `Locked` if another one does."""
+    lease = _take(bucket, key, target)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _take(bucket: Bucket, key: str, target: object) -> Lease:
+    owner = LeaseOwner.of_this_process()
+    for _ in range(_ATTEMPTS):
+        with suppress(FileExistsError):
+            return Lease(bucket, key, owner, bucket.create(key, _body(owner)))
+        there = bucket.read(key)
+        if there is None:
+            continue  # it was released meanwhile
+        data, version = there
+        holder, left = _owner_in(data), 0.0
+        if holder is None or not holder.is_dead:
+            left = _seconds_left(bucket, key, holder)
+        if left > 0:
+            raise _locked_by(target, holder, left)
+        with suppress(FileExistsError):
+            return Lease(bucket, key, owner, bucket.replace(key, _body(owner), version))
+    raise _locked_by(target, None, SECONDS)
+
+
+def _seconds_left(bucket: Bucket, key: str, holder: LeaseOwner | None) -> float:
+    """How long a lease lasts yet, by the clock of the store."""
+    there = bucket.head(key)
+    if there is None:
+        return 0.0
+    lasts = SECONDS if holder is None else holder.seconds
+    return there.modified + lasts - bucket.now(key.rpartition("/")[0])
+
+
+def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> Locked:
+    who = "" if holder is None else f" (process {holder.pid} on {holder.host})"
+    return Locked(
+        f"another process is writing this target{who}",
+        where=str(target),
+        hint=f"Wait for it to end. If it was killed, the target is free in {left:.0f} s.",
+    )
+
+
+def _body(owner: LeaseOwner) -> bytes:
+    # Renewals must differ: a store may take equal bytes for the same version.
+    return json.dumps({**vars(owner), "renewal": uuid4().hex}).encode()
+
+
+def _owner_in(data: bytes) -> LeaseOwner | None:
+    """The owner that a lease names; None if it names none."""
+    try:
+        fields: dict[str, Any] = json.loads(data)
+        return LeaseOwner(
+            str(fields["id"]),
+            str(fields["host"]),
+            str(fields["machine"]),
+            int(fields["pid"]),
+            str(fields["started"]),
+            min(float(fields["seconds"]), 24 * 3600.0),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str:
+    """When a process started; empty if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]  # field 22 of proc(5): the name before it may have spaces

@@ -1,0 +1,329 @@
+"""Targets in a store: each object at its final key, and the one by which formats know a checkpoint last.
+
+    PREFIX/.ckpt/lease         the process that writes
+    PREFIX/.ckpt/job           the job's id, and the files of its plan
+    PREFIX/.ckpt/journal/N     receipts of finished files: each object is written once
+    PREFIX/.ckpt/committed     the names of the files that make the folder a checkpoint, before they are put
+    PREFIX/FILE                data
+    PREFIX/.ckpt/published     everything is there: what is below `.ckpt` is to be removed
+
+While there is a `job` without `published`, ckpt reads no checkpoint at this prefix. Every object is created, never
+overwritten, so that a process that was taken for dead changes nothing. A target of a single file appears by one
+request; its `.ckpt` is the folder `.NAME.ckpt-partial` beside it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from ckpt.pipeline import receipts, staging
+from ckpt.pipeline.lease import Lease, hold_lease
+from ckpt.pipeline.scratch import scratch_folder
+from ckpt.pipeline.staging import Staging, exists
+from ckpt_formats.core.errors import Corrupt, OutputError
+from ckpt_formats.core.format import Receipt, WritableFormat
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.listed_store import StoredObject
+
+_LEASE, _JOB, _JOURNAL, _COMMITTED, _PUBLISHED = "lease", "job", "journal", "committed", "published"
+_BATCH = 64
+"""Receipts of one object of the journal."""
+_BATCH_SECONDS = 5.0
+"""A receipt is put at the latest with the first one that comes so long after it."""
+_REQUESTS = 16
+"""Small objects that are put, or read, at once; parts of a large file that is the whole target."""
+_UPLOADS = 8
+"""Files that are uploaded at once, each of which takes 16 MiB of memory."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class StoreStaging(Staging):
+    """The objects of a target before it is complete."""
+
+    target: StorePath
+    bucket: Bucket
+    scratch: Path
+    lease: Lease
+    single_file: bool
+    _waiting: list[Receipt] = field(default_factory=list)
+    _put: float = field(default_factory=time.monotonic)
+    _written: dict[str, Receipt] = field(default_factory=dict)
+    _files: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> Path:
+        return self.scratch
+
+    @property
+    def disk(self) -> Path:
+        return self.scratch
+
+    @property
+    def parallel(self) -> int:
+        return _UPLOADS
+
+    @property
+    def how_to_give_up(self) -> str:
+        return f"`ckpt clean {self.target}` gives up"
+
+    def begin(self, job_id: str, files: Sequence[str]) -> None:
+        if not self.single_file:
+            for folder in {(self.data / file).parent for file in files}:  # `commit` may write beside files of before
+                folder.mkdir(parents=True, exist_ok=True)
+            self._files = tuple(files)
+        objects = self._objects()
+        if self._staged(_PUBLISHED) in objects:
+            self._remove_staged(objects)
+            raise exists(self.target)
+        if self._staged(_JOB) not in objects:
+            if any(not self._is_staged(key) for key in objects):
+                raise exists(self.target)
+        elif _fields(self.bucket, self._staged(_JOB)).get("id") != job_id:
+            removed = self._remove(objects)
+            objects = {key: one for key, one in objects.items() if key not in removed}
+        if self._staged(_JOB) not in objects:
+            job = {"id": job_id, "files": self._files}
+            self.bucket.create(self._staged(_JOB), json.dumps(job).encode())
+        self._refuse_others(objects)
+
+    def receipts(self, format: WritableFormat) -> Iterable[Receipt]:
+        objects = self._objects()
+        journal = sorted(key for key in objects if key.startswith(self._staged(_JOURNAL) + "/"))
+        for read in _in_parallel(self.bucket.read, journal):
+            lines = "" if read is None else read[0].decode("utf-8", "replace")
+            for receipt in receipts.from_lines(lines.splitlines()):
+                if _is_stored(receipt, objects.get(self._key(receipt.file))):
+                    self._written[receipt.file] = receipt
+        # What has no receipt may be half of another attempt, and would keep this one from creating it.
+        self._delete(self._own(objects) - {self._key(file) for file in self._written})
+        self._delete({self._staged(_COMMITTED)} & objects.keys())
+        return list(self._written.values())
+
+    def persist(self, receipt: Receipt) -> Receipt:
+        """Upload the file, and remove it from the scratch folder."""
+        if self.single_file:
+            return receipt
+        self.lease.check()
+        e_tag = self._create(self._key(receipt.file), self.data / receipt.file)
+        (self.data / receipt.file).unlink()
+        return replace(receipt, e_tag=e_tag)
+
+    def note(self, receipt: Receipt) -> None:
+        if self.single_file:
+            return
+        self._written[receipt.file] = receipt
+        self._waiting.append(receipt)
+        if len(self._waiting) >= _BATCH or time.monotonic() - self._put > _BATCH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put the receipts that are not in the journal yet."""
+        if self._waiting:
+            lines = "".join(map(receipts.to_line, self._waiting))
+            self.bucket.create(self._staged(f"{_JOURNAL}/{uuid4().hex}"), lines.encode())
+            self._waiting.clear()
+        self._put = time.monotonic()
+
+    def publish(self, product: str | None) -> None:
+        """Create the last objects: the file `product`, or what `commit` wrote, marks of the format at the very end."""
+        if product is not None:
+            staging.reached("before rename")
+            self.lease.check()
+            self._create(self.target.key, self.data / product, _REQUESTS)
+            staging.reached("renamed")
+            self._remove_staged(self._objects())
+            return
+        self.flush()
+        self._check_written()
+        last = sorted(path.relative_to(self.data).as_posix() for path in self.data.rglob("*") if path.is_file())
+        marks = sorted(filter(is_mark, last), key=lambda file: -file.count("/"))
+        self.bucket.create(self._staged(_COMMITTED), json.dumps({"files": last}).encode())
+        _in_parallel(self._commit, [file for file in last if file not in marks])
+        staging.reached("before rename")
+        for file in marks:
+            self._commit(file)
+        staging.reached("renamed")
+        self.lease.check()
+        self.bucket.create(self._staged(_PUBLISHED), b"")
+        self._remove_staged(self._objects())
+
+    def discard(self) -> None:
+        self.remove()
+
+    def remove(self) -> dict[str, StoredObject]:
+        """Remove what a job has left: its objects as well, unless the target is complete. What was removed."""
+        objects = self._objects()
+        if self._staged(_PUBLISHED) in objects:
+            self._remove_staged(objects)
+            return {key: one for key, one in objects.items() if self._is_staged(key)}
+        return self._remove(objects)
+
+    def _check_written(self) -> None:
+        """Raise `Corrupt` if an object that was written is not there any more as it was."""
+        objects = self._objects()
+        for receipt in self._written.values():
+            if not _is_stored(receipt, objects.get(self._key(receipt.file))):
+                raise Corrupt(
+                    "was replaced or removed by somebody else since it was written",
+                    where=self.target / receipt.file,
+                    hint="Run the same command again when nobody else writes at this place.",
+                )
+        self._refuse_others(objects)
+
+    def _commit(self, file: str) -> None:
+        self.lease.check()
+        self._create(self._key(file), self.data / file)
+
+    def _create(self, key: str, file: Path, parts_at_once: int = 2) -> str:
+        try:
+            return self.bucket.upload(key, file, self.lease.check, parts_at_once)
+        except FileExistsError:
+            raise OutputError(
+                "another process has created this object",
+                where=f"{self.bucket.url}/{key}",
+                hint="Run the same command again when nobody else writes at this place.",
+            ) from None
+
+    def _refuse_others(self, objects: Mapping[str, StoredObject]) -> None:
+        """Raise `OutputError` if something at the target is not of this job."""
+        own = self._own(objects)
+        others = sorted(key for key in objects if key not in own and not self._is_staged(key))
+        if others:
+            raise OutputError(
+                f"there are objects that this job did not write, such as `{printable(others[0])}`",
+                where=self.target,
+                hint="Choose another target, or remove them first.",
+            )
+
+    def _own(self, objects: Mapping[str, StoredObject]) -> set[str]:
+        """The keys of objects that this job has put, or an earlier run of it."""
+        return self._keys(self._files) & objects.keys() | self._committed(objects)
+
+    def _committed(self, objects: Mapping[str, StoredObject]) -> set[str]:
+        stated = _fields(self.bucket, self._staged(_COMMITTED)) if self._staged(_COMMITTED) in objects else {}
+        return self._keys(_names(stated)) & objects.keys()
+
+    def _remove(self, objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+        """Remove what the job in the store has put, and what is known of it. What was removed."""
+        job = _fields(self.bucket, self._staged(_JOB)) if self._staged(_JOB) in objects else {}
+        own = self._keys(_names(job)) & objects.keys() | self._committed(objects)
+        staged = {key for key in objects if self._is_staged(key)}
+        lists = {self._staged(_JOB), self._staged(_COMMITTED)}
+        self._delete(own)
+        self._delete(staged - lists)
+        self._delete(staged & lists)  # last: they name the rest
+        return {key: one for key, one in objects.items() if key in own | staged}
+
+    def _remove_staged(self, objects: Mapping[str, StoredObject]) -> None:
+        """Remove what is known of a job whose target is complete. `published` says so until `job` is away."""
+        staged = {key for key in objects if self._is_staged(key)}
+        self._delete(staged - {self._staged(_PUBLISHED)})
+        self._delete(staged & {self._staged(_PUBLISHED)})
+
+    def _delete(self, keys: set[str]) -> None:
+        self.bucket.delete(keys - {self._staged(_LEASE)})
+
+    def _objects(self) -> dict[str, StoredObject]:
+        if not self.single_file:
+            return self.bucket.list(self.target.key)
+        there = self.bucket.head(self.target.key)
+        staged = self.bucket.list(staged_folder(self.target, True))
+        return staged if there is None else {self.target.key: there, **staged}
+
+    def _key(self, file: str) -> str:
+        return _joined(self.target.key, file)
+
+    def _keys(self, files: Iterable[str]) -> set[str]:
+        return set(map(self._key, files))
+
+    def _staged(self, name: str) -> str:
+        return f"{staged_folder(self.target, self.single_file)}/{name}"
+
+    def _is_staged(self, key: str) -> bool:
+        return key.startswith(self._staged(""))
+
+
+@contextmanager
+def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file: bool) -> Iterator[StoreStaging]:
+    """The staging of a target in a store. Raises `Locked`, `OutputError`.
+
+    `scratch`: where files lie until they are uploaded; None: where the system has temporary files.
+    Without `locks`, a store that overwrites objects which are to be created is accepted.
+    """
+    bucket = Bucket(target.store.url)
+    folder = staged_folder(target, single_file)
+    if locks and not bucket.keeps_conditions(folder):
+        raise OutputError(
+            "this store overwrites objects that are to be created: it ignores `If-None-Match`",
+            where=target,
+            hint="Two writers could damage the target. If no other process writes it, give --no-lock.",
+        )
+    with (
+        hold_lease(bucket, f"{folder}/{_LEASE}", target) as lease,
+        scratch_folder(scratch) as data,
+    ):
+        stage = StoreStaging(target, bucket, data, lease, single_file)
+        try:
+            yield stage
+        finally:
+            with suppress(OSError):  # then the files are written again
+                stage.flush()
+
+
+def staged_folder(target: StorePath, single_file: bool) -> str:
+    """The key of the folder in which a job keeps what it knows of itself."""
+    return (target.parent / f".{target.name}{PARTIAL}").key if single_file else _joined(target.key, STAGED)
+
+
+def check_target(target: StorePath, source: Path) -> None:
+    """Refuse a target that exists, or that lies inside the source or around it. Raises `OutputError`."""
+    if not target.key:
+        raise OutputError("is a bucket", where=target, hint=f"Name a target in it, such as {target}/step1000.")
+    if target.is_file() or (target.is_dir() and not (target / STAGED).is_dir()):
+        raise exists(target)
+    if isinstance(source, StorePath) and (target.is_relative_to(source) or source.is_relative_to(target)):
+        raise OutputError(
+            "the target is inside the source, or the source inside the target",
+            where=target,
+            hint="Choose another target.",
+        )
+
+
+def _is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
+    return there is not None and (there.nbytes, there.e_tag) == (receipt.nbytes, receipt.e_tag)
+
+
+def _fields(bucket: Bucket, key: str) -> dict[str, Any]:
+    """The fields of a small object of ours; none if it is not there, or is none of ours."""
+    read = bucket.read(key)
+    try:
+        fields = {} if read is None else json.loads(read[0])
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _names(fields: Mapping[str, Any]) -> list[str]:
+    files = fields.get("files")
+    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
+
+
+def _joined(folder: str, file: str) -> str:
+    return f"{folder}/{file}" if folder else file
+
+
+def _in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    with ThreadPoolExecutor(_REQUESTS, "ckpt-requests") as pool:
+        return list(pool.map(work, items))

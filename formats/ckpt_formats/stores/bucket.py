@@ -1,0 +1,231 @@
+"""A bucket that is written: objects that are created or replaced on conditions, so that no writer overwrites another's.
+
+A request may be carried out although its answer is lost. So each object that is created has a number of the attempt
+in its attributes: if the store then says that the object exists, it may be this very one.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.object_store import client_of, described, error_text
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
+_FIRST_PAUSE = 0.1
+"""Seconds before the second attempt; each further pause is twice as long."""
+_SINGLE_REQUEST = 16 << 20
+"""Bytes of a file that is uploaded by one request, and read as a whole. Larger ones are uploaded in parts."""
+_PART = 8 << 20
+_MAX_PARTS = 9_000
+"""Stores allow 10,000."""
+_ATTEMPT = "ckpt-attempt"
+_CLIENT: Any = {"timeout": "300s", "connect_timeout": "10s"}
+"""The timeout is that of a whole request: 16 MiB may take it on a slow line."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of an object, by which it is replaced only if nobody else has replaced it."""
+
+    e_tag: str | None
+    version: str | None
+
+    def as_mode(self) -> Any:
+        return {name: value for name, value in (("e_tag", self.e_tag), ("version", self.version)) if value}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket, by its URL: to send it to another process sends no credentials. Threads may share it.
+
+    All methods raise `OSError` that names the object if the store refuses, or still fails after some attempts.
+    """
+
+    url: str
+
+    def list(self, folder: str) -> dict[str, StoredObject]:
+        """All objects below a folder, by their keys."""
+
+        def listed() -> dict[str, StoredObject]:
+            pages = obstore.list(self._client, f"{folder}/" if folder else None, chunk_size=1000)
+            return {meta["path"]: described(meta) for page in pages for meta in page}
+
+        return self._attempt(folder, listed)
+
+    def read(self, key: str) -> tuple[bytes, Version] | None:
+        """A small object; None if there is none."""
+
+        def read() -> tuple[bytes, Version] | None:
+            try:
+                result = obstore.get(self._client, key)
+                data = bytes(result.bytes())
+            except (NotFoundError, FileNotFoundError):
+                return None
+            if len(data) != result.meta["size"]:
+                raise OSError(errno.EIO, "the store answers with fewer bytes than the object has")
+            return data, Version(result.meta["e_tag"], result.meta["version"])
+
+        return self._attempt(key, read)
+
+    def head(self, key: str) -> StoredObject | None:
+        """What the store says of an object; None if there is none."""
+
+        def head() -> StoredObject | None:
+            try:
+                return described(obstore.head(self._client, key))
+            except (NotFoundError, FileNotFoundError):
+                return None
+
+        return self._attempt(key, head)
+
+    def create(self, key: str, data: bytes) -> Version:
+        """Create an object in one request. Raises `FileExistsError` if there is one."""
+        attempt = uuid4().hex
+
+        def create() -> Version:
+            try:
+                return _version(
+                    obstore.put(
+                        self._client,
+                        key,
+                        data,
+                        mode="create",
+                        use_multipart=False,
+                        attributes={_ATTEMPT: attempt},
+                    )
+                )
+            except (AlreadyExistsError, PreconditionError):
+                there = obstore.get(self._client, key)
+                if there.attributes.get(_ATTEMPT) == attempt:
+                    return Version(there.meta["e_tag"], there.meta["version"])
+                raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}") from None
+
+        return self._attempt(key, create)
+
+    def replace(self, key: str, data: bytes, version: Version) -> Version:
+        """Replace an object. Raises `FileExistsError` if it is of another version now, or was deleted."""
+
+        def replace() -> Version:
+            try:
+                return _version(obstore.put(self._client, key, data, mode=version.as_mode(), use_multipart=False))
+            except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError):
+                there = self.read(key)
+                if there is not None and there[0] == data:
+                    return there[1]
+                raise FileExistsError(errno.EEXIST, "another process replaced it", f"{self.url}/{key}") from None
+
+        return self._attempt(key, replace)
+
+    def upload(self, key: str, file: Path, check: Callable[[], None], parts_at_once: int = 2) -> str:
+        """Create an object from a file of any size; the e_tag. Raises `FileExistsError` if there is one.
+
+        `check` is called before an upload in parts is completed, and may raise: no store makes that conditional.
+        Each of `parts_at_once` takes 8 MiB of memory, and more for files of more than 70 GB.
+        """
+        nbytes = file.stat().st_size
+        if nbytes <= _SINGLE_REQUEST:
+            return self.create(key, file.read_bytes()).e_tag or ""
+        if self.head(key) is not None:
+            raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}")
+        part = max(_PART, -(-nbytes // _MAX_PARTS))
+
+        def upload() -> str:
+            stored = obstore.put(
+                self._client,
+                key,
+                _parts(file, part, check),
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=parts_at_once,
+            )
+            return stored["e_tag"] or ""
+
+        return self._attempt(key, upload)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects. Those that do not exist are no error."""
+        names = sorted(keys)
+
+        def delete() -> None:
+            try:
+                obstore.delete(self._client, names)
+            except (NotFoundError, FileNotFoundError):
+                if len(names) > 1:  # some stores say so of one, and leave the rest
+                    for name in names:
+                        self.delete([name])
+
+        if names:
+            self._attempt(names[0], delete)
+
+    def now(self, folder: str) -> float:
+        """The time by the clock of the store, in seconds since 1970, from an object that is created for it."""
+        key = f"{folder}/clock-{uuid4().hex}"
+        self.create(key, b"")
+        there = self.head(key)
+        self.delete([key])
+        return time.time() if there is None else there.modified
+
+    def keeps_conditions(self, folder: str) -> bool:
+        """Whether the store refuses to create an object twice. Some servers overwrite it and say nothing."""
+        key = f"{folder}/probe-{uuid4().hex}"
+        self.create(key, b"first")
+        try:
+            self.create(key, b"second")
+        except FileExistsError:
+            return True
+        finally:
+            self.delete([key])
+        return False
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"url": self.url}
+
+    @cached_property
+    def _client(self) -> Any:
+        return client_of(self.url, _CLIENT)
+
+    def _attempt(self, key: str, request: Callable[[], T]) -> T:
+        """The result of a request, which is repeated if the store or the line fails."""
+        where, pause = f"{self.url}/{key}", _FIRST_PAUSE
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return request()
+            except FileExistsError:
+                raise
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                raise PermissionError(errno.EACCES, f"the store refuses: {error_text(error)}", where) from None
+            except (BaseError, OSError) as error:
+                if not left:
+                    raise OSError(errno.EIO, error_text(error), where) from None
+            time.sleep(pause)
+            pause *= 2
+        raise AssertionError
+
+
+def _version(stored: Any) -> Version:
+    return Version(stored["e_tag"], stored["version"])
+
+
+def _parts(file: Path, nbytes: int, check: Callable[[], None]) -> Iterator[bytes]:
+    with file.open("rb", buffering=0) as opened:
+        while part := opened.read(nbytes):
+            yield part
+    check()

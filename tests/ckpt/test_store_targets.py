@@ -1,0 +1,326 @@
+"""Checkpoints that are written into buckets: equal to local ones, by few requests, absent or whole, one writer at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+import pytest
+
+import ckpt as library
+from ckpt.pipeline import lease, staging
+from ckpt_formats.core.errors import Corrupt, Incomplete, Locked, OutputError
+from ckpt_formats.stores import bucket as buckets
+from ckpt_formats.stores.bucket import Bucket
+from damage import SAMPLES, ckpt
+from object_stores import BUCKET, StoreServer, faulty, moto, reached, unconditional
+
+ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+PLAIN = SAMPLES / "universal-1-plain"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with moto() as running:
+        yield running
+
+
+@pytest.fixture
+def user(server: StoreServer) -> Iterator[StoreServer]:
+    with reached(server):
+        yield server
+    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
+    obstore.delete(server.client, objects)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests of what writes: `get`, `put`, `list`, `head`, `delete`."""
+    counted: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            if name in ("get", "put", "list", "head", "delete"):
+                counted.append(name)
+            return getattr(obstore, name)
+
+    monkeypatch.setattr(buckets, "obstore", Counted())
+    return counted
+
+
+def objects_below(server: StoreServer, key: str) -> dict[str, bytes]:
+    metas = [meta for page in obstore.list(server.client, f"{key}/") for meta in page]
+    return {m["path"][len(key) + 1 :]: bytes(obstore.get(server.client, m["path"]).bytes()) for m in metas}
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+TARGETS = (
+    ("convert", ZERO1, ()),
+    ("convert", ZERO1, ("--pack-size", "64K")),
+    ("convert", SAMPLES / "dcp-2.13-fsdp2-w2", ("--to", "deepspeed", "--dp", "3")),
+    ("convert", SAMPLES / "megatron-0.16-tp2-pp2-dist", ("--to", "dcp")),
+    ("convert", ZERO1, ("--to", "deepspeed-universal")),
+    ("convert", SAMPLES / "deepspeed-0.19-bf16opt-tp2-pp2", ("--to", "hf")),
+    ("reshard", SAMPLES / "megatron-0.16-tp2-pp2-dist", ("--tp", "4")),
+    ("reshard", SAMPLES / "megatron-0.16-tp2-pp2-legacy", ("--pp", "1")),
+    ("compress", ZERO1, ()),
+)
+
+
+@pytest.mark.parametrize(("command", "source", "options"), TARGETS, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
+    command: str, source: Path, options: tuple[str, ...], user: StoreServer, tmp_path: Path, requests: list[str]
+) -> None:
+    local = ckpt(command, source, tmp_path / "out", *options)
+    stored = ckpt(command, source, f"s3://{BUCKET}/a/out", *options)
+    assert (stored.code, stored.err.replace(f"s3://{BUCKET}/a", str(tmp_path))[:40]) == (local.code, local.err[:40])
+    assert local.code == 0, local.err
+    expected = files_below(tmp_path / "out")
+    assert objects_below(user, "a/out") == expected
+    # One PUT for each file; the rest are the probe, the lease, the job, the journal, and what is removed at the end.
+    assert requests.count("put") == len(expected) + 7
+    assert len(requests) - requests.count("put") <= 20
+    assert ckpt("verify", f"s3://{BUCKET}/a/out").code == 0
+
+
+@pytest.mark.parametrize("name", ["one.pt", "one.safetensors", "one.ucp"])
+def test_a_single_file_in_a_store_has_the_bytes_of_a_local_one(name: str, user: StoreServer, tmp_path: Path) -> None:
+    to = {"one.pt": ("--to", "torch"), "one.safetensors": ("--to", "safetensors")}.get(name, ())
+    assert ckpt("convert", PLAIN, tmp_path / name, *to).code == 0
+    done = ckpt("convert", PLAIN, f"s3://{BUCKET}/a/{name}", *to)
+    assert done.code == 0, done.err
+    assert objects_below(user, "a") == {name: (tmp_path / name).read_bytes()}
+    again = ckpt("convert", PLAIN, f"s3://{BUCKET}/a/{name}", *to)
+    assert again.code == 30
+    assert "exists already" in again.err
+
+
+def test_a_large_file_is_uploaded_in_parts(user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_SINGLE_REQUEST", 1 << 20)
+    data = bytes(range(256)) * (80 << 10)
+    (tmp_path / "large").write_bytes(data)
+    bucket, checks = Bucket(f"s3://{BUCKET}"), []
+    e_tag = bucket.upload("large", tmp_path / "large", lambda: checks.append(1))
+    assert e_tag == bucket.list("")["large"].e_tag
+    assert checks == [1]
+    assert bytes(obstore.get(user.client, "large").bytes()) == data
+
+    def lost() -> None:
+        raise Locked("the lease was lost")
+
+    with pytest.raises(Locked):
+        bucket.upload("other", tmp_path / "large", lost)
+    assert bucket.head("other") is None
+
+
+@pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename", "renamed"])
+def test_what_is_interrupted_is_no_checkpoint_and_can_be_continued(
+    point: staging.Point, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, options = f"s3://{BUCKET}/a/out", ("--to", "deepspeed", "--dp", "3")
+    assert ckpt("convert", ZERO1, tmp_path / "out", *options).code == 0
+
+    def interrupt(reached: staging.Point) -> None:
+        if reached == point:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", interrupt)
+        assert ckpt("convert", ZERO1, url, *options).code == 130
+    refused = ckpt("inspect", url)
+    assert refused.code == 20
+    assert "ckpt clean" in refused.err
+    done = ckpt("convert", ZERO1, url, *options, "--json")
+    assert done.code == 0, done.out
+    assert objects_below(user, "a/out") == files_below(tmp_path / "out")
+    if point not in ("written", "journalled"):
+        assert json.loads(done.out)["resumed"] == 4
+
+
+def test_clean_gives_up(user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/a/out"
+    user.put("a/other", PLAIN / "manifest.json")
+
+    def interrupt(reached: staging.Point) -> None:
+        if reached == "committed":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", interrupt)
+        assert ckpt("convert", ZERO1, url).code == 130
+        assert ckpt("convert", ZERO1, tmp_path / "out").code == 130
+    assert objects_below(user, "a/out")
+    for target in (url, tmp_path / "out"):
+        removed = json.loads(ckpt("clean", target, "--json").out)
+        assert removed["files"] > 1
+        assert json.loads(ckpt("clean", target, "--json").out)["files"] == 0
+    assert objects_below(user, "a") == {"other": (PLAIN / "manifest.json").read_bytes()}
+    assert not list(tmp_path.iterdir())
+    assert ckpt("convert", ZERO1, url).code == 0
+    assert ckpt("clean", url).code == 0
+    assert ckpt("verify", url).code == 0
+
+
+def test_uploads_that_were_not_completed_are_aborted(user: StoreServer) -> None:
+    boto3 = pytest.importorskip("boto3")
+    client = boto3.client("s3", region_name="us-east-1")
+    for key in ("a/out/x", "a/other/x"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    done = ckpt("clean", f"s3://{BUCKET}/a/out", "--json")
+    assert json.loads(done.out)["uploads"] == 1
+    assert [one["Key"] for one in client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]] == ["a/other/x"]
+
+
+def test_another_job_removes_what_the_first_has_left(
+    user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/a/out"
+
+    def interrupt(reached: staging.Point) -> None:
+        if reached == "settled":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", interrupt)
+        assert ckpt("convert", ZERO1, url, "--to", "deepspeed").code == 130
+    assert ckpt("convert", ZERO1, url).code == 0
+    assert ckpt("convert", ZERO1, tmp_path / "out").code == 0
+    assert objects_below(user, "a/out") == files_below(tmp_path / "out")
+
+
+def test_objects_of_others_are_never_touched(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/a/out"
+    user.put("a/out/notes.txt", PLAIN / "manifest.json")
+    before = objects_below(user, "a")
+    refused = ckpt("convert", ZERO1, url)
+    assert refused.code == 30
+    assert objects_below(user, "a") == before
+    obstore.delete(user.client, "a/out/notes.txt")
+
+    def intrude(reached: staging.Point) -> None:
+        if reached == "written":
+            user.put("a/out/notes.txt", PLAIN / "manifest.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", intrude)
+        refused = ckpt("convert", ZERO1, url)
+    assert refused.code == 30
+    assert "notes.txt" in refused.err
+    assert ckpt("clean", url).code == 0
+    assert objects_below(user, "a") == before
+
+
+def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, key = Bucket(f"s3://{BUCKET}"), "a/out/.ckpt/lease"
+    with lease.hold_lease(bucket, key, "the target") as first:
+        first.check()
+        with pytest.raises(Locked, match="process"):
+            ckpt_lease = lease.hold_lease(bucket, key, "the target")
+            ckpt_lease.__enter__()
+        refused = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out")
+        assert refused.code == 11
+    assert bucket.read(key) is None
+
+    # The owner is on another machine, and has been silent for longer than it promised.
+    owner = lease.LeaseOwner("id", "elsewhere", "another machine", 1, "1", 0.5)
+    bucket.create(key, lease._body(owner))
+    refused = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out")
+    if refused.code == 11:  # the clock of the store counts seconds
+        assert "elsewhere" in refused.err
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "now", lambda self, folder: self.head(key).modified + 1)
+        with lease.hold_lease(bucket, key, "the target") as taken:
+            taken.check()
+    # The owner was a process of this machine that has ended.
+    dead = lease.LeaseOwner("id", "here", lease._machine(), 2**22 + 1, "1", 3600.0)
+    bucket.create(key, lease._body(dead))
+    with lease.hold_lease(bucket, key, "the target"):
+        pass
+
+
+def test_a_lease_that_was_taken_over_ends_the_work(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 0.6)
+    url = f"s3://{BUCKET}/a/out"
+
+    def take_over(reached: staging.Point) -> None:
+        if reached == "committed":
+            obstore.put(user.client, "a/out/.ckpt/lease", b"{}")
+            import time
+
+            time.sleep(0.5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", take_over)
+        refused = ckpt("convert", ZERO1, url)
+    assert refused.code == 11
+    assert "manifest.json" not in objects_below(user, "a/out")
+
+
+def test_a_store_that_ignores_conditions_is_refused(server: StoreServer, tmp_path: Path) -> None:
+    with unconditional(server) as careless, reached(careless):
+        url = f"s3://{BUCKET}/b/out"
+        refused = ckpt("convert", ZERO1, url)
+        assert refused.code == 30
+        assert "If-None-Match" in refused.err
+        assert objects_below(careless, "b/out") == {}
+        assert ckpt("convert", ZERO1, url, "--no-lock").code == 0
+        assert ckpt("verify", url).code == 0
+
+
+def test_faults_of_the_store_change_no_byte(server: StoreServer, tmp_path: Path) -> None:
+    options = ("--to", "deepspeed", "--dp", "3")
+    assert ckpt("convert", ZERO1, tmp_path / "out", *options).code == 0
+    with faulty(server, 0.15, seed=5, writes=True) as (fragile, faults), reached(fragile):
+        done = ckpt("convert", ZERO1, f"s3://{BUCKET}/c/out", *options)
+        assert done.code == 0, done.err
+    assert sum(faults.values()) > 3
+    assert objects_below(server, "c/out") == files_below(tmp_path / "out")
+
+
+def test_a_damaged_source_leaves_nothing(user: StoreServer, tmp_path: Path) -> None:
+    shutil.copytree(ZERO1, tmp_path / "source")
+    file = next((tmp_path / "source").rglob("*model_states.pt"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert ckpt("convert", tmp_path / "source", f"s3://{BUCKET}/a/out").code == 20
+    assert objects_below(user, "a") == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{\xff", b'{"id": 1, "files": [[1], "../../x"]}', b"0" * 100_000])
+def test_a_strange_job_in_the_store_harms_nothing(content: bytes, user: StoreServer) -> None:
+    obstore.put(user.client, "a/out/.ckpt/job", content)
+    obstore.put(user.client, "a/x", b"of somebody else")
+    assert ckpt("inspect", f"s3://{BUCKET}/a/out").code == 20
+    assert ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out").code == 0
+    assert ckpt("verify", f"s3://{BUCKET}/a/out").code == 0
+    assert objects_below(user, "a")["x"] == b"of somebody else"
+
+
+def test_the_library_writes_to_a_url(user: StoreServer) -> None:
+    source = library.open(PLAIN)
+    result = library.save(source, f"s3://{BUCKET}/a/out", library.Universal())
+    assert str(result.target) == f"s3://{BUCKET}/a/out"
+    assert list(library.open(result.target)) == list(source)
+    with pytest.raises(OutputError, match="exists"):
+        library.save(source, f"s3://{BUCKET}/a/out", library.Universal())
+    with pytest.raises(OutputError, match="is a bucket"):
+        library.save(source, f"s3://{BUCKET}", library.Universal())
+    with pytest.raises(OutputError, match="inside the source"):
+        library.save(library.open(f"s3://{BUCKET}/a/out"), f"s3://{BUCKET}/a/out/inside", library.Universal())
+
+
+def test_source_and_target_in_one_store(user: StoreServer, tmp_path: Path) -> None:
+    url = user.put("a/source", ZERO1)
+    assert ckpt("convert", url, f"s3://{BUCKET}/a/out").code == 0
+    assert ckpt("diff", f"s3://{BUCKET}/a/out", ZERO1).code == 0
+    with pytest.raises((Corrupt, Incomplete)):
+        source = library.open(url)
+        user.put("a/source", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen")
+        obstore.put(user.client, "a/source/global_step5/mp_rank_00_model_states.pt", b"other")
+        library.save(source, f"s3://{BUCKET}/a/out2", library.Universal())
+    assert objects_below(user, "a/out2") == {}
