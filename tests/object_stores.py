@@ -165,7 +165,7 @@ def faulty(
 
     def fault(headers: dict[str, str]) -> str | None:
         with lock:
-            if (writes or "Range" in headers) and chosen.random() < share:
+            if (writes or "range" in map(str.lower, headers)) and chosen.random() < share:
                 kind = chosen.choice(sorted(faults))
                 faults[kind] += 1
                 return kind
