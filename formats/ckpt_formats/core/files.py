@@ -435,6 +435,8 @@ _HINTS = {
 
 def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """The error for a file that the system did not let us read, with the reason."""
+    if isinstance(path, StorePath):
+        return NotFound(f"cannot be read: {error.strerror}", where=path)
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0

@@ -209,8 +209,9 @@ class StorePath(PosixPath):
 
 
 def _pure(store: Store, key: str) -> str:
-    """The path that `pathlib` computes names and suffixes from."""
-    return f"/{store.url}/{key}"
+    """The path that `pathlib` computes names and suffixes from: a revision is no part of a repository's name."""
+    place, _, revision = store.url.partition("@")
+    return f"/{revision}/{place}/{key}"
 
 
 class ObjectFile:

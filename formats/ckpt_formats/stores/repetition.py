@@ -22,11 +22,13 @@ _CALM = 60.0
 class Transient(Exception):
     """A request failed, and may succeed later. The text is for the user."""
 
-    def __init__(self, text: str, is_throttled: bool = False) -> None:
+    def __init__(self, text: str, is_throttled: bool = False, pause: float | None = None) -> None:
         super().__init__(text)
         self.text = text
         self.is_throttled = is_throttled
         """Whether the store says that there are too many requests."""
+        self.pause = pause
+        """Seconds to wait before the next attempt; None: longer with each attempt."""
 
 
 class Repetition:
@@ -59,8 +61,9 @@ class Repetition:
                     self._slow_down()
                 if attempt + 1 == _ATTEMPTS:
                     raise OSError(errno.EIO, error.text, where) from None
+                asked = error.pause
             # Not all at the same moment: they failed together.
-            self._sleep(pause * random.uniform(0.5, 1.5))
+            self._sleep(pause * random.uniform(0.5, 1.5) if asked is None else asked)
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise AssertionError("the last attempt returns or raises")
 
