@@ -53,7 +53,12 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
     with reading_headers(path):
         if isinstance(path, str) and path.startswith(SHADOW):
             return open_from_shadow(path)
-        return open_checkpoint(source_path(path), options)
+        return open_checkpoint(source_place(path), options)
+
+
+def source_place(path: str | Path) -> Path:
+    """The path of what a command reads; with `--anonymous`, a store is asked without credentials."""
+    return source_path(path, bool(click.get_current_context().meta.get("ckpt.anonymous")))
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:
@@ -75,7 +80,7 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
         state = (
             _open_shadow_state(chain, step)
             if chain.startswith(SHADOW)
-            else open_step(source_path(chain), step, options)
+            else open_step(source_place(chain), step, options)
         )
     notes.note(*state.checkpoint.notices)
     return state
@@ -133,7 +138,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
             order = _names_in(file)
         else:
             orders[place] = _names_in(file)
-    other = None if shapes is None else open_checkpoint(source_path(shapes))
+    other = None if shapes is None else open_checkpoint(source_place(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
 
 

@@ -206,6 +206,7 @@ def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -
                 self._answer(int(kind), {}, b"")
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
+            headers.setdefault("Content-Type", "application/octet-stream")  # else `urllib` would say that it is a form
             request = urllib.request.Request(
                 server.endpoint + self.path, data=data or None, headers=headers, method=self.command
             )

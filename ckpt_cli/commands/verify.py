@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @resources(locks=False)
 @read_options
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
+    from ckpt_cli.reading import source_place
     from ckpt_cli.views.verify import verify
-    from ckpt_formats.stores.location import source_path
 
-    place = source_path(path)
+    place = source_place(path)
     if not verify(place, opening(place, options), resources, replay, as_json):
         raise SystemExit(20)

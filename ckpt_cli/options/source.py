@@ -20,6 +20,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 NAMINGS = ("hf", "megatron", "megatron-legacy")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
+
+def _note_anonymous(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta["ckpt.anonymous"] = value
+
+
+anonymous = click.option(
+    "--anonymous",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_anonymous,
+    help="Read from stores without credentials: public buckets and repositories.",
+)
+"""Noted in the context, where `ckpt_cli.reading.source_place` finds it."""
+
 _READER = (
     click.option(
         "--rules",
@@ -37,6 +51,7 @@ _READER = (
         metavar="CHECKPOINT",
         help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
     ),
+    anonymous,
 )
 
 

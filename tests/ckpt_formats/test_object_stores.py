@@ -197,6 +197,8 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
         (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
         (("inspect", "s3://"), "s3://BUCKET/KEY"),
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
+        (("convert", SAMPLES / "universal-1-plain", "ftp://host/x"), "s3://BUCKET/KEY"),
+        (("convert", SAMPLES / "universal-1-plain", "s3://no-such-bucket/x"), "404 Not Found"),
         (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "ckpt only reads from stores"),
         (
             ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),

@@ -21,7 +21,6 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
 from ckpt_formats.core.files import read_whole
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
 from ckpt_formats.universal.chain.file import MAX_PACKS, step_of
@@ -120,16 +119,13 @@ def pack_file(number: int) -> str:
 
 def pack_path(checkpoint: Path, number: int) -> Path:
     """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
-    # An equal path in a store that was listed again is another one: its objects may be others.
-    find = _pack_path if isinstance(checkpoint, StorePath) else _known_pack_path
-    return find(checkpoint, number)
+    return _pack_path(checkpoint, number, getattr(checkpoint, "store", None))
 
 
-def _pack_path(checkpoint: Path, number: int) -> Path:
+@lru_cache(maxsize=64)  # asked for once for each state
+def _pack_path(checkpoint: Path, number: int, store: object) -> Path:
+    """`store`: with its listing. Of an equal path that was opened earlier, the listing may not be true any more."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
-
-
-_known_pack_path = lru_cache(maxsize=64)(_pack_path)  # asked for once for each state
 
 
 def manifest_path(checkpoint: Path) -> Path:
