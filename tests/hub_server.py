@@ -116,7 +116,7 @@ def hub() -> Iterator[Hub]:
                     path_of_folder = below + "/".join(names[:depth])
                     entries[path_of_folder] = {"type": "directory", "path": path_of_folder, "oid": "0" * 40, "size": 0}
                 entries[path] = _entry(path, data)
-            if query.get("recursive") != "True":
+            if query.get("recursive", "").lower() != "true":
                 entries = {path: one for path, one in entries.items() if "/" not in path[len(below) :]}
             first, listed = int(query.get("cursor", 0)), list(entries.values())
             more = {}

@@ -189,6 +189,19 @@ def unconditional(server: StoreServer) -> Iterator[StoreServer]:
 
 
 @contextmanager
+def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
+    """A proxy that notes of each request whether it is signed."""
+    signed: list[bool] = []
+
+    def note(headers: dict[str, str]) -> str | None:
+        signed.append("authorization" in map(str.lower, headers))
+        return None
+
+    with _proxy(server, note) as proxy:
+        yield proxy, signed
+
+
+@contextmanager
 def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -> Iterator[StoreServer]:
     """A proxy. `fault` gets the headers of each request, may change them, and names what is to go wrong."""
 

@@ -3,7 +3,7 @@
 import click
 
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import anonymous
+from ckpt_cli.options.source import anonymous, place_of
 from ckpt_cli.options.types import CheckpointPath
 
 
@@ -11,7 +11,6 @@ from ckpt_cli.options.types import CheckpointPath
 @click.argument("chain", type=CheckpointPath())
 @anonymous
 def log(chain: str, as_json: bool) -> None:
-    from ckpt_cli.reading import source_place
     from ckpt_cli.views.chain_log import show_log
 
-    show_log(source_place(chain), as_json)
+    show_log(place_of(chain), as_json)

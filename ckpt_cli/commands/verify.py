@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.source import opening, read_options
+from ckpt_cli.options.source import opening, place_of, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 @resources(locks=False)
 @read_options
 def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
-    from ckpt_cli.reading import source_place
     from ckpt_cli.views.verify import verify
 
-    place = source_place(path)
+    place = place_of(path)
     if not verify(place, opening(place, options), resources, replay, as_json):
         raise SystemExit(20)

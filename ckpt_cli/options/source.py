@@ -72,6 +72,13 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
+def place_of(path: str) -> "Path":
+    """The path of what a command reads, in the file system or in a store."""
+    from ckpt_cli.reading import source_place
+
+    return source_place(path)
+
+
 def opening(path: "Path", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source

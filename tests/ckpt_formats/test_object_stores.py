@@ -20,7 +20,7 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores import object_store
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, reached, seaweedfs
+from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, observed, reached, seaweedfs
 
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir() and path.name != "damaged")
 MANY_FILES = {name: sum(1 for one in (SAMPLES / name).rglob("*") if one.is_file()) for name in NAMES}
@@ -276,6 +276,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(library.Unsupported, match="need the package obstore") as refused:
         source_path("s3://bucket/x")
     assert "ckpt-suite[cloud]" in str(refused.value.hint)
+
+
+def test_anonymous_requests_are_not_signed(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/samples/universal-1-plain"
+    with observed(user) as (proxy, signed), reached(proxy):
+        assert ckpt("inspect", url).code == 0
+        assert signed
+        assert all(signed)
+        signed.clear()
+        assert ckpt("verify", url, "--anonymous").code == 0
+        assert library.open(url, anonymous=True).step == library.open(SAMPLES / "universal-1-plain").step
+        assert ckpt("log", f"s3://{BUCKET}/samples/recorded-1/run.chain", "--anonymous").code == 0
+        assert signed
+        assert not any(signed)
 
 
 def test_an_account_of_azure_is_not_its_container() -> None:

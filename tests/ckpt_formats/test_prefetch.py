@@ -137,7 +137,7 @@ def test_memory_bounds_what_is_requested(readers: int) -> None:
         ahead._pool.submit(int).cancel()
         for _ in range(100):
             threading.Event().wait(0.002)
-        assert sum(one.nbytes for one in ahead._held) <= MEMORY + readers * 8 * MiB
+        assert sum(one.nbytes for one in ahead._fetched) <= MEMORY + readers * 8 * MiB
         is_open.set()
         for thread in threads:
             thread.join()
@@ -149,7 +149,7 @@ def test_the_next_file_is_requested_before_this_one_is_read() -> None:
     first, second = [store.range("a", 0, 8 * MiB)], [store.range("b", 0, 8 * MiB)]
     with prefetch(first, second) as ahead:
         read(ahead.reads[0], store.range("a", 0, MiB))
-        assert {one.path.key for one in ahead._held} == {"a", "b"}
+        assert {one.path.key for one in ahead._fetched} == {"a", "b"}
 
 
 def test_a_wrong_plan_is_not_followed() -> None:
@@ -207,7 +207,7 @@ def test_any_plan_and_any_order_give_the_bytes(seed: int) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not ahead._held
+        assert not ahead._fetched
 
 
 def test_a_store_that_complains_gets_half_as_many_for_a_while() -> None:

@@ -69,7 +69,7 @@ def prefetched(
         yield [None] * len(groups)
         return
     for store in stores:
-        store.keep(resources.kept_blocks // len(stores))
+        store.keep(resources.block_cache // len(stores))
     with Prefetch([ranges_of(group) for group in groups], resources.prefetch, resources.workers) as prefetch:
         yield prefetch.reads
 

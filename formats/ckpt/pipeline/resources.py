@@ -50,13 +50,13 @@ class Resources:
         return self.memory // 2
 
     @property
-    def kept_blocks(self) -> int:
+    def block_cache(self) -> int:
         """Bytes of objects in stores that small reads share."""
         return self.memory // 4
 
     def beside_prefetch(self) -> "Resources":
         """The resources, with the memory that is left for values beside what is read from stores."""
-        return replace(self, memory=self.memory - self.prefetch - self.kept_blocks)
+        return replace(self, memory=self.memory - self.prefetch - self.block_cache)
 
     def shared(self, files: int, ranks: int) -> "Resources":
         """The resources of one worker, shared by so many files of so many ranks that are written in step.

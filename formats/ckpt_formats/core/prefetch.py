@@ -23,7 +23,7 @@ _MAX_RANGES = 1 << 14
 """Ranges that are joined at once."""
 _REQUESTS = 16
 """Requests at once."""
-_KEPT = 8
+_MAX_IDLE = 8
 """Bytes that are read, in units of the memory, until what nobody reads is given up."""
 _MAX_JOINED = 8
 """Bytes, in units of the memory, up to which a range that is read is looked for in what the plan names next."""
@@ -45,7 +45,7 @@ class ObjectRange:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _RangeRequest:
     """A range that is requested at once."""
 
     reads: "PlannedReads"
@@ -73,7 +73,7 @@ class PlannedReads:
 
     prefetch: "Prefetch"
     batches: "Iterator[list[_Joined]]"
-    requests: list[_Request | None] = field(default_factory=list)
+    requests: list[_RangeRequest | None] = field(default_factory=list)
     """Those that were joined so far; None: read, or given up."""
     cursors: dict[int, None] = field(default_factory=dict)
     """The numbers of requests after which others are needed next: those that are being read, or were read last."""
@@ -106,13 +106,13 @@ class Prefetch:
         self._nbytes = nbytes
         self.reads = [PlannedReads(self, _batches(ranges, nbytes, readers)) for ranges in plan]
         self._waiting = dict.fromkeys(self.reads)
-        self._begun: dict[PlannedReads, None] = {}
-        self._by_object: dict[StorePath, tuple[list[int], list[_Request]]] = {}
+        self._active: dict[PlannedReads, None] = {}
+        self._by_object: dict[StorePath, tuple[list[int], list[_RangeRequest]]] = {}
         """By object: where its requests begin, and the requests, none of which overlap."""
-        self._held: OrderedDict[_Request, None] = OrderedDict()
+        self._fetched: OrderedDict[_RangeRequest, None] = OrderedDict()
         """Those in memory or on their way, the one that was not used for longest first."""
         self._on_their_way: list[Future[memoryview]] = []
-        self._held_nbytes = self._read_nbytes = self._unused_nbytes = 0
+        self._fetched_nbytes = self._read_nbytes = self._unused_nbytes = 0
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(_REQUESTS, "ckpt-prefetch")
 
@@ -150,7 +150,7 @@ class Prefetch:
         """Give up what was not read."""
         with self._lock:
             self._waiting.pop(reads, None)
-            self._begun.pop(reads, None)
+            self._active.pop(reads, None)
             reads.batches = iter(())
             for request in filter(None, reads.requests):
                 self._forget(request)
@@ -158,7 +158,7 @@ class Prefetch:
             reads.cursors.clear()
             self._look_ahead()
 
-    def _find(self, reads: PlannedReads, path: StorePath, offset: int) -> _Request | None:
+    def _find(self, reads: PlannedReads, path: StorePath, offset: int) -> _RangeRequest | None:
         """The request with this byte, if the plan names it not too far ahead."""
         while True:
             starts, requests = self._by_object.get(path, ((), ()))
@@ -168,14 +168,14 @@ class Prefetch:
             if reads.unsent_nbytes > _MAX_JOINED * self._nbytes or not self._join_next(reads):
                 return None
 
-    def _use(self, request: _Request) -> "Future[memoryview]":
+    def _use(self, request: _RangeRequest) -> "Future[memoryview]":
         data = request.data or self._send(request)
-        self._held.move_to_end(request)
+        self._fetched.move_to_end(request)
         if not request.is_touched:
             request.is_touched = True
             reads = request.reads
             self._waiting.pop(reads, None)
-            self._begun[reads] = None
+            self._active[reads] = None
             for number in [n for n in reads.cursors if n < request.number and reads.requests[n] is None]:
                 del reads.cursors[number]
             reads.cursors[request.number] = None
@@ -188,8 +188,8 @@ class Prefetch:
         if self._unused_nbytes > max(_MAX_UNUSED * self._nbytes, (self._read_nbytes + self._unused_nbytes) // 4):
             return
         self._on_their_way = [one for one in self._on_their_way if not one.done()]
-        share = self._nbytes // max(1, sum(len(reads.cursors) for reads in self._begun))
-        for reads in self._begun:
+        share = self._nbytes // max(1, sum(len(reads.cursors) for reads in self._active))
+        for reads in self._active:
             for cursor in reads.cursors:
                 ahead = 0
                 for request in self._after(reads, cursor):
@@ -197,12 +197,12 @@ class Prefetch:
                         break
                     if request.data is None:
                         too_many = len(self._on_their_way) >= 2 * _REQUESTS
-                        if too_many or self._held_nbytes + request.nbytes > self._nbytes:
+                        if too_many or self._fetched_nbytes + request.nbytes > self._nbytes:
                             return
                         self._send(request)
                     ahead += request.nbytes
 
-    def _after(self, first: PlannedReads, cursor: int) -> Iterator[_Request]:
+    def _after(self, first: PlannedReads, cursor: int) -> Iterator[_RangeRequest]:
         """The requests after a place of reading, and then those of the work that has not begun."""
         for reads in (first, *self._waiting):
             number = cursor + 1 if reads is first else 0
@@ -212,26 +212,26 @@ class Prefetch:
                 if request is not None and not request.is_touched:
                     yield request
 
-    def _send(self, request: _Request) -> "Future[memoryview]":
+    def _send(self, request: _RangeRequest) -> "Future[memoryview]":
         path = request.path
         request.data = data = self._pool.submit(path.store.get, path.key, request.start, request.nbytes)
         request.last_use = self._read_nbytes
         request.reads.unsent_nbytes -= request.nbytes
         self._on_their_way.append(data)
-        self._held[request] = None
-        self._held_nbytes += request.nbytes
+        self._fetched[request] = None
+        self._fetched_nbytes += request.nbytes
         return data
 
     def _give_up_unused(self) -> None:
-        while self._held:
-            request = next(iter(self._held))
-            if request.last_use + _KEPT * self._nbytes > self._read_nbytes:
+        while self._fetched:
+            request = next(iter(self._fetched))
+            if request.last_use + _MAX_IDLE * self._nbytes > self._read_nbytes:
                 return
             self._unused_nbytes += request.unread
             request.reads.cursors.pop(request.number, None)
             self._forget(request)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: _RangeRequest) -> None:
         """Free its memory. It may be forgotten already, by another thread."""
         if request.is_forgotten:
             return
@@ -240,8 +240,8 @@ class Prefetch:
         if request.data is None:
             request.reads.unsent_nbytes -= request.nbytes
         else:
-            del self._held[request]
-            self._held_nbytes -= request.nbytes
+            del self._fetched[request]
+            self._fetched_nbytes -= request.nbytes
         starts, requests = self._by_object[request.path]
         place = bisect_right(starts, request.start) - 1
         del starts[place], requests[place]
@@ -265,7 +265,7 @@ class Prefetch:
             before = max(0, bisect_right(starts, one.start) - 1)
             for start, stop in _uncovered(requests[before:], one.start, one.stop):
                 unread = min(one.named, stop - start)
-                request = _Request(reads, len(reads.requests), one.path, start, stop, unread)
+                request = _RangeRequest(reads, len(reads.requests), one.path, start, stop, unread)
                 reads.requests.append(request)
                 reads.unsent_nbytes += request.nbytes
                 place = bisect_right(starts, start)
@@ -273,7 +273,7 @@ class Prefetch:
                 requests.insert(place, request)
 
 
-def _uncovered(requests: Iterable[_Request], start: int, stop: int) -> list[tuple[int, int]]:
+def _uncovered(requests: Iterable[_RangeRequest], start: int, stop: int) -> list[tuple[int, int]]:
     """The parts of a range that no request covers. `requests`: sorted, from the last before the range on."""
     parts = []
     for request in requests:

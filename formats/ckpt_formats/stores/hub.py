@@ -98,7 +98,7 @@ class HubRepository(ListedStore):
         if status == 200:
             raise Unsupported("the server does not answer ranges of files", where=where)
         if status in (429, 503) or status >= 500:
-            raise Transient(f"the hub answers with status {status}", status in (429, 503), _asked_pause(headers))
+            raise Transient(f"the hub answers with status {status}", status in (429, 503), _retry_after(headers))
         if status in (401, 403):
             raise NotFound("the hub refuses to give the file", where=where, hint=_LOG_IN)
         if status == 404:
@@ -125,7 +125,7 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
     where = f"{_url(kind, name)}{'@' if revision else ''}{revision}"
     api, repeated = HfApi(token=False if anonymous else None), Repetition()
 
-    def asked(question: Any) -> Any:
+    def retried(question: Any) -> Any:
         def once() -> Any:
             try:
                 return question()
@@ -133,7 +133,7 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
                 status = error.response.status_code
                 if status == 429 or status >= 500:
                     raise Transient(
-                        f"the hub answers with status {status}", pause=_asked_pause(error.response.headers)
+                        f"the hub answers with status {status}", pause=_retry_after(error.response.headers)
                     ) from None
                 raise
             except OfflineModeIsEnabled:
@@ -144,15 +144,15 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
         return repeated(once, where)
 
     try:
-        info = asked(lambda: api.repo_info(name, revision=revision or None, repo_type=kind, timeout=_TIMEOUT))
+        info = retried(lambda: api.repo_info(name, revision=revision or None, repo_type=kind, timeout=_TIMEOUT))
         commit = str(info.sha)
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
             raise NotFound("the hub does not say which commit the revision is", where=where)
         root = key
-        objects = asked(lambda: _listed(api, kind, name, commit, root))
+        objects = retried(lambda: _listed(api, kind, name, commit, root))
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
-            objects = asked(lambda: _listed(api, kind, name, commit, root))
+            objects = retried(lambda: _listed(api, kind, name, commit, root))
     except HfHubHTTPError as error:
         raise _refused(error, where, revision) from None
     except HFValidationError:
@@ -208,7 +208,7 @@ def _offline(where: str) -> NotFound:
     return NotFound("the hub is not asked, because HF_HUB_OFFLINE is set", where=where)
 
 
-def _asked_pause(headers: Mapping[str, str]) -> float | None:
+def _retry_after(headers: Mapping[str, str]) -> float | None:
     """The seconds that a server asks to wait; None if it does not."""
     text = headers.get("Retry-After", "")
     return min(float(text), _MAX_WAIT) if text.isdigit() else None

@@ -58,7 +58,7 @@ class ReadAhead:
 
     def __init__(self, get: Get) -> None:
         self._get = get
-        self._most, self._kept = _MAX_NBYTES, 0
+        self._most, self._cached_nbytes = _MAX_NBYTES, 0
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
         self._streams: OrderedDict[tuple[str, int], _ReadStream] = OrderedDict()
@@ -102,7 +102,7 @@ class ReadAhead:
         except BaseException:
             with self._lock:
                 if self._runs.pop((key, number), None) is not None:  # the next read requests it again
-                    self._kept -= run.share
+                    self._cached_nbytes -= run.share
             raise
         start, stop = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
         view[start - begin : stop - begin] = data[start - run.first * BLOCK : stop - run.first * BLOCK]
@@ -118,8 +118,8 @@ class ReadAhead:
             needed = {number: self._runs[key, number] for number in range(first, last + 1)}
             for number in needed:
                 self._runs.move_to_end((key, number))
-            while self._kept > self._most or len(self._runs) > _MAX_BLOCKS:
-                self._kept -= self._runs.popitem(last=False)[1].share
+            while self._cached_nbytes > self._most or len(self._runs) > _MAX_BLOCKS:
+                self._cached_nbytes -= self._runs.popitem(last=False)[1].share
         return needed
 
     def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
@@ -154,5 +154,5 @@ class ReadAhead:
             nbytes = min(end * BLOCK, length) - number * BLOCK
             run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes), -(-nbytes // (end - number)))
             self._runs |= {(key, block): run for block in range(number, end)}
-            self._kept += run.share * (end - number)
+            self._cached_nbytes += run.share * (end - number)
             number = end

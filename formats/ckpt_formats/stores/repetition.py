@@ -61,9 +61,9 @@ class Repetition:
                     self._slow_down()
                 if attempt + 1 == _ATTEMPTS:
                     raise OSError(errno.EIO, error.text, where) from None
-                asked = error.pause
+                own = error.pause
             # Not all at the same moment: they failed together.
-            self._sleep(pause * random.uniform(0.5, 1.5) if asked is None else asked)
+            self._sleep(pause * random.uniform(0.5, 1.5) if own is None else own)
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise AssertionError("the last attempt returns or raises")
 
