@@ -59,6 +59,21 @@ class StoreServer:
             obstore.put(client, below, file.read_bytes())
         return f"s3://{BUCKET}/{key}"
 
+    def publish(self, folder: str) -> None:
+        """Let everybody read what is below a folder."""
+        import boto3
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+        for page in obstore.list(self.client, folder):
+            for meta in page:
+                client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
+
 
 @contextmanager
 def moto() -> Iterator[StoreServer]:

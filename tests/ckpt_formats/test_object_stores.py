@@ -280,6 +280,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_anonymous_requests_are_not_signed(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{BUCKET}/samples/universal-1-plain"
+    user.publish("samples/universal-1-plain")
+    user.publish("samples/recorded-1")
     with observed(user) as (proxy, signed), reached(proxy):
         assert ckpt("inspect", url).code == 0
         assert signed
