@@ -1,9 +1,10 @@
 """Converting from an object store: `python benchmarks/stores.py --gigabytes 1 --rounds 3`.
 
 DeepSpeed's ZeRO-1 state of a real training step (`big_zero.py`) lies in SeaweedFS on this machine. It is converted to
-the universal format from the disk and from the store, and downloaded with obstore as the measure of what the store
-gives. A proxy adds 30 ms to each request, as the way to a store of a cloud does. `blocks only` is ckpt without
-read-ahead. Client, server and proxy share the cores here, so rates are lower bounds. Nothing is asserted.
+the universal format from the disk and from the store, and requested with obstore as the measure of what the store
+gives: `requests` keeps nothing, `download` writes the files. A proxy adds 30 ms to each request, as the way to a store
+of a cloud does. `blocks only` is ckpt without requests ahead. Client, server and proxy share the cores here, so rates
+are lower bounds. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,31 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 from object_stores import StoreServer, seaweedfs  # noqa: E402
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
-BLOCKS_ONLY = (
-    "import sys; from ckpt_formats.stores import read_ahead; read_ahead._MAX_RUN = read_ahead._MAX_AHEAD = 1;"
-    "read_ahead.ReadAhead._ahead = lambda *_: None; from ckpt_cli.main import run; sys.argv[0] = 'ckpt'; run()"
-)
+BLOCKS_ONLY = """
+import sys
+from contextlib import nullcontext
+from ckpt.pipeline import write_files
+from ckpt_formats.stores import read_ahead
+write_files.prefetched = lambda groups, *_: nullcontext([None] * len(groups))
+read_ahead._MAX_RUN = 1
+read_ahead.ReadAhead._ahead = lambda *_: None
+from ckpt_cli.main import run
+sys.argv[0] = "ckpt"
+run()
+"""
+REQUESTS_ONLY = """
+import obstore
+from concurrent.futures import ThreadPoolExecutor
+from obstore.store import from_url
+store = from_url("s3://bucket", client_options={"allow_http": True})
+def fetch(part):
+    path, begin, size = part
+    return len(obstore.get_range(store, path, start=begin, length=min(8 << 20, size - begin)))
+metas = [meta for page in obstore.list(store, "run") for meta in page]
+parts = [(meta["path"], begin, meta["size"]) for meta in metas for begin in range(0, meta["size"], 8 << 20)]
+with ThreadPoolExecutor(16) as pool:
+    assert sum(pool.map(fetch, parts)) == sum(meta["size"] for meta in metas)
+"""
 DOWNLOAD = """
 import sys, obstore
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +137,7 @@ def main() -> None:
             print(f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds; medians", flush=True)
             local = {"disk": [*CKPT, "convert", str(source), out]}
             from_store = {
+                "requests": [sys.executable, "-c", REQUESTS_ONLY],
                 "download": [sys.executable, "-c", DOWNLOAD, out],
                 "store": [*CKPT, "convert", url, out],
                 "store, blocks only": blocks,
