@@ -3,8 +3,8 @@
 DeepSpeed's ZeRO-1 state of a real training step (`big_zero.py`) lies in SeaweedFS on this machine. It is converted to
 the universal format from the disk and from the store, and requested with obstore as the measure of what the store
 gives: `requests` keeps nothing, `download` writes the files. A proxy adds 30 ms to each request, as the way to a store
-of a cloud does. `blocks only` is ckpt without requests ahead. Client, server and proxy share the cores here, so rates
-are lower bounds. Nothing is asserted.
+of a cloud does; another one also limits the rate of all answers, as a network does. `blocks only` is ckpt without
+requests ahead. Client, server and proxy share the cores here, so rates are lower bounds. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CKPT = [sys.executable, "-m", "ckpt_cli"]
 BLOCKS_ONLY = """
 import sys
 from contextlib import nullcontext
-from ckpt.pipeline import write_files
+import ckpt.pipeline
 from ckpt_formats.stores import read_ahead
-write_files.prefetched = lambda groups, *_: nullcontext([None] * len(groups))
+sys.modules["ckpt.pipeline.write_files"].prefetched = lambda groups, *_: nullcontext([None] * len(groups))
 read_ahead._MAX_RUN = 1
 read_ahead.ReadAhead._ahead = lambda *_: None
 from ckpt_cli.main import run
@@ -79,9 +79,10 @@ with ThreadPoolExecutor(16) as pool:
 
 
 @contextmanager
-def delayed(server: StoreServer, seconds: float) -> Iterator[StoreServer]:
-    """A proxy that passes each request on after a pause."""
+def delayed(server: StoreServer, seconds: float, rate: float = 0.0) -> Iterator[StoreServer]:
+    """A proxy that passes each request on after a pause, and all answers together at `rate` bytes a second, if given."""
     loop, begun = asyncio.new_event_loop(), threading.Event()
+    free_at = [0.0]
     address = urlsplit(server.endpoint)
     ports: list[int] = []
 
@@ -89,6 +90,9 @@ def delayed(server: StoreServer, seconds: float) -> Iterator[StoreServer]:
         try:
             while data := await reader.read(1 << 20):
                 await asyncio.sleep(pause)
+                if rate and not pause:
+                    free_at[0] = max(free_at[0], loop.time()) + len(data) / rate
+                    await asyncio.sleep(free_at[0] - loop.time())
                 writer.write(data)
                 await writer.drain()
         except ConnectionError:
@@ -116,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=200.0, help="MB/s of a network, in the last part")
     parser.add_argument("--source", type=Path, help="a checkpoint, instead of ZeRO's")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -126,7 +131,8 @@ def main() -> None:
             command = [sys.executable, str(HERE / "big_zero.py"), str(source), "--gigabytes", str(options.gigabytes)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (folder / "data").mkdir()
-        with seaweedfs(folder / "data") as server, delayed(server, 0.03) as far:
+        rate = options.rate * 1e6
+        with seaweedfs(folder / "data") as server, delayed(server, 0.03) as far, delayed(server, 0.03, rate) as slow:
             server.put("run", source)
             nbytes, out = size(source), str(folder / "out" / "target")
             (folder / "out").mkdir()
@@ -134,6 +140,7 @@ def main() -> None:
             blocks = [sys.executable, "-c", BLOCKS_ONLY, "convert", url, out]
             near_env = {**os.environ, **server.environment}
             far_env = {**os.environ, **far.environment}
+            slow_env = {**os.environ, **slow.environment}
             print(f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds; medians", flush=True)
             local = {"disk": [*CKPT, "convert", str(source), out]}
             from_store = {
@@ -146,6 +153,7 @@ def main() -> None:
                 ("the disk", local, near_env),
                 ("the store", from_store, near_env),
                 ("the store, 30 ms a request", from_store, far_env),
+                (f"30 ms, {options.rate:.0f} MB/s", from_store, slow_env),
             ):
                 runs, _ = in_turn(programs, options.rounds, folder / "out", env)
                 for name, several in runs.items():
