@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from measure import in_turn, medians, size
@@ -80,7 +82,7 @@ with ThreadPoolExecutor(16) as pool:
 
 @contextmanager
 def delayed(server: StoreServer, seconds: float, rate: float = 0.0) -> Iterator[StoreServer]:
-    """A proxy that passes each request on after a pause, and all answers together at `rate` bytes a second, if given."""
+    """A proxy that passes each request on after a pause. `rate`: bytes a second of all answers together, if limited."""
     loop, begun = asyncio.new_event_loop(), threading.Event()
     free_at = [0.0]
     address = urlsplit(server.endpoint)
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=200.0, help="MB/s of a network, in the last part")
+    parser.add_argument("--json", type=Path, help="write the figures into this file, for benchmarks/scale.py")
     parser.add_argument("--source", type=Path, help="a checkpoint, instead of ZeRO's")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -143,6 +146,7 @@ def main() -> None:
             slow_env = {**os.environ, **slow.environment}
             print(f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds; medians", flush=True)
             local = {"disk": [*CKPT, "convert", str(source), out]}
+            figures: dict[str, Any] = {"nbytes": nbytes, "runs": {}}
             from_store = {
                 "requests": [sys.executable, "-c", REQUESTS_ONLY],
                 "download": [sys.executable, "-c", DOWNLOAD, out],
@@ -155,14 +159,18 @@ def main() -> None:
                 ("the store, 30 ms a request", from_store, far_env),
                 (f"30 ms, {options.rate:.0f} MB/s", from_store, slow_env),
             ):
+                measured = figures["runs"].setdefault(title, {})
                 runs, _ = in_turn(programs, options.rounds, folder / "out", env)
                 for name, several in runs.items():
                     middle = medians(several)
+                    measured[name] = {"seconds": middle.wall, "cpu": middle.cpu}
                     print(
                         f"{title:28}{name:20}{middle.wall:7.2f} s {nbytes / 1e6 / middle.wall:6.0f} MB/s "
                         f"{middle.cpu / nbytes * 1e9:5.2f} CPU s/GB {middle.process / 1e6:6.0f} MB",
                         flush=True,
                     )
+            if options.json is not None:
+                options.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
