@@ -36,7 +36,8 @@ _SINGLE_REQUEST = 16 << 20
 _PART = 8 << 20
 _MAX_PARTS = 9_000
 """Stores allow 10,000."""
-_ATTEMPT = "ckpt-attempt"
+_ATTEMPT = "ckptattempt"
+"""Azure takes only names that are identifiers."""
 _CLIENT: Any = {"timeout": "300s", "connect_timeout": "10s"}
 """The timeout is that of a whole request: 16 MiB may take it on a slow line."""
 
@@ -183,16 +184,12 @@ class Bucket:
         self.delete([key])
         return time.time() if there is None else there.modified
 
-    def keeps_conditions(self, folder: str) -> bool:
-        """Whether the store refuses to create an object twice. Some servers overwrite it and say nothing."""
-        key = f"{folder}/probe-{uuid4().hex}"
-        self.create(key, b"first")
+    def keeps_conditions(self, key: str) -> bool:
+        """Whether the store refuses to create an object that exists. Some servers overwrite it and say nothing."""
         try:
-            self.create(key, b"second")
+            self.create(key, b"")
         except FileExistsError:
             return True
-        finally:
-            self.delete([key])
         return False
 
     def __getstate__(self) -> dict[str, str]:

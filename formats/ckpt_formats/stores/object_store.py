@@ -37,7 +37,7 @@ _ONCE: Any = {"max_retries": 0}
 _THROTTLED = ("429", "503")
 """Status codes by which a store says that there are too many requests."""
 _MAX_TEXT = 300
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
 _CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
 
 
