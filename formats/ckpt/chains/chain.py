@@ -32,13 +32,20 @@ class Chain(Mapping[int, Checkpoint]):
     def __repr__(self) -> str:
         return f"<Chain {self.path}: {len(self)} steps>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt.chains.notebook import of_chain
+
+        return of_chain(self.path, self.index, len(self), self.last)
+
     @property
     def index(self) -> ChainIndex:
         """The list of members and segments. Raises `CkptError` if it cannot be read."""
         return file.read(self.path) if self.path.exists() else ChainIndex(())
 
-    def __getitem__(self, step: int) -> Checkpoint:
-        if step not in self:
+    def __getitem__(self, step: int | None) -> Checkpoint:
+        """The state of a step. None, the step of a checkpoint that states none, is in no chain: `KeyError`."""
+        if step is None or step not in self:
             raise KeyError(step)
         return states.open_state(self.path, self.index, step)
 

@@ -14,7 +14,7 @@ from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch, joined_ranges
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.core.tensor import Blob, FlatRangeBlob
+from ckpt_formats.core.tensor import Blob, FlatRangeBlob, Tensor
 
 _MAX_ESTIMATED = 10_000
 """Ranges of which the requests are counted before work begins."""
@@ -58,26 +58,35 @@ def reads_from_stores(files: Iterable[Path]) -> bool:
 
 @contextmanager
 def prefetched(
-    groups: Sequence[Group], files: Iterable[Path], resources: Resources
+    plan: Sequence[Iterable[ObjectRange]], files: Iterable[Path], resources: Resources
 ) -> Iterator[Sequence[PlannedReads | None]]:
-    """Within, what each group reads is requested before; of each group, its reads. None if no file is in a store.
+    """Within, what pieces of work read is requested before; of each piece, its reads. None if no file is in a store.
 
-    `files`: all that are read.
+    `plan`: of each piece, in their order, what it reads, about in the order of reading. `files`: all that are read.
     """
     stores = {file.store: None for file in files if isinstance(file, StorePath)}
     if not stores:
-        yield [None] * len(groups)
+        yield [None] * len(plan)
         return
     for store in stores:
         store.keep(resources.block_cache // len(stores))
-    with Prefetch([ranges_of(group) for group in groups], resources.prefetch, resources.workers) as prefetch:
+    with Prefetch(plan, resources.prefetch, resources.workers) as prefetch:
         yield prefetch.reads
 
 
 def ranges_of(group: Group) -> Iterator[ObjectRange]:
     """The ranges that a group reads, about in their order: its files are written in step. No data is read."""
-    in_step = chain.from_iterable(zip_longest(*map(_blocks, group)))
-    return object_ranges(block for block in in_step if block is not None)
+    return _in_step(map(_blocks, group))
+
+
+def ranges_together(tensors: Iterable[Tensor]) -> Iterator[ObjectRange]:
+    """The ranges of tensors that are read in step, block by block. No data is read."""
+    return _in_step(map(_blocks_of, tensors))
+
+
+def _in_step(several: Iterable[Iterator[Blob]]) -> Iterator[ObjectRange]:
+    blocks = chain.from_iterable(zip_longest(*several))
+    return object_ranges(block for block in blocks if block is not None)
 
 
 def _blocks(file: FilePlan) -> Iterator[Blob]:

@@ -10,7 +10,7 @@ from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.groups import Group, ranks
 from ckpt.pipeline.interrupts import raise_if_interrupted
-from ckpt.pipeline.planned_reads import prefetched, reads_from_stores
+from ckpt.pipeline.planned_reads import prefetched, ranges_of, reads_from_stores
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Sink
 from ckpt_formats.core.bands import Band
@@ -97,7 +97,7 @@ def write_files(
                 raise error
 
     with (
-        prefetched(in_order, identities, whole) as planned,
+        prefetched([ranges_of(group) for group in in_order], identities, whole) as planned,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
         try:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from ckpt_formats.core.files import Seal
 from ckpt_formats.core.prefetch import ObjectRange
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob
@@ -24,6 +25,12 @@ def object_ranges(blobs: Iterable[Blob]) -> Iterator[ObjectRange]:
                 if path not in nbytes:
                     nbytes[path] = _nbytes(path)
                 yield ObjectRange(path, raw.offset, min(raw.offset + raw.span, nbytes[path]))
+
+
+def sealed_range(seal: Seal) -> Iterator[ObjectRange]:
+    """The range of a seal, if its file is in a store."""
+    if isinstance(seal.path, StorePath):
+        yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
 
 
 def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Iterator[T]:
