@@ -1,6 +1,7 @@
 """What the files of a plan read of objects in stores, so that it is requested before it is needed."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.resources import Resources
 from ckpt_formats.core.coming_reads import object_ranges
+from ckpt_formats.core.files import Seal
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch, joined_ranges
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.core.tensor import Blob, FlatRangeBlob, Tensor
+from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Tensor
 
 _MAX_ESTIMATED = 10_000
 """Ranges of which the requests are counted before work begins."""
@@ -39,16 +41,21 @@ def estimate_reads(files: Sequence[FilePlan], inputs: Iterable[Path], resources:
         return None
     groups, planned = in_step(files, resources.group), sum(file.nbytes for file in files)
     nbytes = requests = done = 0
+    sealed = Counter[Seal]()
     for group in groups:
-        ranges = list(islice(ranges_of(group), _MAX_ESTIMATED))
-        for one in joined_ranges(ranges, resources.prefetch, resources.workers):
+        sources = list(islice(_sources(group), _MAX_ESTIMATED))
+        for one in joined_ranges(object_ranges(sources), resources.prefetch, resources.workers):
             nbytes, requests = nbytes + one.nbytes, requests + 1
         done += sum(file.nbytes for file in group)
-        if len(ranges) == _MAX_ESTIMATED or requests > _MAX_ESTIMATED:
-            done = max(1, min(done, nbytes))
-            break
-    share = max(1.0, planned / done) if done else 1.0
-    return StoreReads(round(nbytes * share), math.ceil(requests * share))
+        if len(sources) == _MAX_ESTIMATED or requests > _MAX_ESTIMATED:
+            share = max(1.0, planned / max(1, min(done, nbytes)))
+            return StoreReads(round(nbytes * share), math.ceil(requests * share))
+        for raw in sources:
+            if raw.seal is not None and isinstance(raw.path, StorePath):
+                sealed[raw.seal] += raw.span
+    # A checksum is of a whole range, of which the rest is read, too.
+    rest = sum(max(0, seal.nbytes - covered) for seal, covered in sealed.items())
+    return StoreReads(nbytes + rest, requests + -(-rest // _BLOCK))
 
 
 def reads_from_stores(files: Iterable[Path]) -> bool:
@@ -76,17 +83,21 @@ def prefetched(
 
 def ranges_of(group: Group) -> Iterator[ObjectRange]:
     """The ranges that a group reads, about in their order: its files are written in step. No data is read."""
-    return _in_step(map(_blocks, group))
+    return object_ranges(_sources(group))
+
+
+def _sources(group: Group) -> Iterator[FileBlob]:
+    return _sources_in_step(map(_blocks, group))
 
 
 def ranges_together(tensors: Iterable[Tensor]) -> Iterator[ObjectRange]:
     """The ranges of tensors that are read in step, block by block. No data is read."""
-    return _in_step(map(_blocks_of, tensors))
+    return object_ranges(_sources_in_step(map(_blocks_of, tensors)))
 
 
-def _in_step(several: Iterable[Iterator[Blob]]) -> Iterator[ObjectRange]:
+def _sources_in_step(several: Iterable[Iterator[Blob]]) -> Iterator[FileBlob]:
     blocks = chain.from_iterable(zip_longest(*several))
-    return object_ranges(block for block in blocks if block is not None)
+    return chain.from_iterable(block.sources() for block in blocks if block is not None)
 
 
 def _blocks(file: FilePlan) -> Iterator[Blob]:
