@@ -6,8 +6,10 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
@@ -15,9 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt as library
+from ckpt_formats.core import prefetch
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.stores import object_store
+from ckpt_formats.stores import object_store, read_ahead
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, observed, reached, seaweedfs
@@ -82,6 +85,43 @@ def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_pat
     check_requests()
     assert ckpt("convert", SAMPLES / name, tmp_path / "local", *to).code == 0
     assert contents(tmp_path / "store") == contents(tmp_path / "local")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick(3)
+def test_what_is_requested_ahead_gives_the_same(
+    name: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for large files: blocks of small ones are not used, and requests are small, so that there are many of them.
+
+    The plan names what is read: of what is requested ahead, nothing stays unread, and only padding was not named.
+    """
+    requested, planned = list[int](), list[int]()
+    get, read_into = object_store.ObjectStore.get, prefetch.Prefetch.read_into
+
+    def counted(store: object_store.ObjectStore, key: str, offset: int, nbytes: int) -> memoryview:
+        if threading.current_thread().name.startswith("ckpt-prefetch"):
+            requested.append(nbytes)
+        return get(store, key, offset, nbytes)
+
+    def noted(ahead: prefetch.Prefetch, *rest: Any) -> int:
+        planned.append(read_into(ahead, *rest))
+        return planned[-1]
+
+    monkeypatch.setattr(object_store.ObjectStore, "get", counted)
+    monkeypatch.setattr(prefetch.Prefetch, "read_into", noted)
+    monkeypatch.setattr(read_ahead.ReadAhead, "has", lambda *_: False)
+    for limit, value in (("_GAP", 64), ("_MAX_REQUEST", 5000), ("_MIN_REQUEST", 1000)):
+        monkeypatch.setattr(prefetch, limit, value)
+    url = f"s3://{BUCKET}/samples/{name}"
+    command = ("reshard", "--tp", "4") if name.startswith("megatron") else ("convert", "--to", "torch")
+    for source, target in ((url, "store"), (SAMPLES / name, "local")):
+        done = ckpt(command[0], source, tmp_path / target, *command[1:])
+        assert done.code == 0, done.err
+    assert contents(tmp_path / "store") == contents(tmp_path / "local")
+    assert sum(planned) > 0.9 * sum(requested) > 0
+    assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
+    assert ckpt("diff", url, SAMPLES / name).code == 0
 
 
 @pytest.mark.slow
