@@ -67,6 +67,16 @@ class _RangeRequest:
         return self.stop - self.start
 
 
+@dataclass(slots=True)
+class _Place:
+    """How far is requested from a place of reading on."""
+
+    stop: int
+    """The number of the first request that was not looked at."""
+    nbytes: int = 0
+    """About how many bytes were requested before it, and not touched."""
+
+
 @dataclass(slots=True, eq=False)
 class PlannedReads:
     """What one piece of work will read: a file that is written, or several in step. Threads may share it."""
@@ -75,8 +85,10 @@ class PlannedReads:
     batches: "Iterator[list[_Joined]]"
     requests: list[_RangeRequest | None] = field(default_factory=list)
     """Those that were joined so far; None: read, or given up."""
-    cursors: dict[int, None] = field(default_factory=dict)
-    """The numbers of requests after which others are needed next: those that are being read, or were read last."""
+    nbytes: list[int] = field(default_factory=list)
+    """Of each request."""
+    places: "dict[int, _Place]" = field(default_factory=lambda: {-1: _Place(0)})
+    """Places of reading, by the number of the request that is being read there, or was read last; -1: the beginning."""
     unsent_nbytes: int = 0
     """Of requests that were joined and not sent."""
 
@@ -155,7 +167,7 @@ class Prefetch:
             for request in filter(None, reads.requests):
                 self._forget(request)
             reads.requests.clear()
-            reads.cursors.clear()
+            reads.places.clear()
             self._look_ahead()
 
     def _find(self, reads: PlannedReads, path: StorePath, offset: int) -> _RangeRequest | None:
@@ -176,11 +188,22 @@ class Prefetch:
             reads = request.reads
             self._waiting.pop(reads, None)
             self._active[reads] = None
-            for number in [n for n in reads.cursors if n < request.number and reads.requests[n] is None]:
-                del reads.cursors[number]
-            reads.cursors[request.number] = None
+            self._move(reads, request.number)
             self._look_ahead()
         return data
+
+    def _move(self, reads: PlannedReads, number: int) -> None:
+        """Go on to a request: from the place before it, if all that was requested there is read."""
+        ended = [n for n in reads.places if n < number and (n < 0 or reads.requests[n] is None)]
+        last = max(ended, default=None)
+        before = _Place(0) if last is None else reads.places[last]
+        for one in ended:
+            del reads.places[one]
+        if last is None or before.stop <= number:
+            reads.places[number] = _Place(number + 1)
+        else:
+            passed = sum(reads.nbytes[last + 1 : number + 1])
+            reads.places[number] = _Place(before.stop, max(0, before.nbytes - passed))
 
     def _look_ahead(self) -> None:
         """Request what comes next, as far as there is memory: for each place of reading its share."""
@@ -188,29 +211,32 @@ class Prefetch:
         if self._unused_nbytes > max(_MAX_UNUSED * self._nbytes, (self._read_nbytes + self._unused_nbytes) // 4):
             return
         self._on_their_way = [one for one in self._on_their_way if not one.done()]
-        share = self._nbytes // max(1, sum(len(reads.cursors) for reads in self._active))
+        share = self._nbytes // max(1, sum(len(reads.places) for reads in self._active))
         for reads in self._active:
-            for cursor in reads.cursors:
-                ahead = 0
-                for request in self._after(reads, cursor):
-                    if ahead >= share:
+            for place in reads.places.values():
+                if not self._extend(reads, place, share):
+                    return
+                spare = share - place.nbytes
+                for other in self._waiting:  # the work that comes next
+                    if spare <= 0:
                         break
-                    if request.data is None:
-                        too_many = len(self._on_their_way) >= 2 * _REQUESTS
-                        if too_many or self._fetched_nbytes + request.nbytes > self._nbytes:
-                            return
-                        self._send(request)
-                    ahead += request.nbytes
+                    if not self._extend(other, other.places[-1], spare):
+                        return
+                    spare -= other.places[-1].nbytes
 
-    def _after(self, first: PlannedReads, cursor: int) -> Iterator[_RangeRequest]:
-        """The requests after a place of reading, and then those of the work that has not begun."""
-        for reads in (first, *self._waiting):
-            number = cursor + 1 if reads is first else 0
-            while number < len(reads.requests) or self._join_next(reads):
-                request = reads.requests[number]
-                number += 1
-                if request is not None and not request.is_touched:
-                    yield request
+    def _extend(self, reads: PlannedReads, place: _Place, nbytes: int) -> bool:
+        """Request so many bytes from a place of reading on; False if no request can be made now."""
+        while place.nbytes < nbytes and (place.stop < len(reads.requests) or self._join_next(reads)):
+            request = reads.requests[place.stop]
+            if request is not None and not request.is_touched:
+                if request.data is None:
+                    too_many = len(self._on_their_way) >= 2 * _REQUESTS
+                    if too_many or self._fetched_nbytes + request.nbytes > self._nbytes:
+                        return False
+                    self._send(request)
+                place.nbytes += request.nbytes
+            place.stop += 1
+        return True
 
     def _send(self, request: _RangeRequest) -> "Future[memoryview]":
         path = request.path
@@ -228,7 +254,7 @@ class Prefetch:
             if request.last_use + _MAX_IDLE * self._nbytes > self._read_nbytes:
                 return
             self._unused_nbytes += request.unread
-            request.reads.cursors.pop(request.number, None)
+            request.reads.places.pop(request.number, None)
             self._forget(request)
 
     def _forget(self, request: _RangeRequest) -> None:
@@ -267,6 +293,7 @@ class Prefetch:
                 unread = min(one.named, stop - start)
                 request = _RangeRequest(reads, len(reads.requests), one.path, start, stop, unread)
                 reads.requests.append(request)
+                reads.nbytes.append(request.nbytes)
                 reads.unsent_nbytes += request.nbytes
                 place = bisect_right(starts, start)
                 starts.insert(place, start)
