@@ -30,6 +30,6 @@ def compact(
     policy = DeltaPolicy(base_every=base_every)
     if dry_run:
         index = file.read(local_path(chain))
-        show_plan(index, plan(local_path(chain), index, retention, policy), as_json)
+        show_plan(local_path(chain), index, plan(local_path(chain), index, retention, policy), as_json)
         return
     run(local_path(chain), retention, policy, resources, as_json)
