@@ -77,7 +77,7 @@ def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_pat
     assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
     check_requests()
     done = ckpt("convert", url, tmp_path / "store", *to, "--dry-run")
-    assert re.search(r"would read about [\d.]+ (B|KiB|MiB) in \d+ requests? and write", done.err)
+    assert re.search(r"would read about [\d.]+ (B|KiB|MiB) in \d+ requests? and write", done.out)
     check_requests()
     done = ckpt("convert", url, tmp_path / "store", *to)
     assert done.code == 0, done.err
