@@ -3,8 +3,8 @@
 The source is an index in memory: tensors that say where they are, in files that do not exist, because planning reads
 no tensor. Each case runs in a fresh process. Printed are CPU seconds (user and system) of `Job.plan` with all its
 checks, peak memory beyond that of the index, and the same for what `convert --dry-run`, `reshard --dry-run` and
-`reshard --dry-run --json` print of the plan. For work on other machines: MB of the pickled job, which a worker gets once,
-CPU seconds until it has planned it again, and bytes of a task, which is one file.
+`reshard --dry-run --json` print of the plan. For work on other machines: MB of the pickled job, which a worker gets
+once; CPU seconds until it has planned it again; and bytes of a task, which is one file.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def main() -> None:
         measure(options.one[0], int(options.one[1]), int(options.one[2]), not options.no_views)
         return
     print(f"goals: plan {GOALS['plan']:g} s, {PEAK_MB:g} MB; each of the others {GOALS['json']:g} s; CPU seconds")
-    print(
-        f"{'':16}{'ranks':>7}{'tensors':>9}{'files':>7}{'plan':>8}{'MB':>7}{'job MB':>8}{'worker':>8}{'task B':>8}{'convert':>9}{'reshard':>9}{'--json':>8}"
-    )
+    widths = {"ranks": 7, "tensors": 9, "files": 7, "plan": 8, "MB": 7, "job MB": 8, "worker": 8, "task B": 8}
+    widths |= {"convert": 9, "reshard": 9, "--json": 8}
+    print(" " * 16 + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for case in options.cases:
         for parameters in options.parameters:
             for ranks in options.ranks:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt import pipeline
 from ckpt.pipeline import CountBytes, Resources, Result
+from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
@@ -50,6 +51,10 @@ class Job:
     def shared_plan(self) -> SharedPlan:
         """What other processes need to write its files. Raises `CkptError` if the job cannot succeed."""
         return SharedPlan.of(self._plan, self._source, self._format)
+
+    def store_reads(self, resources: Resources = Resources()) -> StoreReads | None:
+        """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
+        return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), resources)
 
     def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete.

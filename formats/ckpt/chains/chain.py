@@ -25,8 +25,9 @@ class Chain(Mapping[int, Checkpoint]):
     extends meanwhile shows its new steps.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = source_path(path)
+    def __init__(self, path: Path | str, *, anonymous: bool = False) -> None:
+        """`anonymous`: ask a store without credentials, for what is public."""
+        self.path = source_path(path, anonymous)
 
     def __repr__(self) -> str:
         return f"<Chain {self.path}: {len(self)} steps>"
