@@ -20,10 +20,11 @@ from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable, damaged_chunks, seal_is_valid
+from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
+from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
@@ -339,7 +340,7 @@ def is_copy(copy: Tensor, master: Tensor) -> bool:
 
 
 def _stored(tensor: Tensor) -> bool:
-    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
+    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.examples())
 
 
 def _agreement(parameter: Parameter, transfer: Transfer) -> list[Finding]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.pipeline import staging
+from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.groups import in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
@@ -15,11 +16,13 @@ from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, unreadable, verify_seals
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
@@ -84,21 +87,33 @@ def write(
     """
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
+    listed = ListedSeals(one.seals for one in (source, *format.inputs()))
+    checks = SealChecks(listed)
     with open_staging(target, resources, plan.single_file is not None) as stage, deferred_interrupts() as stop:
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
-            done = {receipt.file: receipt for receipt in stage.receipts(format)}
+            done = dict[str, Receipt]()
+
+            def note(receipt: Receipt) -> None:
+                checks.add(receipt.evidence)
+                done[receipt.file] = replace(receipt, evidence=Evidence())
+
+            for receipt in stage.receipts(format):
+                evidence = at_paths(receipt.evidence, identities)
+                if checks.knows(evidence):
+                    note(replace(receipt, evidence=evidence))
             groups = in_step(parts, resources.group)
             todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in write_files(stage, format, filter(None, todo), resources, identities, stop, count_bytes):
+            work = filter(None, todo)
+            for receipt in write_files(stage, format, work, resources, identities, listed, stop, count_bytes):
                 stage.note(receipt)
-                done[receipt.file] = receipt
+                note(receipt)
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = _verify_seals(receipts, identities)
+            _raise_if_damaged(checks, identities)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -115,7 +130,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(opened_again(target), count, nbytes, resumed, checksums, time.monotonic() - started)
+    return Result(opened_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
@@ -169,13 +184,11 @@ def _min_nbytes(part: FilePlan) -> int:
     return part.nbytes - sum(copies)
 
 
-def _verify_seals(receipts: Iterable[Receipt], identities: Identities) -> int:
-    """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
-    evidence = [item for receipt in receipts for item in receipt.evidence]
-    broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
+def _raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
+    """Compare what was read with every checksum of the source. Raises `Corrupt`."""
+    broken = list(checks.damaged(Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
-    return len({item.seal for item in evidence})
 
 
 def seals_error(broken: list[Seal]) -> Corrupt:

@@ -2,9 +2,10 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
@@ -32,12 +33,14 @@ def write_files(
     groups: Iterable[Group],
     resources: Resources,
     identities: Identities,
+    listed: Container[int],
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
     """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band.
 
-    The receipts of a group come together, when the sink has persisted all its files.
+    The receipts of a group come together, when the sink has persisted all its files. The seals of the numbers in
+    `listed` are not in their evidence.
     """
     working = threading.Semaphore(resources.workers)
     in_order, whole = list(groups), resources
@@ -64,11 +67,12 @@ def write_files(
             Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                return format.write(sink.data, part, transfer)
+                receipt = format.write(sink.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
+        return replace(receipt, evidence=receipt.evidence.without_seals(listed))
 
     def write_group(group: Group, planned: PlannedReads | None) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""

@@ -36,8 +36,9 @@ def _samples(parameters: Mapping[str, Parameter]) -> dict[tuple[Path, Path], lis
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
         if master is None or copy is None or master.shape != copy.shape:
             continue
-        for path, first in _boxes(master):
-            for other, box in _boxes(copy):
+        of_copy = list(_boxes(copy))
+        for path, first in _boxes(master) if of_copy else ():
+            for other, box in of_copy:
                 pair = path, other
                 if len(samples.get(pair, ())) < _MAX_SAMPLES and (block := _first(first, box)) is not None:
                     samples.setdefault(pair, []).append((master, copy, block))
