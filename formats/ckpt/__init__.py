@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt.chains.write import AppendResult, DeltaPolicy
     from ckpt.combine import average, ema_weights, merge_lora
     from ckpt.compare import Diff, diff
+    from ckpt.copying.copy import Copy, copy
     from ckpt.findings import Finding, verify
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
@@ -63,6 +64,7 @@ _NAMES = {
     "ckpt.chains.write": ("AppendResult", "DeltaPolicy"),
     "ckpt.combine": ("average", "ema_weights", "merge_lora"),
     "ckpt.compare": ("Diff", "diff"),
+    "ckpt.copying.copy": ("Copy", "copy"),
     "ckpt.findings": ("Finding", "verify"),
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
@@ -113,6 +115,7 @@ __all__ = [
     "Chain",
     "Checkpoint",
     "CkptError",
+    "Copy",
     "Corrupt",
     "DataRates",
     "DeepSpeed",
@@ -156,6 +159,7 @@ __all__ = [
     "average",
     "block_changes",
     "clean",
+    "copy",
     "diff",
     "ema_weights",
     "merge_lora",
