@@ -71,7 +71,9 @@ TARGETS = (
 )
 
 
-@pytest.mark.parametrize(("command", "source", "options"), TARGETS, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("command", "source", "options"), TARGETS, ids=lambda value: getattr(value, "name", str(value))
+)
 def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
     command: str, source: Path, options: tuple[str, ...], user: StoreServer, tmp_path: Path, requests: list[str]
 ) -> None:

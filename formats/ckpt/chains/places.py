@@ -22,6 +22,7 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import STAGED, printable
+from ckpt_formats.registry.location import is_unfinished
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import file, folder
 from ckpt_formats.universal.chain.file import ChainIndex
@@ -29,6 +30,8 @@ from ckpt_formats.universal.chain.file import ChainIndex
 if TYPE_CHECKING:
     from ckpt.pipeline.lease import Lease
     from ckpt_formats.stores.bucket import Bucket, Version
+
+_LEASE = "lease"
 
 
 class ChainPlace(ABC):
@@ -141,7 +144,7 @@ class StorePlace(ChainPlace):
     def leftovers(self, chain: ChainIndex | None, continued: str | None = None) -> list[Path]:
         found = folder.leftovers(self.run, chain)
         goes_on = None if continued is None else self.run / continued
-        return [path for path in found if path != goes_on or not (path / STAGED / "job").is_file()]
+        return [path for path in found if path != goes_on or not is_unfinished(path)]
 
     def remove(self, paths: Iterable[Path]) -> None:
         objects = [one for path in paths for one in self._objects(path)]
@@ -194,16 +197,21 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
                 hint="Two writers could damage the chain. If no other process changes it, give --no-lock.",
             )
         with (
-            hold_lease(bucket, f"{staged}/lease", run) as lease,
+            hold_lease(bucket, f"{staged}/{_LEASE}", run) as lease,
             scratch_folder(resources.scratch) as scratch,
         ):
             now = _listed(run)
-            if (now / STAGED / "job").is_file():
+            if is_unfinished(now):
                 raise Incomplete(
                     "not complete: a job that writes here was interrupted",
                     where=run,
                     hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {run}",
                 )
+            # Killed processes may have left what they asked the store for.
+            stale = (
+                (one.key for one in (now / STAGED).iterdir() if one.name != _LEASE) if (now / STAGED).is_dir() else ()
+            )
+            bucket.delete(stale)
             chain, version = _read(now, bucket) if (now / file.NAME).is_file() else (None, None)
             # The store keeps conditions: the jobs within need not try it again.
             yield StorePlace(now, chain, replace(resources, locks=False), bucket, lease, scratch, version)

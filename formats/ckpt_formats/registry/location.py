@@ -102,7 +102,7 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
-    if isinstance(path, StorePath) and _is_unfinished(path / STAGED):
+    if isinstance(path, StorePath) and is_unfinished(path):
         raise Incomplete(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),
@@ -110,8 +110,9 @@ def _check_there(path: Path) -> None:
         )
 
 
-def _is_unfinished(staged: StorePath) -> bool:
+def is_unfinished(target: Path) -> bool:
     """Whether a job has begun to write a target in a store, and has not published it."""
+    staged = target / STAGED
     return (staged / "job").is_file() and not (staged / "published").is_file()
 
 
