@@ -153,8 +153,8 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
         (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
         (("inspect", "s3://"), "s3://BUCKET/KEY"),
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
-        (("convert", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "ckpt only reads from stores"),
-        (("compress", SAMPLES / "universal-1-plain", f"s3://{BUCKET}/out"), "ckpt only reads from stores"),
+        (("convert", SAMPLES / "universal-1-plain", "ftp://host/x"), "s3://BUCKET/KEY"),
+        (("convert", SAMPLES / "universal-1-plain", "s3://no-such-bucket/x"), "404 Not Found"),
         (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "ckpt only reads from stores"),
         (
             ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),
@@ -177,13 +177,6 @@ def test_what_cannot_be_done_is_refused(
     assert done.code in (10, 11, 20, 21, 22), done.err
     assert words in done.err
     assert "Traceback" not in done.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_library_refuses_to_write_to_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(library.Unsupported, match="ckpt only reads from stores"):
-        library.save(library.open(SAMPLES / "universal-1-plain"), "s3://bucket/out", library.Universal())
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ from ckpt.pipeline.groups import in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
-from ckpt.pipeline.targets import check_target, open_staging
+from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
@@ -115,7 +115,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(target, count, nbytes, resumed, checksums, time.monotonic() - started)
+    return Result(opened_again(target), count, nbytes, resumed, checksums, time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

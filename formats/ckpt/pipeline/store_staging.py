@@ -167,7 +167,7 @@ class StoreStaging(Staging):
         objects = self._objects()
         if self._staged(_PUBLISHED) in objects:
             self._remove_staged(objects)
-            return {key: one for key, one in objects.items() if self._is_staged(key)}
+            return {key: one for key, one in objects.items() if self._is_staged(key) and key != self._staged(_LEASE)}
         return self._remove(objects)
 
     def _check_written(self) -> None:
@@ -224,7 +224,9 @@ class StoreStaging(Staging):
         self._delete(own)
         self._delete(staged - lists)
         self._delete(staged & lists)  # last: they name the rest
-        return {key: one for key, one in objects.items() if key in own | staged}
+        self._waiting.clear()
+        self._written.clear()
+        return {key: one for key, one in objects.items() if key in own | staged and key != self._staged(_LEASE)}
 
     def _remove_staged(self, objects: Mapping[str, StoredObject]) -> None:
         """Remove what is known of a job whose target is complete. `published` says so until `job` is away."""

@@ -7,7 +7,7 @@ A manifest may be hostile: every field is checked before it is used.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +97,10 @@ class PackFiles:
 
     def path(self, number: int) -> Path:
         """The file of a pack."""
-        known = self._known.get(number)  # asked for once for each state
-        return self._known.setdefault(number, self._path(number)) if known is None else known
-
-    def _path(self, number: int) -> Path:
         owner = self.packs[number].owner
         if owner is None:
             return pack_path(self.checkpoint, number)
         return self._siblings / owner.folder / pack_file(owner.number)
-
-    @cached_property
-    def _known(self) -> dict[int, Path]:
-        return {}
 
     @cached_property
     def _siblings(self) -> Path:
@@ -127,6 +119,12 @@ def pack_file(number: int) -> str:
 
 def pack_path(checkpoint: Path, number: int) -> Path:
     """The file of a pack of the checkpoint at a path, which is a folder, or a single file with one pack."""
+    return _pack_path(checkpoint, number, getattr(checkpoint, "store", None))
+
+
+@lru_cache(maxsize=64)  # asked for once for each state
+def _pack_path(checkpoint: Path, number: int, store: object) -> Path:
+    """`store`: with its listing. Of an equal path that was opened earlier, the listing may not be true any more."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)
 
 
