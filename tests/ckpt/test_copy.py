@@ -197,11 +197,12 @@ def test_a_chain_to_which_a_run_appends_is_copied_as_it_was(tmp_path: Path, monk
     shutil.copytree(CHAIN, tmp_path / "run.chain")
     run, appended = library.Chain(tmp_path / "run.chain"), list[int]()
     before = list(run)
+    library.save(library.open(CHAIN), tmp_path / "state", library.Universal())
 
     def append(point: staging.Point) -> None:
         if point == "settled" and not appended:
             appended.append(before[-1] + 1)
-            run.append(library.open(tmp_path / "run.chain"), step=appended[0])
+            run.append(library.open(tmp_path / "state"), step=appended[0])
 
     monkeypatch.setattr(staging, "reached", append)
     library.copy(tmp_path / "run.chain", tmp_path / "copy.chain")
