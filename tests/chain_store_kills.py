@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -221,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""Chains in a bucket: the same members as in a folder, by few requests; one that changes it at a time; killed, whole."""
+"""Chains in a bucket: the same members as in a folder, by few requests; one changes it at a time; killed, whole."""
 
 import json
 import shutil
@@ -235,7 +235,6 @@ def test_what_cannot_be_a_chain_is_refused(user: StoreServer, saved: list[Path],
     with unconditional(user) as careless, reached(careless), pytest.raises(OutputError, match="ignores"):
         library.Chain(THERE).append(library.open(saved[1]))
     with pytest.raises(Unsupported, match="one file system, or in one bucket"):
-        write.parent_folder(library.open(THERE))
         write._parent(library.Chain(THERE).path, "", tmp_path / "delta")
     with pytest.raises(NotFound, match="not a chain"):
         library.Chain(f"s3://{BUCKET}/a").compact(KEPT)

@@ -9,7 +9,7 @@ import obstore
 import pytest
 
 import ckpt as library
-from ckpt.copying import verbatim
+from ckpt.copying import compare
 from ckpt.copying.compare import RunningTag
 from ckpt.pipeline import staging
 from ckpt_formats.core.errors import Corrupt, Unsafe
@@ -150,10 +150,13 @@ def test_a_damaged_source_is_not_copied(target: str, user: StoreServer, tmp_path
 def test_a_store_that_names_objects_otherwise_is_read_back(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what has other bytes there is found, before anything is published."""
     read = list[str]()
-    of = verbatim.compare_objects.__globals__["digest_of"]
-    monkeypatch.setitem(
-        verbatim.compare_objects.__globals__, "digest_of", lambda path: (read.append(path.name), of(path))[1]
-    )
+    of = compare.digest_of
+
+    def noted(path: Path) -> int:
+        read.append(path.name)
+        return of(path)
+
+    monkeypatch.setattr(compare, "digest_of", noted)
     monkeypatch.setattr(RunningTag, "text", lambda self: "another")
     library.copy(CHAIN, THERE)
     assert sorted(read) == sorted(key.rpartition("/")[2] for key in files(CHAIN))
