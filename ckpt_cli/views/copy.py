@@ -1,5 +1,7 @@
 """Show the plan and the result of `copy`."""
 
+from dataclasses import asdict
+
 import click
 
 from ckpt.copying.copy import Copy
@@ -19,6 +21,26 @@ def run(work: Copy, resources: Resources, as_json: bool) -> None:
     with progress_bar("copying") as progress:
         result = work.run(resources, progress)
     job.show_result(result, as_json)
+
+
+def update(source: str, target: str, every: float | None, resources: Resources, as_json: bool) -> None:
+    """Bring a copy to what its chain is now: once, or each `every` seconds. With JSON, an object on each line."""
+    from ckpt.copying.follow import Brought, follow_copy, update_copy
+    from ckpt_cli.views.shadow import print_event, stopped_by_signals
+
+    def show(brought: Brought) -> None:
+        if as_json:
+            print_event({"target": target, **asdict(brought)})
+        elif brought.objects or every is None:
+            step = "" if brought.last is None else f", up to step {brought.last}"
+            count = f"{brought.objects} new object{'s' * (brought.objects != 1)}"
+            report.say(f"{printable(target)}: {format_nbytes(brought.nbytes)} in {count}{step}")
+
+    if every is None:
+        show(update_copy(source, target, resources))
+        return
+    with stopped_by_signals() as stop:
+        follow_copy(source, target, every=every, stop=stop, resources=resources, on_update=show)
 
 
 def show_plan(work: Copy, as_json: bool) -> None:

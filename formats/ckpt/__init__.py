@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt.combine import average, ema_weights, merge_lora
     from ckpt.compare import Diff, diff
     from ckpt.copying.copy import Copy, copy
+    from ckpt.copying.follow import follow_copy, update_copy
     from ckpt.findings import Finding, verify
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
@@ -65,6 +66,7 @@ _NAMES = {
     "ckpt.combine": ("average", "ema_weights", "merge_lora"),
     "ckpt.compare": ("Diff", "diff"),
     "ckpt.copying.copy": ("Copy", "copy"),
+    "ckpt.copying.follow": ("follow_copy", "update_copy"),
     "ckpt.findings": ("Finding", "verify"),
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
@@ -162,12 +164,14 @@ __all__ = [
     "copy",
     "diff",
     "ema_weights",
+    "follow_copy",
     "merge_lora",
     "open",
     "plan_schedule",
     "recover_partially",
     "save",
     "save_partially",
+    "update_copy",
     "use_names",
     "verify",
 ]

@@ -229,14 +229,14 @@ def test_of_a_log_that_grows_the_complete_records_are_copied(tmp_path: Path) -> 
 
 
 def test_names_that_would_leave_the_target_are_refused(user: StoreServer, tmp_path: Path) -> None:
-    from ckpt.copying.selection import _below
+    from ckpt.copying.selection import below
     from ckpt_formats.core.store_path import StorePath
     from ckpt_formats.stores.object_store import ObjectStore, StoredObject
 
     objects = {f"a/{name}": StoredObject(1, "tag", 0.0) for name in ("one", "../two")}
     store = ObjectStore(f"s3://{BUCKET}", objects, "a")
     with pytest.raises(Unsafe, match="no file can have the name"):
-        list(_below(StorePath(store, "a")))
+        list(below(StorePath(store, "a")))
 
 
 def test_chunks_of_several_lengths_are_checked_as_they_pass(tmp_path: Path) -> None:

@@ -147,19 +147,19 @@ class StorePlace(ChainPlace):
         return [path for path in found if path != goes_on or not is_unfinished(path)]
 
     def remove(self, paths: Iterable[Path]) -> None:
-        objects = [one for path in paths for one in self._objects(path)]
+        keys = [key for path in paths for key in self._keys(path)]
+        manifests = {key for key in keys if key.rpartition("/")[2] == folder.MANIFEST}
         self.lease.check()
-        self.bucket.delete(one.key for one in objects if one.name == folder.MANIFEST)
-        self.bucket.delete(one.key for one in objects if one.name != folder.MANIFEST)
+        self.bucket.delete(manifests)
+        self.bucket.delete(set(keys) - manifests)
 
     def truncate(self, path: Path, nbytes: int) -> None:
         """Nothing: an object can only be written again."""
 
-    def _objects(self, path: Path) -> list[StorePath]:
+    def _keys(self, path: Path) -> list[str]:
+        """Those of a file, or of all objects in a folder."""
         assert isinstance(path, StorePath)
-        if not path.is_dir():
-            return [path] if path.is_file() else []
-        return [one for one in path.rglob("*") if one.is_file()]
+        return [path.key] if path.is_file() else [*self.bucket.list(path.key)] if path.is_dir() else []
 
 
 @contextmanager

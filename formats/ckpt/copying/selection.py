@@ -89,7 +89,7 @@ def select(path: Path, everything: bool = False) -> Selection:
     found = _Found.of_chain(located.path) if located.format.name == "chain" else _Found.of_checkpoint(path)
     names = {_name(path, one) for one in found.read}
     chosen, left_out = list[ChosenFile](), list[str]()
-    for name, file in _below(path):
+    for name, file in below(path):
         if everything or name in names or found.is_part(name):
             data = found.data.get(file)
             nbytes = found.nbytes.get(file, file.stat().st_size) if data is None else len(data)
@@ -170,7 +170,7 @@ class _Found:
             of_segments += fixed
         folders = {one.folder for one in chain.members} | set(chain.shared_packs())
         folders |= {chain.tip.folder} if chain.tip else set()
-        in_folders = [file for name in sorted(folders) for _, file in _below(run / name)]
+        in_folders = [file for name in sorted(folders) for _, file in below(run / name)]
         return cls((place, *in_folders, *of_segments, *nbytes), members.identities, seals, (), {place: data}, nbytes)
 
     def is_part(self, name: str) -> bool:
@@ -185,7 +185,7 @@ class _Found:
 def _segment(run: Path, logged: LoggedSteps) -> tuple[dict[Path, int], list[Path]]:
     """The files of a segment that may grow, each with the bytes of its complete records; and the others."""
     segment = open_steps(run, logged)
-    files = [file for _, file in _below(run / logged.folder)]
+    files = [file for _, file in below(run / logged.folder)]
     if logged.step is not None:
         return {}, files
     grown = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
@@ -226,7 +226,7 @@ def _name(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix()
 
 
-def _below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
     """All files below a folder: their names with slashes, in order. Not what processes keep there while they write.
 
     Links to files are followed, links to folders are not. Raises `Unsafe` for names that no folder can have.
@@ -241,6 +241,6 @@ def _below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
             raise Unsafe(f"no file can have the name `{printable(entry.name)}`", where=root)
         if entry.is_dir() and not entry.is_symlink():
             if not entry.name.endswith(PARTIAL) and entry.name != STAGED:
-                yield from _below(path, f"{name}/")
+                yield from below(path, f"{name}/")
         elif entry.is_file() and name != LOCK:
             yield name, path

@@ -29,6 +29,7 @@ from obstore.exceptions import (
 
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.store_path import FolderEntry, StorePath
+from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.read_ahead import ReadAhead
 
 _MAX_OBJECTS = 500_000
@@ -189,7 +190,8 @@ def open_store(url: str, key: str) -> StorePath:
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
             objects = _listed(client, url, root)
-    return StorePath(ObjectStore(url, objects, root), key)
+    sizes = {path: one.nbytes for path, one in objects.items()}
+    return StorePath(joined(ObjectStore(url, objects, root), sizes), key)
 
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
