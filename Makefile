@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Of what `make dist` runs, with versions of its own.
+RELEASE := .venv-release
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
 # What the library of kernels is built from.
 SOURCES := $(filter-out %/fuzz.c $(wildcard codecs/kernels/fuzz_*.c), $(wildcard codecs/kernels/*.[ch]))
@@ -46,6 +48,17 @@ types: $(VENV)/.tested
 docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
 	$(BIN)/python docs/make_cli.py --check
 
+.PHONY: site terminals dist
+
+site: $(VENV)/.tested  ## the site of the docs, into site/; look at it with `python3 -m http.server --directory site`
+	$(BIN)/python docs/make_site.py
+
+terminals: $(VENV)/.installed $(VENV)/.kernels  ## the terminal pictures of the docs, drawn anew
+	$(BIN)/python docs/make_terminal_pictures.py
+
+dist: $(RELEASE)/.installed  ## what is published, into dist/: built twice and compared, checked, installed, tried
+	$(RELEASE)/bin/python release/dist.py
+
 kernels: $(VENV)/.installed  ## the library of C kernels, built in place from what the sources are now
 	$(BIN)/python hatch_build.py
 
@@ -80,9 +93,14 @@ $(VENV)/.kernels: $(VENV)/.installed hatch_build.py $(SOURCES)
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test,site]'
 	$(PIP) --no-deps megatron-core
 	touch $@
 
+$(RELEASE)/.installed: release/requirements.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --requirement release/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .zig-cache demo-universal dist
+	rm -rf $(VENV) $(RELEASE) .zig-cache demo-universal dist site .site .cache

@@ -124,8 +124,10 @@ def build(tag: str, output: Path, cache: Path | None = None) -> None:
             raise BuildError("the kernels do not compile")
         objects = [str(folder / made) for made in jobs]
         maths = [] if library.endswith(".dll") else ["-lm"]
+        # Without a name of its own, a dylib has the path of the temporary folder in it.
+        named = [f"-Wl,-install_name,@rpath/{library}"] if library.endswith(".dylib") else []
         linked = subprocess.run(
-            [*compiler, "-shared", "-s", *objects, "-o", str(folder / library), *maths], env=environment
+            [*compiler, "-shared", "-s", *objects, "-o", str(folder / library), *named, *maths], env=environment
         )
         if linked.returncode:
             raise BuildError("the kernels do not link")

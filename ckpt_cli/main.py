@@ -46,6 +46,7 @@ COMMANDS = {
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
+    "doctor": "ckpt_cli.commands.doctor:doctor",
     "clean": "ckpt_cli.commands.clean:clean",
 }
 
@@ -127,7 +128,7 @@ def cli() -> None:
       10  not found, not recognised   30  target cannot be written
       11  target is being written     70  a fault of ckpt, or no memory
       20  damaged or incomplete      130  interrupted; run again to continue
-      21  refused as unsafe
+      21  refused as unsafe          24  doctor: something is missing
     """
 
 

@@ -166,7 +166,7 @@ def faulty(
 
     def fault(headers: dict[str, str]) -> str | None:
         with lock:
-            if (writes or "Range" in headers) and chosen.random() < share:
+            if (writes or any(name.lower() == "range" for name in headers)) and chosen.random() < share:
                 kind = chosen.choice(sorted(faults))
                 faults[kind] += 1
                 return kind

@@ -4,6 +4,7 @@ Needs hatchling and ziglang in this environment, and no compiler. Only this mach
 """
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ MOST_LIBRARY_BYTES = 500_000
 
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
+
+VERSION = str(runpy.run_path(str(ROOT / "formats" / "ckpt_formats" / "core" / "version.py"))["VERSION"])
 
 # The first bytes of a library, and where the machine's number stands and what it is.
 FORMATS = {
@@ -55,7 +58,8 @@ def check(wheel: Path, platform: str) -> str:
         AssertionError: It is not what it must be.
     """
     library = f"ckpt_codecs/native/{hatch_build.PLATFORMS[platform].library}"
-    name, _, *tags = wheel.stem.split("-")
+    name, version, *tags = wheel.stem.split("-")
+    assert version == VERSION
     assert (name, tags) == ("ckpt_suite", ["py3", "none", platform])
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -71,6 +75,7 @@ def check(wheel: Path, platform: str) -> str:
     assert data.startswith(first)
     assert data[offset : offset + len(machine)] == machine
     assert len(data) <= MOST_LIBRARY_BYTES
+    assert os.fsencode(tempfile.gettempdir()) + b"/" not in data  # or each build would be another
     assert wheel.stat().st_size <= MOST_BYTES
     return f"{wheel.name}: {wheel.stat().st_size:,} bytes, of which {Path(library).name}, unpacked: {len(data):,}"
 

@@ -15,6 +15,7 @@ import pytest
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources, plan
+from ckpt_cli.commands.doctor import UNFIT
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_formats import registry
 from ckpt_formats.core.edits import cast
@@ -30,7 +31,13 @@ from damage import ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    *sorted(DOCS.glob("*.md")),
+]
 README = (ROOT / "README.md").read_text("utf-8")
 SAMPLE = ROOT / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
 
@@ -98,7 +105,7 @@ def test_the_readme_shows_every_command():
 
 
 def test_the_readme_lists_every_exit_code():
-    codes = {0, 1, 2, FAULT, INTERRUPTED, *(code for code, _ in EXIT_CODES.values())}
+    codes = {0, 1, 2, UNFIT, FAULT, INTERRUPTED, *(code for code, _ in EXIT_CODES.values())}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
 
 

@@ -26,7 +26,7 @@ from ckpt.pipeline import receipts, staging
 from ckpt.pipeline.lease import Lease, hold_lease
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.staging import Staging, exists
-from ckpt_formats.core.errors import Corrupt, OutputError
+from ckpt_formats.core.errors import Corrupt, Locked, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
@@ -84,11 +84,12 @@ class StoreStaging(Staging):
                 folder.mkdir(parents=True, exist_ok=True)
             self._files = tuple(files)
         objects = self._objects()
-        if self._staged(_PUBLISHED) in objects:
+        if self._is_complete(objects):
             self._remove_staged(objects)
             raise exists(self.target)
         if self._staged(_JOB) not in objects:
             if any(not self._is_staged(key) for key in objects):
+                self._remove_staged(objects)  # a killed process may have left something there, too
                 raise exists(self.target)
         elif _fields(self.bucket, self._staged(_JOB)).get("id") != job_id:
             removed = self._remove(objects)
@@ -131,6 +132,7 @@ class StoreStaging(Staging):
     def flush(self) -> None:
         """Put the receipts that are not in the journal yet."""
         if self._waiting:
+            self.lease.check()  # the notes of another process may be at this place now
             lines = "".join(map(receipts.to_line, self._waiting))
             self.bucket.create(self._staged(f"{_JOURNAL}/{uuid4().hex}"), lines.encode())
             self._waiting.clear()
@@ -164,11 +166,16 @@ class StoreStaging(Staging):
 
     def remove(self) -> dict[str, StoredObject]:
         """Remove what a job has left: its objects as well, unless the target is complete. What was removed."""
+        self.lease.check()
         objects = self._objects()
-        if self._staged(_PUBLISHED) in objects:
+        if self._is_complete(objects):
             self._remove_staged(objects)
             return {key: one for key, one in objects.items() if self._is_staged(key) and key != self._staged(_LEASE)}
         return self._remove(objects)
+
+    def _is_complete(self, objects: Mapping[str, StoredObject]) -> bool:
+        """Whether a job has published the target, and was killed before it had removed its notes."""
+        return (self.target.key if self.single_file else self._staged(_PUBLISHED)) in objects
 
     def _check_written(self) -> None:
         """Raise `Corrupt` if an object that was written is not there any more as it was."""
@@ -265,22 +272,20 @@ def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file
     Without `locks`, a store that overwrites objects which are to be created is accepted.
     """
     bucket = Bucket(target.store.url)
-    folder = staged_folder(target, single_file)
-    if locks and not bucket.keeps_conditions(folder):
-        raise OutputError(
-            "this store overwrites objects that are to be created: it ignores `If-None-Match`",
-            where=target,
-            hint="Two writers could damage the target. If no other process writes it, give --no-lock.",
-        )
-    with (
-        hold_lease(bucket, f"{folder}/{_LEASE}", target) as lease,
-        scratch_folder(scratch) as data,
-    ):
+    key = f"{staged_folder(target, single_file)}/{_LEASE}"
+    with hold_lease(bucket, key, target) as lease, scratch_folder(scratch) as data:
+        if locks and not bucket.keeps_conditions(key):
+            bucket.delete([key])
+            raise OutputError(
+                "this store overwrites objects that are to be created: it ignores `If-None-Match`",
+                where=target,
+                hint="Two writers could damage the target. If no other process writes it, give --no-lock.",
+            )
         stage = StoreStaging(target, bucket, data, lease, single_file)
         try:
             yield stage
         finally:
-            with suppress(OSError):  # then the files are written again
+            with suppress(OSError, Locked):  # then the files are written again
                 stage.flush()
 
 
@@ -293,7 +298,8 @@ def check_target(target: StorePath, source: Path) -> None:
     """Refuse a target that exists, or that lies inside the source or around it. Raises `OutputError`."""
     if not target.key:
         raise OutputError("is a bucket", where=target, hint=f"Name a target in it, such as {target}/step1000.")
-    if target.is_file() or (target.is_dir() and not (target / STAGED).is_dir()):
+    staged = target.parent / f".{target.name}{PARTIAL}" if target.is_file() else target / STAGED
+    if target.exists() and not staged.is_dir():  # else there may be notes of a killed job to be removed first
         raise exists(target)
     if isinstance(source, StorePath) and (target.is_relative_to(source) or source.is_relative_to(target)):
         raise OutputError(

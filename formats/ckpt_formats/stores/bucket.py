@@ -28,7 +28,6 @@ from ckpt_formats.stores.object_store import StoredObject, client_of, described,
 T = TypeVar("T")
 
 _ATTEMPTS = 5
-_TRIALS = 3
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
 _SINGLE_REQUEST = 16 << 20
@@ -182,20 +181,12 @@ class Bucket:
         self.delete([key])
         return time.time() if there is None else there.modified
 
-    def keeps_conditions(self, folder: str) -> bool:
-        """Whether the store refuses to create an object twice. Some servers overwrite it and say nothing."""
-        # The owner of a lease may remove the object that is tried here, as one that a killed process has left.
-        return any(self._refuses_second(folder) for _ in range(_TRIALS))
-
-    def _refuses_second(self, folder: str) -> bool:
-        key = f"{folder}/probe-{uuid4().hex}"
-        self.create(key, b"first")
+    def keeps_conditions(self, key: str) -> bool:
+        """Whether the store refuses to create an object that exists. Some servers overwrite it and say nothing."""
         try:
-            self.create(key, b"second")
+            self.create(key, b"")
         except FileExistsError:
             return True
-        finally:
-            self.delete([key])
         return False
 
     def __getstate__(self) -> dict[str, str]:

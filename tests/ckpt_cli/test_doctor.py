@@ -1,0 +1,151 @@
+"""`ckpt doctor` says what is missing, tells nothing secret, leaves nothing behind and never fails itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.doctor.credentials import STORES
+from ckpt.doctor.file_system import find_kind
+from ckpt.doctor.packages import NEEDED, OPTIONAL
+from ckpt_cli.commands.doctor import UNFIT
+from damage import ckpt
+
+ROOT = Path(__file__).parents[2]
+SECRET = "hunter2-AKIA-do-not-show"
+RUN = """
+import sys
+{before}
+from ckpt_cli.main import run
+sys.argv = ["ckpt", "doctor", *{arguments!r}]
+run()
+"""
+
+
+BLOCKER = """
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_doctor(*arguments: str, before: str = "", **env: str) -> "subprocess.CompletedProcess[str]":
+    code = RUN.format(before=before, arguments=arguments)
+    environment = {**os.environ, **env}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_no_value_of_a_variable_and_no_content_of_a_file_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    names = {name for _, variables, _ in STORES.values() for name in variables}
+    for name in names | {"AWS_ENDPOINT_URL", "CKPT_CPU_LEVEL", "PGPASSWORD"}:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("HOME", str(home))
+    files = [file for _, _, files in STORES.values() for file in files]
+    for file in files:
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(SECRET)
+    for arguments in ([], ["--json"], ["-v"], ["--json", "-v"]):
+        done = ckpt("doctor", tmp_path, *arguments)
+        assert SECRET not in done.out + done.err
+        for name in (*names, *(f"~/{file}" for file in files)):
+            assert name in done.out, name
+    assert "HF_TOKEN_PATH names a file that does not exist" in ckpt("doctor", tmp_path).out
+
+
+def test_a_folder_that_works_is_left_as_it_was(tmp_path: Path) -> None:
+    # With one byte less than what is written, this fails: see the next test.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))"
+    done = run_doctor(str(tmp_path), "--json", before=limit)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"]
+    assert found["file_system"]["locks"]
+    assert found["file_system"]["problem"] is None
+    assert not list(tmp_path.iterdir())
+    assert not [one for one in found["shortcomings"] if one["needed"]]
+
+
+def test_a_folder_in_which_little_can_be_written_is_named(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, 1 << 19))"
+    done = run_doctor(str(tmp_path), before=limit)
+    assert done.returncode == UNFIT
+    assert "cannot be written: File too large" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_read_only_is_named() -> None:
+    done = ckpt("doctor", "/proc")  # nobody can make a folder there, not even root
+    assert done.code == UNFIT
+    assert "/proc cannot be written" in done.out
+    assert "ckpt doctor PATH" in done.out
+    assert json.loads(ckpt("doctor", "/proc", "--json").out)["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "said"),
+    [
+        ("numpy", UNFIT, "pip install numpy"),
+        ("rich", UNFIT, "pip install rich"),
+        ("obstore", 0, "pip install 'ckpt-suite[cloud]'"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(package: str, code: int, said: str, tmp_path: Path) -> None:
+    done = run_doctor(str(tmp_path), before=BLOCKER.format(package=package))
+    assert done.returncode == code
+    assert said in done.stdout
+    assert f"the package {package} is" in done.stdout
+
+
+def test_missing_kernels_are_named_with_what_makes_them(tmp_path: Path) -> None:
+    moved = f"from ckpt_codecs.native import library; library.PATH = library.Path({str(tmp_path / 'libckpt.so')!r})"
+    done = run_doctor(str(tmp_path), before=moved)
+    assert done.returncode == UNFIT
+    assert "libckpt.so is missing" in done.stdout
+    assert "mend  make kernels" in done.stdout
+
+
+def test_a_level_that_the_cpu_lacks_is_named_with_what_mends_it(tmp_path: Path) -> None:
+    done = run_doctor(str(tmp_path), CKPT_CPU_LEVEL="99")
+    assert done.returncode == UNFIT
+    assert "unset CKPT_CPU_LEVEL" in done.stdout
+
+
+@pytest.mark.parametrize(("path", "code"), [("no-such-folder", 10), ("s3://bucket/key", 22)])
+def test_a_path_that_cannot_be_tried_is_an_error_with_a_hint(path: str, code: int) -> None:
+    done = ckpt("doctor", path)
+    assert (done.code, done.out) == (code, "")
+    assert "hint: " in done.err
+
+
+def test_the_kind_of_the_file_system_is_that_of_the_last_mount_above(tmp_path: Path) -> None:
+    place = tmp_path.resolve()
+    line = "22 1 0:1 / {} rw shared:1 - {} source rw"
+    mounts = [("/", "ext4"), (place.parent, "nfs4"), (place, "tmpfs"), (place, "lustre"), (f"{place}x", "xfs")]
+    assert find_kind(place / "run", "\n".join(line.format(*mount) for mount in mounts)) == "lustre"
+    assert find_kind(place / "run", "nothing that is a mount") is None
+
+
+def test_every_package_of_the_installation_is_looked_at() -> None:
+    if sys.version_info < (3, 11):
+        import tomli as tomllib
+    else:
+        import tomllib
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {one.partition(">")[0].partition("=")[0] for one in requirements if ";" not in one}
+
+    assert names(project["dependencies"]) == set(NEEDED)
+    extras = project["optional-dependencies"]
+    for extra in set(extras) - {"bench", "test", "site", "release"}:
+        assert names(extras[extra]) <= set(OPTIONAL), extra

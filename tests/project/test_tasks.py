@@ -1,0 +1,106 @@
+"""All commands and all lines of Python in docs/tasks.md and docs/start.md run, in order, on real checkpoints."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt as library
+from damage import SAMPLES, ckpt
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
+BLOCK = re.compile(r"<!-- runs ?(\d*) -->\n```(console|python)\n(.*?)```", re.DOTALL)
+"""A code block, before it the exit code of its commands, if it is not 0."""
+SAMPLE_OF = {
+    "run": "deepspeed-0.19-zero1-bf16-dp2",
+    "zero3": "deepspeed-0.19-zero3-bf16-dp4-tied-frozen",
+    "fsdp": "dcp-2.13-fsdp2-w2",
+    "megatron": "megatron-0.16-tp2-pp2-dist",
+    "megatron-old": "megatron-0.16-tp2-pp2-legacy",
+    "trainer": "transformers-5.23-trainer",
+    "recorded.chain": "recorded-1/run.chain",
+}
+"""The names in the page, and the samples that have them."""
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Of the model of Megatron's samples, whose arguments leave out some of it."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the checkpoints that the page names."""
+    for name, sample in SAMPLE_OF.items():
+        shutil.copytree(SAMPLES / sample, tmp_path / name, ignore=shutil.ignore_patterns("truth.safetensors"))
+    run = library.open(tmp_path / "run")
+    later = run.replace({"head.weight": np.zeros_like(run["head.weight"])})
+    library.save(later, tmp_path / "later", library.Universal())
+    (tmp_path / "base").mkdir()
+    save_file({"head.weight": np.ones((256, 32), np.float32)}, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "lora_alpha": 4, "r": 2}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    low, high = np.ones((2, 32), np.float32), np.ones((256, 2), np.float32)
+    names = {"base_model.model.head.lora_A.weight": low, "base_model.model.head.lora_B.weight": high}
+    save_file(names, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_blocks(page: str) -> int:
+    """Run the marked blocks of a page in their order. Returns how many there are."""
+    blocks = BLOCK.findall(page)
+    for code, language, text in blocks:
+        if language == "python":
+            exec(compile(text, "a block of Python", "exec"), {})
+            continue
+        for line in text.splitlines():
+            assert line.startswith("$ ckpt ")
+            done = ckpt(*shlex.split(line)[2:])
+            assert done.code == int(code or 0), f"{line}\n{done.out}\n{done.err}"
+    return len(blocks)
+
+
+def test_every_task_of_the_page_is_done(folder: Path) -> None:
+    assert run_blocks(PAGE) >= 30
+    names = {path.name for path in folder.iterdir()} - set(SAMPLE_OF)
+    assert len(names) > 25
+    assert not [name for name in names if name.startswith(".")]
+    assert len(library.open("merged")) == 1
+
+
+def test_no_task_needs_more_than_five_lines_of_python() -> None:
+    blocks = [text for _, language, text in BLOCK.findall(PAGE) if language == "python"]
+    assert blocks
+    assert all(len(text.split("\n\n")) <= 2 and len(list(filter(str.strip, text.splitlines()))) <= 5 for text in blocks)
+
+
+def test_the_first_two_minutes_go_as_the_page_says(folder: Path) -> None:
+    assert run_blocks(START) >= 4
+    assert len(library.open("from-python.safetensors")) == len(library.open("weights.safetensors"))
+
+
+def test_every_block_of_the_page_is_run_but_those_that_need_a_bucket() -> None:
+    rest = re.findall(r"^```\w+\n(.*?)```", BLOCK.sub("", PAGE), re.DOTALL | re.MULTILINE)
+    assert all("s3://" in text for text in rest)
