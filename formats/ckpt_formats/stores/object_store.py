@@ -196,6 +196,19 @@ def open_store(url: str, key: str) -> StorePath:
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
+    pause = _FIRST_PAUSE
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _listed_once(client, url, key)
+        except BaseError as error:
+            if "response body" not in str(error):
+                raise  # the library repeats requests, but not if the body of an answer was cut
+        time.sleep(pause)
+        pause *= 2
+    return _listed_once(client, url, key)
+
+
+def _listed_once(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     objects: dict[str, StoredObject] = {}
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
         objects |= {meta["path"]: described(meta) for meta in page}
