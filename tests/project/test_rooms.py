@@ -5,7 +5,7 @@ import pytest
 
 LIMITS = {
     "ckpt_cli": (8, 11),
-    # `doctor` and `planning` stand alone; `shadow` adds bases to chains, runs jobs, and is read as a checkpoint; `copying`
+    # `doctor` and `planning` stand alone; `shadow` adds bases to chains, runs jobs, is read as a checkpoint; `copying`
     # runs the pipeline on files, not on tensors, and changes chains
     "ckpt": (15, 18),
     "ckpt_formats": (8, 16),  # `stores` reads what lies in buckets: paths and files of `core`

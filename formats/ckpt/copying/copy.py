@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.copying.compare import compare_objects
-from ckpt.copying.selection import ChosenFile, Selection, select
+from ckpt.copying.selection import ChosenFile, ChosenFiles, select
 from ckpt.copying.verbatim import Verbatim
 from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, Result
@@ -60,7 +60,7 @@ class Copy:
         return target_path(self.target)
 
     @cached_property
-    def _selection(self) -> Selection:
+    def _selection(self) -> ChosenFiles:
         return select(source_path(self.source), self.everything)
 
     @cached_property

@@ -53,7 +53,7 @@ class ChosenFile:
 
 
 @dataclass(frozen=True)
-class Selection:
+class ChosenFiles:
     """What is copied of a path."""
 
     source: Checkpoint
@@ -72,7 +72,7 @@ class Selection:
         return sum(one.nbytes for one in (*self.files, *self.last))
 
 
-def select(path: Path, everything: bool = False) -> Selection:
+def select(path: Path, everything: bool = False) -> ChosenFiles:
     """The files of the checkpoint or chain at a path; with `everything`, all files below it.
 
     Raises as `open_checkpoint`: what ckpt does not know, or what is not complete, is not copied.
@@ -114,7 +114,7 @@ def select(path: Path, everything: bool = False) -> Selection:
     names_last = {one.name for one in last}
     files = tuple(one for one in chosen if one.name not in names_last)
     seals = {path: of_file for path, of_file in _by_file(found.seals).items() if path in identities}
-    return Selection(source, files, last, seals, False)
+    return ChosenFiles(source, files, last, seals, False)
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,12 @@ def _segment(run: Path, logged: LoggedSteps) -> tuple[dict[Path, int], list[Path
     return grown, [file for file in files if file not in grown]
 
 
-def _of_file(path: Path, format: str) -> Selection:
+def _of_file(path: Path, format: str) -> ChosenFiles:
     checkpoint = identified(lambda: open_checkpoint(path, ReadOptions()))
     only = ChosenFile(path.name, path, path.stat().st_size)
     identities = {path: checkpoint.identities.get(path) or Identity.of(path.stat())}
     source = Checkpoint(path, Origin(format), {}, notices=checkpoint.notices, identities=identities)
-    return Selection(source, (only,), (), _by_file(checkpoint.seals), True)
+    return ChosenFiles(source, (only,), (), _by_file(checkpoint.seals), True)
 
 
 def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import xxhash
 
 from ckpt.copying.compare import TAG, RunningTag, compare_objects, digest_of
-from ckpt.copying.selection import ChosenFile, Selection
+from ckpt.copying.selection import ChosenFile, ChosenFiles
 from ckpt.pipeline import seals_error
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
@@ -36,7 +36,7 @@ class Verbatim(WritableFormat):
     summary: ClassVar[str] = "the same files"
     needs_model: ClassVar[bool] = False
 
-    selection: Selection = field(repr=False)
+    selection: ChosenFiles = field(repr=False)
     target: Path
     unseen: list[Receipt] = field(default_factory=list, repr=False)
     """Receipts of files that were not yet in the store when `commit` was called."""

@@ -41,7 +41,7 @@ def parts_of(sizes: Mapping[str, int]) -> dict[str, list[int]]:
     return {file: begins for file, begins in found.items() if len(begins) > 1}
 
 
-class _File:
+class _JoinedFile:
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -84,7 +84,7 @@ class JoinedParts:
         own: list[FolderEntry] = self._store.entries(key)
         above = f"{key}/" if key else ""
         files: list[FolderEntry] = [
-            _File(file[len(above) :]) for file in self._begins if file.rpartition("/")[0] == key
+            _JoinedFile(file[len(above) :]) for file in self._begins if file.rpartition("/")[0] == key
         ]
         hidden = {one.name for one in files}
         shown = [one for one in own if (part := _PART.fullmatch(one.name)) is None or part[1] not in hidden]
