@@ -64,7 +64,7 @@ class StoreServer:
 @contextmanager
 def moto() -> Iterator[StoreServer]:
     """moto's server, which keeps objects in memory."""
-    port = _free_port()
+    port = free_port()
     with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port) as server:
         yield server
 
@@ -75,7 +75,7 @@ def seaweedfs(folder: Path) -> Iterator[StoreServer]:
     identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
     identities = {"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}
     (folder / "identities.json").write_text(json.dumps(identities))
-    ports = {name: _free_port() for name in ("s3", "master", "volume", "filer")}
+    ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
     program = Path(sys.executable).with_name("weed")
     command = [
         str(program if program.exists() else _weed()),
@@ -92,7 +92,7 @@ def seaweedfs(folder: Path) -> Iterator[StoreServer]:
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         *(f"-{name}.port={port}" for name, port in ports.items()),
-        *(f"-{name}.port.grpc={_free_port()}" for name in ports),
+        *(f"-{name}.port.grpc={free_port()}" for name in ports),
     ]
     with _running(command, ports["s3"]) as server:
         yield server
@@ -147,7 +147,7 @@ def _make_bucket(server: StoreServer, process: "subprocess.Popen[bytes]") -> Non
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from ckpt_formats.core.errors import Locked
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.stores.bucket import Bucket, Version
 
 SECONDS = 60.0
@@ -95,8 +96,11 @@ class Lease:
 
 @contextmanager
 def hold_lease(bucket: Bucket, key: str, target: object) -> Iterator[Lease]:
-    """Within, this process alone may write the target. Raises `Locked` if another one does."""
-    lease = _take(bucket, key, target)
+    """Within, this process alone may write the target. Raises `Locked` if another one does, and `OutputError`."""
+    try:
+        lease = _take(bucket, key, target)
+    except OSError as error:
+        raise unwritable(error, Path(key)) from error
     try:
         yield lease
     finally:

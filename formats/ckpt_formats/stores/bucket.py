@@ -35,7 +35,8 @@ _SINGLE_REQUEST = 16 << 20
 _PART = 8 << 20
 _MAX_PARTS = 9_000
 """Stores allow 10,000."""
-_ATTEMPT = "ckpt-attempt"
+_ATTEMPT = "ckptattempt"
+"""Azure takes only names that are identifiers."""
 _CLIENT: Any = {"timeout": "300s", "connect_timeout": "10s"}
 """The timeout is that of a whole request: 16 MiB may take it on a slow line."""
 

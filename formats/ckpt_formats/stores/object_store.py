@@ -41,7 +41,7 @@ _ATTEMPTS = 4
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
 _MAX_TEXT = 300
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
 _CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
 
 
@@ -251,6 +251,10 @@ def client_of(url: str, options: Mapping[str, Any] = MappingProxyType({})) -> An
     more: dict[str, Any] = {}
     if url.startswith("s3://") and _needs_boto3():
         more["credential_provider"] = _of_boto3()
+    if url.startswith("az://"):
+        account, _, container = url.removeprefix("az://").partition("/")
+        more["account_name"] = account
+        return obstore.store.AzureStore(container, client_options=client_options, retry_config=_RETRIES, **more)
     return obstore.store.from_url(url, client_options=client_options, retry_config=_RETRIES, **more)
 
 
