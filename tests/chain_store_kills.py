@@ -1,4 +1,5 @@
 """Hundreds of kills of what changes chains in a bucket, and of copies: `python tests/chain_store_kills.py --kills 200`.
+Then pairs of processes that append at once: of the two, one may be refused.
 
 A process is sent SIGKILL at one of its requests, which the store carries out or not, one as often as the other. Then
 the chain is as it was before, or as it is afterwards, and can be verified; a copy is absent or whole. The same command
@@ -29,7 +30,7 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.copying.copy import copy
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.errors import CkptError, Locked, Unsupported
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import Universal
@@ -62,6 +63,7 @@ def work(name: str, folder: str) -> None:
         append(run, open_checkpoint(at / f"state{STEPS}"), None, policy, Resources(workers=1))
 
 
+LOCKED, LATE = 11, 22
 WORKS = ("delta", "base", "tip", "compact", "copy")
 
 
@@ -167,10 +169,49 @@ class Campaign:
         named = {*(one.folder for one in chain.members), index.NAME, *([chain.tip.folder] if chain.tip else [])}
         assert {key[len(CHAIN) + 1 :].partition("/")[0] for key in objects(self.server)} == named
 
+    def pair(self, generator: random.Random) -> str:
+        """Two processes append at once, after random pauses. Who is late says so, or goes on after the other."""
+        self.renew("pair")
+        pauses = [generator.uniform(0, 1.2) for _ in range(2)]
+        processes = [
+            self.processes.Process(
+                target=_appending, args=(str(self.folder), self.server.environment, pause, STEPS + number)
+            )
+            for number, pause in enumerate(pauses)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        codes = [process.exitcode for process in processes]
+        with reached(self.server):
+            run = source_path(f"s3://{BUCKET}/{CHAIN}")
+            steps = [member.step for member in index.read(run).members]
+            done = [STEPS + number for number, code in enumerate(codes) if code == 0]
+            assert done, codes
+            assert set(codes) <= {0, LOCKED, LATE}, codes
+            assert steps == [*range(1, STEPS), *done], (steps, codes)
+            assert not _damage(run), (codes, _damage(run))
+            assert not [key for key in objects(self.server) if "/.ckpt/" in key]
+        return "both" if len(done) == 2 else "one, the other was locked out" if LOCKED in codes else "one was too late"
+
 
 def _damage(run: Path) -> list[object]:
     """What is wrong with a chain, but for copies that are not their masters rounded: one state has such a copy."""
     return [one for one in verify_chain(run, Resources(workers=1)).findings if one.kind != "copy"]
+
+
+def _appending(folder: str, environment: dict[str, str], pause: float, step: int) -> None:
+    """Append a state as that of a step. Ends with `LOCKED` or `LATE`, as the command does with 11 and 22."""
+    os.environ.update(environment)
+    time.sleep(pause)
+    state = open_checkpoint(Path(folder) / f"state{STEPS}")
+    try:
+        append(source_path(f"s3://{BUCKET}/{CHAIN}"), state, step, DeltaPolicy(), Resources(workers=1))
+    except Locked:
+        os._exit(LOCKED)
+    except Unsupported:  # the other one has appended a later step
+        os._exit(LATE)
 
 
 def _child(name: str, folder: str, environment: dict[str, str], told: object) -> None:
@@ -193,8 +234,10 @@ def _timeless(chain: index.ChainIndex) -> index.ChainIndex:
     return replace(chain, members=tuple(replace(one, time="") for one in chain.members))
 
 
-def campaign(kills: int, seed: int, folder: Path, say: Callable[[str], None] = lambda text: None) -> Counter[str]:
-    """So many kills, of each work in turn. What was seen."""
+def campaign(
+    kills: int, seed: int, folder: Path, pairs: int = 0, say: Callable[[str], None] = lambda text: None
+) -> Counter[str]:
+    """So many kills, of each work in turn, and pairs of processes that append at once. What was seen."""
     generator, seen = random.Random(seed), Counter[str]()
     with moto() as server, killing(server) as killer:
         one = Campaign(server, killer, folder)
@@ -203,18 +246,24 @@ def campaign(kills: int, seed: int, folder: Path, say: Callable[[str], None] = l
             seen[f"{name}: {one.kill(name, generator)}"] += 1
             if number % 20 == 19:
                 say(f"{number + 1} kills")
+        for _ in range(pairs):
+            seen[f"pair: {one.pair(generator)}"] += 1
     return seen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     given = parser.parse_args()
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        seen = campaign(given.kills, given.seed, Path(folder), lambda text: print(text, flush=True))
-    print(f"seed {given.seed}: {given.kills} kills, {time.process_time() - began:.0f} s of this process")
+        seen = campaign(given.kills, given.seed, Path(folder), given.pairs, lambda text: print(text, flush=True))
+    print(
+        f"seed {given.seed}: {given.kills} kills, {given.pairs} pairs, "
+        f"{time.process_time() - began:.0f} s of this process"
+    )
     for what, count in sorted(seen.items()):
         print(f"{count:6}  {what}")
 
