@@ -1,8 +1,12 @@
 """A copy in a bucket that follows a chain: members and the log as they come, in parts, and never half of either."""
 
+import fcntl
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,9 +91,10 @@ def test_a_log_is_followed_in_parts(
     assert files(tmp_path / "back") == files(RECORDED)
 
 
-def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "is_growing", lambda segment: segment.name.endswith("3") and len(seen) < 2)
+def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:
     seen: list[follow.Brought] = []
+    rank = (run / "gradients-0000000003" / "rank-00001.ckg").open("rb")
+    fcntl.flock(rank, fcntl.LOCK_EX)  # as a recorder does
 
     def note(brought: follow.Brought) -> None:
         seen.append(brought)
@@ -97,9 +102,27 @@ def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path, monkey
             pass  # nobody else changes it
         if len(seen) == 1:
             grow(run)
+        else:
+            rank.close()
 
     library.follow_copy(run, THERE, every=0.01, stop=threading.Event(), on_update=note)
     assert [(one.last, one.grows) for one in seen] == [(4, True), (6, True), (6, False)]
+    assert not any("/.ckpt/" in key for key in keys(user))
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_a_signal(user: StoreServer, run: Path) -> None:
+    command = [sys.executable, "-m", "ckpt_cli", "copy", str(run), THERE, "--follow", "--every", "0.2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        said = [json.loads(following.stdout.readline())]
+        grow(run)
+        while said[-1]["last"] < 6:
+            said.append(json.loads(following.stdout.readline()))
+        following.send_signal(signal.SIGINT)
+        assert following.wait(30) == 0
+    assert said[0]["last"] == 4
+    assert ckpt("diff", f"{THERE}@6", f"{RECORDED}@6").code == 0
     assert not any("/.ckpt/" in key for key in keys(user))
 
 

@@ -100,8 +100,10 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
 def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> Checkpoint | None:
     """The checkpoint that the last member was appended from; None if it is not there any more."""
     path, options = run / noted.path, _options(source)
-    if isinstance(path, StorePath):
-        path = as_now(path.resolve())
+    try:
+        path = as_now(path.resolve()) if isinstance(path, StorePath) else path
+    except CkptError:
+        return None
     if noted.content != last.content or options is None or not path.exists():
         return None
     if _is_same(path, source.path):
