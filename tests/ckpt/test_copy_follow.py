@@ -15,10 +15,11 @@ import obstore
 import pytest
 
 import ckpt as library
+import growing_log
 from ckpt.chains.places import changed
 from ckpt.copying import follow
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import Corrupt, Locked, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, Corrupt, Locked, OutputError, Unsupported
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
@@ -108,6 +109,26 @@ def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> Non
     library.follow_copy(run, THERE, every=0.01, stop=threading.Event(), on_update=note)
     assert [(one.last, one.grows) for one in seen] == [(4, True), (6, True), (6, False)]
     assert not any("/.ckpt/" in key for key in keys(user))
+
+
+@pytest.mark.slow
+def test_at_each_moment_of_a_log_that_grows_the_copy_has_its_steps(user: StoreServer, tmp_path: Path) -> None:
+    run, seen = tmp_path / "run.chain", set[int]()
+    for _ in growing_log.grow(RECORDED, run, seed=1, pieces=8):
+        try:
+            steps = list(library.Chain(run))
+        except CkptError:
+            continue  # a rank has no head of its file yet
+        if any(not one.stat().st_size for one in run.rglob("*.ckg")):
+            continue
+        library.update_copy(run, THERE)
+        assert list(library.Chain(THERE)) == steps
+        if steps[-1] not in seen:
+            seen.add(steps[-1])
+            assert ckpt("diff", THERE, run).code == 0
+    assert len(seen) > 3
+    library.copy(THERE, tmp_path / "back")
+    assert files(tmp_path / "back") == files(RECORDED)
 
 
 @pytest.mark.slow

@@ -115,17 +115,31 @@ class _ChainCopy:
             files = [path for _, path in below(run / name)]
             for path in sorted(files, key=lambda path: (is_mark(path.name), path.name)):
                 self._put_file(run, path, there)
+        segments = list[LoggedSteps]()
         for one in chain.segments:
-            end = self._put_segment(run, one, there)
+            try:
+                end = self._put_segment(run, one, there)
+            except (Incomplete, Corrupt):
+                if one not in growing or one.folder in self._listed_segments:
+                    raise
+                end = None
+            if end is None:
+                continue  # it has just begun: a rank has written nothing yet
+            segments.append(one)
             last = end if last is None else max(last, end)
-        listed = replace(chain, appended_from=None)  # a path that is relative to the other chain
-        if listed != self.place.chain:
+        # The path that is noted is relative to the other chain.
+        listed = replace(chain, segments=tuple(segments), appended_from=None)
+        if listed != self.place.chain and (listed.members or listed.segments):
             self.place.replace(listed)
             self.place.chain = listed
             self.place.look()
             self.place.remove(self.place.leftovers(listed))
         new = [there[key].nbytes for key in there.keys() - before]
         return Brought(len(new), sum(new), last, bool(growing))
+
+    @property
+    def _listed_segments(self) -> set[str]:
+        return set() if self.place.chain is None else {one.folder for one in self.place.chain.segments}
 
     def _check_same(self, chain: ChainIndex) -> None:
         """Raise `OutputError` if the copy is one of another chain."""
@@ -140,10 +154,12 @@ class _ChainCopy:
         if not common or any(there[name] != contents[name] for name in common):
             raise OutputError("there is another chain", where=self.place.run, hint=_HINT)
 
-    def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, StoredObject]) -> int:
-        """Put what is new of a segment of the log. Returns its last step."""
+    def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, StoredObject]) -> int | None:
+        """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
         segment = open_steps(run, logged)
         ends = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
+        if not all(ends.values()):
+            return None
         for _, path in below(run / logged.folder):
             if path not in ends:
                 self._put_file(run, path, there)
@@ -193,10 +209,7 @@ class _ChainCopy:
 
     def _is_named(self, key: str) -> bool:
         name = key[len(self.place.run.key) + 1 :].partition("/")[0]
-        return self.place.chain is not None and name in {
-            *_folders(self.place.chain),
-            *(one.folder for one in self.place.chain.segments),
-        }
+        return self.place.chain is not None and name in _folders(self.place.chain) | self._listed_segments
 
     def _key(self, run: Path, path: Path) -> str:
         return f"{self.place.run.key}/{path.relative_to(run).as_posix()}"
