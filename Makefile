@@ -16,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples clean
+.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples pictures browser clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -28,7 +28,7 @@ quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in a minut
 	$(MAKE) --jobs 2 lint docs
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
-check: $(VENV)/.tested $(VENV)/.kernels  ## everything that CI runs
+check: $(VENV)/.tested $(VENV)/.kernels browser  ## everything that CI runs
 	$(MAKE) --jobs 2 lint docs
 	$(PYTEST)
 
@@ -70,6 +70,12 @@ aarch64: $(VENV)/.tested  ## the kernels of aarch64 against those of this machin
 
 test: $(VENV)/.tested $(VENV)/.kernels
 	$(PYTEST)
+
+browser: $(VENV)/.tested  ## what the tests of pages need beside Python: a Chromium, and axe-core from npm
+	$(BIN)/python tests/browsing.py
+
+pictures: $(VENV)/.tested $(VENV)/.kernels browser  ## the pictures of pages in docs/pictures
+	$(BIN)/python docs/make_page_pictures.py
 
 samples: $(VENV)/.tested $(VENV)/.kernels  ## make sample_checkpoints/ again, with the real engines
 	$(BIN)/python sample_checkpoints/make.py

@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_cli.views.page import assemble, resource
+from ckpt_cli.views.page import page
 
 _WEB = Path(__file__).with_name("web")
 
 
 def page_of(facts: Mapping[str, Any]) -> str:
     """The page, of ASCII characters only. `facts`: those of `--json`, with `curves`."""
-    scripts = [resource(f"{name}.js") for name in ("elements", "numbers", "tip", "charts")]
-    style = resource("page.css") + (_WEB / "simulation.css").read_text("ascii")
-    body = "\n".join([*scripts, (_WEB / "simulation.js").read_text("ascii")])
-    return assemble((_WEB / "simulation.html").read_text("ascii"), style, body, facts)
+    return page("simulate_training", ("charts", "simulation"), facts, _WEB)

@@ -4,14 +4,14 @@ from typing import Any
 
 import click
 
-from ckpt_cli.options.command import command
+from ckpt_cli.options.command import command, html
 from ckpt_cli.options.plan import plan_options
 from ckpt_cli.options.types import CheckpointPath
 
 
 @command("plan")
 @click.argument("chain", type=CheckpointPath(), required=False)
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
+@html
 @plan_options
 def plan(chain: str | None, options: Any, as_json: bool) -> None:
     from ckpt_cli.views.plan import show_plan

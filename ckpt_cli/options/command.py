@@ -52,6 +52,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 
 
+html = click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
+
 _MEMORY = click.option(
     "--memory",
     type=SizeType(),

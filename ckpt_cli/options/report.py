@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.options.command import html
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip
 
@@ -67,7 +68,7 @@ def report_options(command: F) -> F:
             click.option(
                 "--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."
             ),
-            click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser."),
+            html,
             group="Report",
         ),
     )

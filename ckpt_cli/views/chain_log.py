@@ -19,10 +19,18 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 80
 
 
-def show_log(run: Path, as_json: bool) -> None:
-    """Show the steps of a chain."""
+def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
+    """Show the steps of a chain, and write them as a page."""
+    if html is not None:
+        from ckpt_cli.views import page
+
+        page.check_place(html, "log")
     chain = index.read(run)
     segments = open_segments(run, chain)
+    if html is not None:
+        from ckpt_cli.views import log_page
+
+        page.write(log_page.page_of(run, to_json(chain, segments)), html, "log")
     if as_json:
         data(to_json(chain, segments))
         return

@@ -4,10 +4,10 @@ from typing import Any
 
 from ckpt.compare.pairs import Diff
 from ckpt.compare.to_json import facts, totals
-from ckpt_cli.views.page import page, resource
+from ckpt_cli.views.page import page
 from ckpt_formats.core.checkpoint import Checkpoint
 
-_SCRIPTS = ("facts", "elements", "numbers", "head", "cells", "map", "tip", "histograms", "values", "table", "start")
+_SCRIPTS = ("listing", "diff", "head", "cells", "map", "histograms", "values", "table", "start")
 _DRAWN = {
     "cells": ("layer", "role", "state"),
     "layers": ("layer", "state"),
@@ -19,7 +19,7 @@ _DRAWN = {
 
 def page_of(first: Checkpoint, second: Checkpoint, diff: Diff) -> str:
     """The page, of ASCII characters only. Equal differences give equal pages."""
-    return page("page.html", resource("page.css"), _SCRIPTS, page_facts(first, second, diff))
+    return page("diff", _SCRIPTS, page_facts(first, second, diff))
 
 
 def page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, Any]:

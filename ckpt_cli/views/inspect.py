@@ -37,7 +37,7 @@ def print_json(checkpoint: Checkpoint) -> None:
     data(
         {
             "path": str(checkpoint.path),
-            "format": _format_name(checkpoint),
+            "format": format_name(checkpoint),
             "origin": _origin(checkpoint),
             "parameters": _parameters(sizes.table(checkpoint)),
             "aliases": dict(checkpoint.aliases),
@@ -58,7 +58,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     from ckpt_cli.views import name_tree
 
     origin = checkpoint.origin
-    click.echo(f"{printable(str(checkpoint.path))}: {_format_name(checkpoint)}")
+    click.echo(f"{printable(str(checkpoint.path))}: {format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
     laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
@@ -130,14 +130,20 @@ def print_ranks(
 
 def grid(checkpoint: Checkpoint) -> Iterator[str]:
     """A row for each file: the columns are the parameters in order, and those that it has a part of are marked."""
-    columns: dict[Path, set[int]] = {}
-    for path, _, _, first, last in _ranges(checkpoint):
-        columns.setdefault(path, set()).update(range(first, last + 1))
+    columns = _columns(checkpoint)
     rows = [
         (_rank(s.rank, s.path.name), s.role, columns.get(s.path, set()), format_nbytes(s.nbytes))
         for s in checkpoint.files[:_MAX_FILES]
     ]
     return _rows(rows, len(checkpoint.files))
+
+
+def columns_of_files(checkpoint: Checkpoint) -> dict[Path, str]:
+    """For each file that has values of parameters: a 1 for each column of the picture that it has a part of, else 0."""
+    return {
+        path: "".join("1" if i in columns else "0" for i in range(_COLUMNS))
+        for path, columns in _columns(checkpoint).items()
+    }
 
 
 def grid_after(checkpoint: Checkpoint, parts: Sequence[FilePlan]) -> Iterator[str]:
@@ -195,10 +201,18 @@ class _ColumnsOfFiles:
         return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
 
 
-def _format_name(checkpoint: Checkpoint) -> str:
+def format_name(checkpoint: Checkpoint) -> str:
     """The name of the format at the checkpoint's path; `shadow` if it was not opened from files."""
     is_opened = any(isinstance(edit, Opened) for edit in checkpoint.history)
     return detect(checkpoint.path).name if is_opened else "shadow"
+
+
+def _columns(checkpoint: Checkpoint) -> dict[Path, set[int]]:
+    """The columns of the picture that each file has a part of."""
+    columns: dict[Path, set[int]] = {}
+    for path, _, _, first, last in _ranges(checkpoint):
+        columns.setdefault(path, set()).update(range(first, last + 1))
+    return columns
 
 
 def _ranges(checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int, int, int]]:

@@ -1,44 +1,72 @@
 """Pages that commands write for a browser: one file each, which needs no network and no server.
 
-Their parts are in the folder `web`. All values are in one JSON object, escaped so that no part of it can be read as
-HTML; the script shows them as text, never as markup. A page's policy forbids every request, and every script and style
-except these two, which it names by their hashes.
+Their parts are in the folder `web`: one base template and one style sheet for all pages, and scripts that several
+pages share. All values are in one JSON object, escaped so that no part of it can be read as HTML; the script shows
+them as text, never as markup. A page's policy forbids every request, and every script and style except these two,
+which it names by their hashes.
 """
 
 import base64
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_formats.core.errors import NoSpace, OutputError
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.text import PARTIAL
 
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
-def page(template: str, style: str, scripts: Sequence[str], facts: Mapping[str, Any]) -> str:
+    from jinja2 import Environment
+
+_SHARED = ("elements", "numbers", "tip")
+"""The scripts of every page."""
+
+
+def page(command: str, scripts: Sequence[str], facts: Mapping[str, Any], own: Path | None = None) -> str:
     """A page, of ASCII characters only. Equal facts give equal pages.
 
     Args:
-        template: The name of the HTML file.
-        style: The content of its style sheet.
-        scripts: The names of its scripts without `.js`, in their order.
+        command: The command that writes it. `COMMAND.html` is its template.
+        scripts: The names of its scripts without `.js`, in their order, after those of every page.
         facts: What the scripts show.
+        own: A folder with the template, with scripts, and with a style sheet of its own, `COMMAND.css`.
     """
-    body = "\n".join(resource(f"{name}.js") for name in scripts)
-    return assemble(resource(template), style, body, facts)
+    from markupsafe import Markup
 
-
-def assemble(template: str, style: str, body: str, facts: Mapping[str, Any]) -> str:
-    """A page from the contents of its HTML file, style sheet and scripts; `facts` are what the scripts show."""
+    folders: list[Traversable] = [files(__package__).joinpath("web"), *([] if own is None else [own])]
+    style = _resource(folders, "page.css") + ("" if own is None else _resource(folders, f"{command}.css"))
+    body = "\n".join(_resource(folders, f"{name}.js") for name in (*_SHARED, *scripts))
     script = f'"use strict";\n(() => {{\n{body}}})();\n'
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
+    # These are no text: our own files and their hashes, and JSON in which nothing has a meaning in HTML.
     parts = {"policy": policy, "style": style, "script": script, "facts": _inert(facts)}
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    inert = {name: Markup(part) for name, part in parts.items()}
+    return _environment(folders).get_template(f"{command}.html").render(command=command, **inert)
+
+
+def _environment(folders: "Sequence[Traversable]") -> "Environment":
+    """The templates of some folders. Every value is escaped, and a name that is not given is an error."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined  # only a run that writes a page needs it
+
+    return Environment(
+        loader=FunctionLoader(lambda name: _resource(folders, name)),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _resource(folders: "Sequence[Traversable]", name: str) -> str:
+    """The content of a file in the first of these folders that has it."""
+    return next(folder for folder in folders if folder.joinpath(name).is_file()).joinpath(name).read_text("ascii")
 
 
 def check_place(target: Path, command: str) -> None:
@@ -81,11 +109,6 @@ def _is_page(path: Path, command: str) -> bool:
             return path.is_file() and file.read(len(sign)) == sign
     except OSError:
         return False
-
-
-def resource(name: str) -> str:
-    """The content of a file in the folder `web`."""
-    return files(__package__).joinpath("web", name).read_text("ascii")
 
 
 def _hash(text: str) -> str:

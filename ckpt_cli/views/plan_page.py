@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt.planning.schedule import FailurePlan
 from ckpt.planning.search import max_steps
 from ckpt.planning.waste import waste, waste_logged
-from ckpt_cli.views.page import page, resource
+from ckpt_cli.views.page import page
 
 if TYPE_CHECKING:
     from ckpt_cli.views.plan import PlanReport
 
-_SCRIPTS = ("elements", "numbers", "tip", "charts", "plan")
+_SCRIPTS = ("charts", "plan")
 _POINTS = 160
 _SPAN = 30.0
 """The curves reach from the shortest interval of the plan by this to the longest times this."""
@@ -18,8 +18,7 @@ _SPAN = 30.0
 
 def page_of(report: "PlanReport", fields: dict[str, Any]) -> str:
     """The page, of ASCII characters only. `fields`: those of `--json`. Equal plans give equal pages."""
-    style = resource("page.css") + resource("plan.css")
-    return page("plan.html", style, _SCRIPTS, {**fields, "curves": curves(report.plan)})
+    return page("plan", _SCRIPTS, {**fields, "curves": curves(report.plan)})
 
 
 def curves(plan: FailurePlan) -> dict[str, list[tuple[int, float]]]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
     from ckpt_formats.core.layout import Rule
+    from ckpt_formats.core.notebook import NotebookProgress
     from ckpt_formats.core.notices import Notice
     from ckpt_formats.core.tensor import Tensor
     from ckpt_formats.engines.dcp import DCP
@@ -91,6 +92,7 @@ _NAMES = {
     ),
     "ckpt_formats.core.format": ("FilePlan", "Plan", "WritableFormat"),
     "ckpt_formats.core.layout": ("Rule",),
+    "ckpt_formats.core.notebook": ("NotebookProgress",),
     "ckpt_formats.core.notices": ("Notice",),
     "ckpt_formats.core.tensor": ("Tensor",),
     "ckpt_formats.engines.dcp": ("DCP",),
@@ -138,6 +140,7 @@ __all__ = [
     "MegatronLegacy",
     "NoSpace",
     "NotFound",
+    "NotebookProgress",
     "Notice",
     "OutputError",
     "Parameter",

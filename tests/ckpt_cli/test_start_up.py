@@ -15,7 +15,7 @@ from ckpt import job
 from damage import SAMPLES, ckpt
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "numpy", "rich", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
+HEAVY = {"torch", "numpy", "rich", "jinja2", "ml_dtypes", "xxhash", "isal", "json", "tomllib", "importlib.metadata"}
 ENGINES = {"torch", "deepspeed", "megatron", "transformers", "safetensors", "cloudpickle", "dill", "pandas"}
 
 REPORT = """

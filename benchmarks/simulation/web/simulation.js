@@ -1,6 +1,5 @@
 // Simulated trainings: curves of lost time for one setting at a time, a table, what papers claim, and all sources.
 
-const facts = JSON.parse(document.getElementById("facts").textContent);
 const LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 44, LEAST = 1e-4;
 const OURS = ["log", "bases", "topk", "shadow"], systems = Object.keys(facts.systems);
 const look = (system) => `s${systems.indexOf(system)}${OURS.includes(system) ? " own" : ""}`;
@@ -46,21 +45,21 @@ function chart(name, wide, tall) {
 
 function table(name) {
   const rows = rowsOf(name), best = largest(rows.map((row) => row.effective));
-  by("table-title").textContent = `${facts.settings[name].title}: a failure every ${duration(facts.settings[name].figures.mtbf.value)}`;
-  by("rows").replaceChildren(...rows.map((row) => el("tr", { class: row.effective === best ? "best" : null },
+  by("systems-title").textContent = `${facts.settings[name].title}: a failure every ${duration(facts.settings[name].figures.mtbf.value)}`;
+  by("systems-rows").replaceChildren(...rows.map((row) => el("tr", { class: row.effective === best ? "best" : null },
     el("th", { class: "text", scope: "row" }, el("span", { class: `swatch ${look(row.system)}`, "aria-hidden": "true" }), facts.systems[row.system]),
     ...[`${hundredths(row.effective)} \u00b1 ${(100 * row.error).toFixed(2)}`, hundredths(row.overhead), plural(row.every, "step"), number(row.repeated_steps), duration(row.recovery), bytes(row.stored_day || null), bytes(row.sent_day || null)].map((text) => el("td", {}, text)),
     el("td", { class: "notes" }, row.notes.join("; ")))));
 }
 
 function claims() {
-  by("claims").replaceChildren(...facts.claims.map((one) => el("tr", {}, el("td", { class: "text" }, one.claim), el("td", {}, one.published),
+  by("claims-rows").replaceChildren(...facts.claims.map((one) => el("tr", {}, el("th", { class: "text", scope: "row" }, one.claim), el("td", {}, one.published),
     el("td", { class: one.holds ? null : "differs" }, one.holds ? one.simulated : `${one.simulated} (differs)`), el("td", { class: "text source" }, one.source))));
 }
 
 function sources(name) {
   const figures = [...Object.entries(facts.settings[name].figures), ...Object.entries(facts.figures)];
-  by("sources").replaceChildren(...figures.map(([key, one]) => el("tr", {}, el("td", { class: "text" }, key.replace(/_/g, " ")), el("td", {}, number(one.value)), el("td", { class: `text source${one.source.startsWith("assumed") ? " assumed" : ""}` }, one.source))));
+  by("sources-rows").replaceChildren(...figures.map(([key, one]) => el("tr", {}, el("th", { class: "text", scope: "row" }, key.replace(/_/g, " ")), el("td", {}, number(one.value)), el("td", { class: `text source${one.source.startsWith("assumed") ? " assumed" : ""}` }, one.source))));
 }
 
 function show(name) {
@@ -73,7 +72,9 @@ by("lead").textContent = `${integer(facts.failures)} simulated failures for each
 by("setting").append(...Object.entries(facts.settings).map(([name, one]) => el("option", { value: name }, one.title)));
 by("setting").addEventListener("change", (event) => show(event.target.value));
 by("legend").append(...systems.map((system) => el("span", { class: look(system) }, el("span", { class: "line" }), facts.systems[system])));
-by("heads").append(...["system", "effective", "overhead", "a state each", "steps again", "back after", "stored a day", "sent a day", "notes"].map((name, i) => el("th", { class: i && i < 8 ? null : "text", scope: "col" }, name)));
+plainHeads("systems", ["system", "effective", "overhead", "a state each", "steps again", "back after", "stored a day", "sent a day", "notes"], [8]);
+plainHeads("claims", ["claim", "published", "simulated", "source"], [3]);
+plainHeads("sources", ["figure", "value", "source"], [2]);
 const redraw = fitted(by("chart"), (wide, tall) => chart(by("setting").value, wide, tall));
 claims();
 show(by("setting").value);

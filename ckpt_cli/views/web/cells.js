@@ -69,7 +69,7 @@ function pick(cell) {
   const same = chosen.picked && cell && keyOf(chosen.picked.layer, chosen.picked.role) === keyOf(cell.layer, cell.role);
   chosen.picked = same ? null : cell;
   for (const node of document.querySelectorAll("[data-cell]")) node.classList.toggle("picked", isPicked(node.dataset.cell));
-  table(true);
+  table();
 }
 
 const isPicked = (key) => chosen.picked !== null && key === keyOf(chosen.picked.layer, chosen.picked.role);

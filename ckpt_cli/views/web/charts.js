@@ -19,7 +19,7 @@ function bytes(count) {
 function fitted(place, draw) {
   let width = 0;
   const fit = () => {
-    const now = clamp(Math.floor(place.clientWidth), 280, 1200);
+    const now = clamp(Math.floor(place.clientWidth), 280, 1400);
     if (now === width) return;
     width = now;
     hideTip();

@@ -6,18 +6,16 @@ function head() {
   const count = (...names) => names.reduce((sum, name) => sum + (kinds[name] || 0), 0);
   const compared = count("equal", "changed", "retyped"), unequal = count("changed", "retyped");
   const total = facts.total, share = total.elements ? total.changed / total.elements : 0;
-  const verdict = by("verdict");
   if (facts.same) {
-    verdict.textContent = "The same, bit for bit";
-    verdict.className = "well";
+    verdict("The same, bit for bit", "diff");
+    by("verdict").className = "well";
   } else if (!unequal && count("missing", "added", "reshaped") === 0) {
-    verdict.textContent = "Every tensor is the same; other things differ";
+    verdict("Every tensor is the same; other things differ", "diff");
   } else {
-    verdict.textContent = !unequal ? "Not the same tensors" : unequal === compared
+    verdict(!unequal ? "Not the same tensors" : unequal === compared
       ? (compared === 1 ? "The tensor differs" : `All ${integer(compared)} tensors differ`)
-      : `${integer(unequal)} of ${integer(compared)} tensors differ`;
+      : `${integer(unequal)} of ${integer(compared)} tensors differ`, "diff");
   }
-  document.title = `${verdict.textContent} \u00b7 ckpt diff`;
   by("lead").textContent = lead(compared, count("missing"), count("added"), count("reshaped"));
   by("sides").append(side(0), el("span", { class: "arrow", "aria-hidden": "true" }, "\u2192"), side(1));
   const tiles = [
@@ -54,23 +52,11 @@ function side(i) {
   const tags = [engine, `format ${facts.formats[i]}`, facts.steps[i] === null ? null : `step ${facts.steps[i]}`, facts.layouts[i] || null];
   return el("div", { class: "side" },
     el("div", { class: "which" }, ["first", "second"][i]),
-    el("div", { class: "name" }, shown(path.split("/").pop() || path)),
-    el("div", { class: "path" }, shown(path)),
+    el("div", { class: "name" }, named(path.split("/").pop() || path)),
+    el("div", { class: "path" }, named(path, 400)),
     el("ul", { class: "tags" },
       ...tags.filter(Boolean).map((tag) => el("li", {}, shown(tag))),
       loss ? el("li", { class: "warn" }, `${plural(loss, "state is", "states are")} approximate`) : el("li", { class: "good" }, "exact")));
-}
-
-function tile(title, big, small, share = null) {
-  const bar = share === null ? null : el("span", { class: "bar", "aria-hidden": "true" }, wide(share));
-  return el("div", { class: "tile" }, el("dt", {}, title), el("dd", {}, el("div", { class: "big" }, big), el("div", { class: "small" }, small), bar));
-}
-
-function wide(share) {
-  const bar = el("span");
-  bar.style.width = `${100 * clamp(share, 0, 1)}%`;
-  if (share === 0) bar.style.minWidth = "0";
-  return bar;
 }
 
 function cosine(value) {

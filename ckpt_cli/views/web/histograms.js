@@ -30,7 +30,7 @@ function histograms() {
   const across = (k) => left + (k - low) / (high - low) * (room - left - right);
   const bottom = drawn.length * tall, top = drawn.length > 12 ? 22 : 0;
   const rowsDrawn = drawn.map((row, i) => histogramRow(row, i, tall, across, left, room, right));
-  const picture = svg("svg", { width: room, height: top + bottom + 26, role: "group", "aria-label": "Histograms of the size of changes" },
+  const picture = svg("svg", { width: room, height: top + bottom + 26, viewBox: `0 0 ${room} ${top + bottom + 26}`, role: "group", "aria-label": "Histograms of the size of changes" },
     svg("g", { transform: `translate(0 ${top})` }, axis(low, high, across, bottom, top > 0), ...rowsDrawn));
   const still = rows.length - all.length;
   place.replaceChildren(picture, still ? el("p", { class: "note" }, `${plural(still, "row has", "rows have")} no changed value and ${still === 1 ? "is" : "are"} left out.`) : "", rest(all.length) || "");

@@ -29,11 +29,12 @@ function legend(scale, measure) {
 function familyMap(family, scale, measure, named) {
   const layers = [...family.layers].sort((a, b) => a[1] - b[1]).slice(0, MOST), roles = [...family.roles.keys()];
   const room = by("map").clientWidth || 1000;
-  const label = clamp(largest(roles.map((role) => shown(role).length || 8)) * 7 + 14, 96, Math.max(110, room * 0.3));
+  const label = clamp(largest(roles.map((role) => shown(role).length || 8)) * 7 + 14, 96, Math.max(110, room * (room < 500 ? 0.5 : 0.3)));
   const width = clamp((room - label - 2) / layers.length, 2, 96), gap = width >= 9 ? 2 : width >= 5 ? 1 : 0;
   const height = roles.length > 24 ? 20 : 28, bars = profileOf(layers, label, width, gap), top = (bars.length ? PROFILE : 0) + 20;
   const grid = svg("g", { role: "grid", "aria-label": `Heat map of ${shown(family.prefix) || "the layers"}, rows are roles and columns layers` });
-  const picture = svg("svg", { width: label + width * layers.length + 2, height: top + height * roles.length + 4 }, hatching(), grid);
+  const wide = label + width * layers.length + 2, tall = top + height * roles.length + 4;
+  const picture = svg("svg", { width: wide, height: tall, viewBox: `0 0 ${wide} ${tall}` }, hatching(), grid);
   picture.append(...bars, ...layerNumbers(layers, label, width, top - 6));
   const nodes = [];
   roles.forEach((role, y) => {
@@ -99,7 +100,7 @@ function outside(cells, scale, measure, beside) {
   const chips = cells.slice(0, MOST).map((cell) => el("button", {
     type: "button", class: `chip${isPicked(keyOf(cell.layer, cell.role)) ? " picked" : ""}`, "aria-label": spoken(cell), "data-cell": keyOf(cell.layer, cell.role),
     onclick: () => pick(cell), ...tipping(() => tipOf(cell)),
-  }, el("i", { class: `swatch ${paint(cell, scale, measure)}` }), el("span", { class: "mono" }, el("bdi", { dir: "ltr" }, shown(fullName(cell))))));
+  }, el("i", { class: `swatch ${paint(cell, scale, measure)}` }), el("span", { class: "mono" }, el("bdi", { dir: "ltr" }, shown(fullName(cell)) || "(no name)"))));
   return el("div", { id: "outside" }, beside ? el("h3", {}, "Outside the layers") : null, el("div", { id: "chips" }, ...chips), rest(cells.length));
 }
 

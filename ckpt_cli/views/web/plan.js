@@ -1,6 +1,5 @@
 // The plan: a verdict, the curves of waste over the interval, and a table.
 
-const facts = JSON.parse(document.getElementById("facts").textContent);
 const NAMES = { bases: "bases only", logged: "with a log", young: "Young", daly: "Daly" };
 const LEFT = 50, RIGHT = 14, TOP = 12, BOTTOM = 44;
 const every = (steps) => `${plural(steps, "step")} (${duration(steps * facts.run.step)})`;
@@ -8,19 +7,17 @@ const schedules = ["bases", "logged", "young", "daly"].filter((name) => facts[na
 
 function head() {
   const best = facts[facts.best];
-  by("verdict").textContent = `A base every ${every(best.base_steps)}`;
-  document.title = `${by("verdict").textContent} \u00b7 ckpt plan`;
+  verdict(`A base every ${every(best.base_steps)}`, "plan");
   const flush = best.flush_steps === null ? "" : ` and a flush of the log every ${every(best.flush_steps)}`;
   const log = !facts.logged ? "A log of gradients was not planned." : facts.log_pays
     ? `The log pays: the run takes ${percent(facts.bases.gain)} less time than with bases only.`
     : "A log of gradients does not pay: bases only waste less.";
   by("lead").textContent = `With it${flush}, failures and checkpoints waste ${percent(best.waste)} of the time. ${log}`;
-  const tile = (name, big, small) => el("div", { class: "tile" }, el("dt", {}, name), el("dd", { class: "big" }, big), el("dd", { class: "small" }, small));
   by("tiles").append(
     tile("wasted", percent(best.waste), "of the time"),
     tile("a failure every", duration(facts.run.mtbf), "on average"),
     tile("against Young", percent(facts.young.gain), "less time"),
-    tile("written", bytes(best.day_nbytes), "a day"),
+    ...(best.day_nbytes === null ? [] : [tile("written", bytes(best.day_nbytes), "a day")]),
   );
 }
 
@@ -73,10 +70,10 @@ function marker(name, across, up) {
 }
 
 function table() {
-  by("heads").append(...["schedule", "base every", "flush every", "wasted", "simulated", "written a day", "the plan takes"].map((name, i) => el("th", { class: i ? null : "text", scope: "col" }, name)));
+  plainHeads("schedules", ["schedule", "base every", "flush every", "wasted", "simulated", "written a day", "the plan takes"]);
   for (const name of schedules) {
     const one = facts[name], simulated = facts.simulated[name];
-    by("rows").append(el("tr", {}, el("th", { class: "text", scope: "row" }, NAMES[name]), ...[
+    by("schedules-rows").append(el("tr", {}, el("th", { class: "text", scope: "row" }, NAMES[name]), ...[
       every(one.base_steps), one.flush_steps === null ? "\u2013" : every(one.flush_steps), percent(one.waste),
       simulated ? percent(simulated.waste) : "\u2013", bytes(one.day_nbytes), name === facts.best ? "\u2013" : `${percent(one.gain)} less time`,
     ].map((text) => el("td", {}, text))));

@@ -31,14 +31,13 @@ function stateButtons() {
 head();
 stateButtons();
 values();
-kinds();
-heads();
-table();
+redrawTensors = listing({
+  id: "tensors", noun: "tensor", columns: COLUMNS, rows: facts.tensors, keep: isListed, sort: "relative",
+  kind: (row) => row.kind, kinds: ["changed", "retyped", "reshaped", "missing", "added", "equal"],
+});
 by("measure").addEventListener("change", map);
 by("grouping").addEventListener("change", histograms);
-by("table-state").addEventListener("change", () => table(true));
-by("filter").addEventListener("input", () => table(true));
-by("more").addEventListener("click", () => { chosen.shown += STEP; table(); });
-by("unselect").addEventListener("click", () => pick(chosen.picked));
+by("table-state").addEventListener("change", table);
+by("tensors-unselect").addEventListener("click", () => pick(chosen.picked));
 let waiting = 0;
 addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => { map(); histograms(); }, 120); });

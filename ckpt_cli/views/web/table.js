@@ -1,55 +1,8 @@
-// The table of all tensors.
+// The table of all tensors of `diff`.
 
-const COLUMNS = [
-  ["name", "tensor", (row) => row.name], ["state", "state", (row) => row.state], ["kind", "kind", (row) => row.kind],
-  ["elements", "elements", (row) => row.elements], ["changed", "changed", (row) => (row.elements ? row.changed / row.elements : null)],
-  ["max", "max", (row) => row.max], ["rms", "RMS", (row) => row.rms], ["relative", "relative", (row) => row.relative], ["cosine", "cosine", (row) => row.cosine],
-];
-const TEXTS = new Set(["name", "state", "kind"]);
-
-function heads() {
-  by("heads").replaceChildren(...COLUMNS.map(([key, title]) => {
-    const sorted = chosen.sort === key;
-    return el("th", { scope: "col", class: TEXTS.has(key) ? "text" : null, "aria-sort": sorted ? (chosen.down ? "descending" : "ascending") : null },
-      el("button", { type: "button", "data-sort": key, onclick: () => sortBy(key) }, title, el("span", { "aria-hidden": "true" }, sorted ? (chosen.down ? " \u2193" : " \u2191") : "")));
-  }));
-}
-
-function sortBy(key) {
-  chosen.down = chosen.sort === key ? !chosen.down : !TEXTS.has(key) && key !== "cosine";
-  chosen.sort = key;
-  heads();
-  table(true);
-  document.querySelector(`[data-sort="${key}"]`).focus();
-}
-
-function found() {
-  const words = by("filter").value.toLowerCase().split(/\s+/).filter(Boolean), state = by("table-state").value, picked = chosen.picked;
-  return facts.tensors.filter((row) =>
-    (!state || row.state === state) && (!chosen.kinds.size || chosen.kinds.has(row.kind)) &&
-    (!picked || (row.layer === picked.layer && row.role === picked.role)) &&
-    words.every((word) => row.name.toLowerCase().includes(word)));
-}
-
-function sorted(rows) {
-  const value = COLUMNS.find(([key]) => key === chosen.sort)[2], sign = chosen.down ? -1 : 1;
-  const lacks = (row) => (!COMPARED.has(row.kind) && !TEXTS.has(chosen.sort)) || value(row) === null;
-  return rows.map((row) => [row, lacks(row), value(row)]).sort(([, lackA, a], [, lackB, b]) =>
-    lackA || lackB ? lackA - lackB : sign * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b)).map(([row]) => row);
-}
-
-function table(anew = false) {
-  if (anew) chosen.shown = STEP;
-  const rows = sorted(found()), some = rows.slice(0, chosen.shown);
-  by("rows").replaceChildren(...some.map((row) => tableRow(row)));
-  by("count").textContent = rows.length === facts.tensors.length ? `${plural(rows.length, "tensor")}.` : `${integer(rows.length)} of ${plural(facts.tensors.length, "tensor")}.`;
-  by("more").hidden = some.length === rows.length;
-  by("more").textContent = `Show ${integer(Math.min(STEP, rows.length - some.length))} more of ${integer(rows.length - some.length)}`;
-  by("unselect").hidden = !chosen.picked;
-  if (chosen.picked) by("unselect").textContent = `${shown(fullName(chosen.picked))} \u00d7`;
-  by("unselect").setAttribute("aria-label", "Show all cells again");
-}
-
+const compared = (value) => (row) => (COMPARED.has(row.kind) ? value(row) : null);
+const shareOf = (row) => (row.elements ? row.changed / row.elements : null);
+const figure = (value, text) => (row) => (COMPARED.has(row.kind) ? text(value(row)) : "");
 const scales = new Map();
 
 /** The colours of the table are those of the heat map of relative changes. */
@@ -58,26 +11,39 @@ function scaleFor(state) {
   return scales.get(state);
 }
 
-function tableRow(row) {
-  const name = el("td", { class: "name" }, shown(row.name), row.what ? el("span", { class: "what" }, shown(row.what)) : null);
-  const kind = el("td", { class: "text" }, el("span", { class: `kind ${row.kind}` }, row.kind));
-  const state = el("td", { class: "text" }, labelOf(row.state));
-  if (!COMPARED.has(row.kind)) return el("tr", {}, name, state, kind, ...Array.from({ length: 6 }, () => el("td", {}, "")));
-  const share = row.elements ? row.changed / row.elements : null;
-  const swatch = el("i", { class: `swatch ${paint({ numbers: row }, scaleFor(row.state), "relative")}`, "aria-hidden": "true" });
-  return el("tr", {}, name, state, kind, el("td", {}, integer(row.elements)),
-    el("td", {}, percent(share), el("span", { class: "bar", "aria-hidden": "true" }, wide(share || 0))),
-    el("td", {}, number(row.max)), el("td", {}, number(row.rms)), el("td", {}, swatch, number(row.relative)), el("td", {}, cosine(row.cosine)));
+function changedCell(row) {
+  if (!COMPARED.has(row.kind)) return "";
+  return [percent(shareOf(row)), el("span", { class: "bar", "aria-hidden": "true" }, wide(shareOf(row) || 0))];
 }
 
-function kinds() {
-  const counts = new Map();
-  for (const row of facts.tensors) counts.set(row.kind, (counts.get(row.kind) || 0) + 1);
-  by("kinds").replaceChildren(...["changed", "retyped", "reshaped", "missing", "added", "equal"].filter((kind) => counts.has(kind)).map((kind) =>
-    el("button", { type: "button", "aria-pressed": "false", onclick: (event) => {
-      const on = !chosen.kinds.has(kind);
-      if (on) chosen.kinds.add(kind); else chosen.kinds.delete(kind);
-      event.currentTarget.setAttribute("aria-pressed", String(on));
-      table(true);
-    } }, `${kind} ${integer(counts.get(kind))}`)));
+function relativeCell(row) {
+  if (!COMPARED.has(row.kind)) return "";
+  return [el("i", { class: `swatch ${paint({ numbers: row }, scaleFor(row.state), "relative")}`, "aria-hidden": "true" }), number(row.relative)];
+}
+
+const COLUMNS = [
+  { key: "name", title: "tensor", text: true, value: (row) => row.name, cell: (row) => [named(row.name), row.what ? el("span", { class: "what" }, named(row.what)) : null] },
+  { key: "state", title: "state", text: true, value: (row) => row.state, cell: (row) => labelOf(row.state) },
+  { key: "kind", title: "kind", text: true, value: (row) => row.kind, cell: (row) => el("span", { class: `kind ${row.kind}` }, row.kind) },
+  { key: "elements", title: "elements", value: compared((row) => row.elements), cell: figure((row) => row.elements, integer) },
+  { key: "changed", title: "changed", value: compared(shareOf), cell: changedCell },
+  { key: "max", title: "max", value: compared((row) => row.max), cell: figure((row) => row.max, number) },
+  { key: "rms", title: "RMS", value: compared((row) => row.rms), cell: figure((row) => row.rms, number) },
+  { key: "relative", title: "relative", value: compared((row) => row.relative), cell: relativeCell },
+  { key: "cosine", title: "cosine", up: true, value: compared((row) => row.cosine), cell: figure((row) => row.cosine, cosine) },
+];
+
+/** Of the picked cell and the chosen state. */
+function isListed(row) {
+  const state = by("table-state").value, picked = chosen.picked;
+  return (!state || row.state === state) && (!picked || (row.layer === picked.layer && row.role === picked.role));
+}
+
+let redrawTensors = () => {};
+
+function table() {
+  redrawTensors();
+  by("tensors-unselect").hidden = !chosen.picked;
+  by("tensors-unselect").replaceChildren(...(chosen.picked ? [named(fullName(chosen.picked), 80), " \u00d7"] : []));
+  by("tensors-unselect").setAttribute("aria-label", "Show all cells again");
 }

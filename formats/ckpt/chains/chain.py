@@ -37,15 +37,22 @@ class Chain(Mapping[int, Checkpoint]):
     def __repr__(self) -> str:
         return f"<Chain {self._path}: {len(self)} steps>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt.chains.notebook import of_chain
+
+        return of_chain(self.path, self.index, len(self), self.last)
+
     @property
     def index(self) -> ChainIndex:
         """The list of members and segments. Raises `CkptError` if it cannot be read."""
         return _index(self.path)
 
-    def __getitem__(self, step: int) -> Checkpoint:
+    def __getitem__(self, step: int | None) -> Checkpoint:
+        """The state of a step. None, the step of a checkpoint that states none, is in no chain: `KeyError`."""
         path = self.path
         chain = _index(path)
-        if not any(step in steps for steps in states.step_ranges(path, chain)):
+        if step is None or not any(step in steps for steps in states.step_ranges(path, chain)):
             raise KeyError(step)
         return states.open_state(path, chain, step)
 

@@ -81,6 +81,16 @@ class Diff:
         """The pairs that have figures."""
         return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
 
+    def __repr__(self) -> str:
+        unequal = sum(pair.kind != "equal" for pair in self.pairs)
+        return f"<Diff: {unequal:,} of {len(self.pairs):,} tensors differ, {len(self.values):,} other values>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt.compare.notebook import of_diff
+
+        return of_diff(self)
+
 
 def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:
     """The tensors of both, all or those of some states. Raises `NotFound` for a state that neither has."""

@@ -66,6 +66,12 @@ class Parameter:
         """The weight, read into memory: `np.asarray(parameter)`."""
         return self.weight.__array__(dtype, copy)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt_formats.core.notebook import of_parameter
+
+        return of_parameter(self)
+
     @property
     def weight(self) -> Tensor:
         """The tensor that the model computes with: the model's copy, else the master, else the first state."""
@@ -190,6 +196,12 @@ class Checkpoint(Mapping[str, Parameter]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, step {self.step}, {len(self)} parameters>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckpt_formats.core.notebook import of_checkpoint
+
+        return of_checkpoint(self)
 
     @property
     def step(self) -> int | None:

@@ -1,8 +1,6 @@
-// What the page shows, and how it stands.
+// How the page of `diff` stands, and what it names.
 
-const facts = JSON.parse(document.getElementById("facts").textContent);
 const LEVELS = 14;
-const STEP = 50; // rows of the table that are shown at once
 const MOST = 2000; // layers, chips or histograms that are drawn
 const PROFILE = 42; // height of the bars above the heat map
 const COMPARED = new Set(["equal", "changed", "retyped"]);
@@ -16,4 +14,4 @@ const MEASURES = {
   max: ["largest change", (n) => n.max, (v) => number(v)],
   share: ["share of changed elements", (n) => (n.elements ? n.changed / n.elements : null), (v) => percent(v)],
 };
-const chosen = { state: null, picked: null, shown: STEP, sort: "relative", down: true, kinds: new Set() };
+const chosen = { state: null, picked: null };
