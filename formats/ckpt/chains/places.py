@@ -184,10 +184,8 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
 
     if not run.key:
         raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/run.chain.")
-    if create:
-        folder.peek(run)  # raises if something else is there
-    else:
-        file.read(run)
+    if not (run / file.NAME).is_file():  # the list is read when nobody can replace it any more
+        folder.peek(run) if create else file.read(run)  # raise if something else is there, or nothing
     bucket, staged = Bucket(run.store.url), (run / STAGED).key
     try:
         key = f"{staged}/{_LEASE}"

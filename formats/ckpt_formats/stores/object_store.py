@@ -40,6 +40,9 @@ _ATTEMPTS = 4
 """How often a range is requested whose body was cut."""
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
+_LIST = "chain.json"
+"""An object that is replaced, while those beside it stay."""
+_MAX_LIST = 1 << 28
 _MAX_TEXT = 300
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
 _CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
@@ -184,14 +187,26 @@ class ObjectStore:
 
 def open_store(url: str, key: str) -> StorePath:
     """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(Corrupt, Incomplete):  # it was replaced since it was listed
+            return _open_once(url, key)
+    return _open_once(url, key)
+
+
+def _open_once(url: str, key: str) -> StorePath:
     with store_errors(f"{url}/{key}"):
         client, root = client_of(url), key
         objects = _listed(client, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
             objects = _listed(client, url, root)
-    sizes = {path: one.nbytes for path, one in objects.items()}
-    return StorePath(joined(ObjectStore(url, objects, root), sizes), key)
+        sizes = {path: one.nbytes for path, one in objects.items()}
+        store = joined(ObjectStore(url, objects, root), sizes)
+        # The list of a chain is read at once, so that it is of the same moment as the listing.
+        list_key = f"{root}/{_LIST}"
+        if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
+            StorePath(store, list_key).read_bytes()
+    return StorePath(store, key)
 
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
