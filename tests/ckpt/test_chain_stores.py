@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import ckpt as library
 from chain_store_kills import campaign
 from ckpt.chains import write
-from ckpt.pipeline import staging
+from ckpt.pipeline import scratch, staging
 from ckpt_formats.core.errors import CkptError, Incomplete, Locked, NotFound, OutputError, Unsupported
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores import object_store
@@ -32,7 +33,7 @@ BUDGETS = {
     "append with a tip": {"put": 19, "get": 16, "list": 14, "delete": 7},
     "verify": {"get": 13, "list": 1},
     "restore": {"get": 10, "list": 1},
-    "compact": {"put": 19, "get": 27, "list": 22, "delete": 9},
+    "compact": {"put": 19, "get": 31, "list": 22, "delete": 9},
 }
 """Requests at most, for states of one pack. One delta takes three objects; each job has a lease, a probe, a journal."""
 
@@ -227,6 +228,42 @@ def test_a_list_that_another_has_replaced_is_not_overwritten(
     again = run.append(library.open(saved[2]))
     assert any("removed step-0000000003" in str(note) for note in again.notes)
     assert not any("/.ckpt/" in key for key in objects(user))
+
+
+def test_a_list_that_is_replaced_while_the_chain_is_opened_is_read_again(
+    user: StoreServer, saved: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listed, done = appended(saved, 3), object_store._listed, list[int]()
+    shorter = index.dump(replace(run.index, members=run.index.members[:2]))
+
+    def then_replaced(*given: Any) -> Any:
+        found = listed(*given)
+        if not done:
+            done.append(1)
+            obstore.put(user.client, "a/run.chain/chain.json", shorter)
+        return found
+
+    monkeypatch.setattr(object_store, "_listed", then_replaced)
+    assert list(run) == [1, 2]
+
+
+def test_a_scratch_folder_that_another_process_sweeps_at_once_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, done = scratch.lock, list[Path]()
+
+    def swept(file: Path, *given: Any, **named: Any) -> Any:
+        if not done:
+            done.append(file)
+            shutil.rmtree(file.parent)
+            raise Locked("swept")
+        return lock(file, *given, **named)
+
+    monkeypatch.setattr(scratch, "lock", swept)
+    with scratch.scratch_folder(tmp_path) as folder:
+        assert folder.is_dir()
+        assert folder.parent != done[0].parent
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_a_chain_is_refused(user: StoreServer, saved: list[Path], tmp_path: Path) -> None:
