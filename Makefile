@@ -45,8 +45,10 @@ style: $(VENV)/.tested
 types: $(VENV)/.tested
 	$(BIN)/mypy
 
-docs: $(VENV)/.tested  ## docs/cli.md must be what --help says
+docs: $(VENV)/.tested  ## docs/cli.md and docs/man must be what --help says
 	$(BIN)/python docs/make_cli.py --check
+	$(BIN)/python docs/make_man.py --check
+	$(BIN)/python docs/make_json.py --check
 
 .PHONY: site terminals dist
 

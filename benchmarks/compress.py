@@ -68,8 +68,8 @@ def programs(source: Path, out: Path, kept: Path, threads: int) -> dict[str, Pro
     return {
         "cp": Program(["cp", str(source), str(out)]),
         "cp and fsync": Program(["bash", "-c", 'cp "$1" "$2" && sync "$2"', "-", str(source), str(out)]),
-        CHECKED: Program([*CKPT, "compress", str(source), str(out), "--workers", n]),
-        UNCHECKED: Program([*CKPT, "compress", str(source), str(out), "--workers", n, "--no-check"]),
+        CHECKED: Program([*CKPT, "compress", str(source), f"{out}/", "--workers", n]),
+        UNCHECKED: Program([*CKPT, "compress", str(source), f"{out}/", "--workers", n, "--no-check"]),
         zstd: Program(
             [found, "-q", f"-T{n}", "-3", str(source), "-o", str(out)] if found else python(ZSTD, source, out, n)
         ),

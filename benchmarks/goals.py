@@ -117,7 +117,7 @@ def reshard(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
 def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator[Section]:
     source = compress.make(state, int(gigabytes * 1e9), made / "state.pt")
     small = made / "small"
-    measure(ckpt("compress", source, small))
+    measure(ckpt("compress", source, f"{small}/"))
     print(f"ratio of ckpt compress: {size(source) / size(small):.3f}, goal 1.42", flush=True)
     programs = compress.programs(source, out, made, 2)
     zstd = next(name for name in programs if name.startswith("zstd -T"))
@@ -125,7 +125,7 @@ def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator
     goals = [
         Goal(
             "compress, checked",
-            ckpt("compress", source, out),
+            ckpt("compress", source, f"{out}/"),
             f"wall of {zstd}, CPU 0.7 of it",
             times(1.0, zstd),
             lambda runs: 0.7 * runs[zstd].cpu,
@@ -134,7 +134,7 @@ def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator
     ]
     if _installed("zipnn"):
         others["ZipNN"] = tuple(programs["ZipNN"].command)
-        goals.append(Goal("compress", ckpt("compress", source, out), "half of ZipNN", times(0.5, "ZipNN")))
+        goals.append(Goal("compress", ckpt("compress", source, f"{out}/"), "half of ZipNN", times(0.5, "ZipNN")))
     yield Section(tuple(goals), others)
     _remove(source)
 

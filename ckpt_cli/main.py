@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from typing import Any, TextIO, cast
 
 import click
 
@@ -48,18 +49,20 @@ COMMANDS = {
     "decompress": "ckpt_cli.commands.decompress:decompress",
     "doctor": "ckpt_cli.commands.doctor:doctor",
     "clean": "ckpt_cli.commands.clean:clean",
+    "formats": "ckpt_cli.commands.formats:formats",
+    "completion": "ckpt_cli.commands.completion:completion",
 }
 
-EXIT_CODES: dict[type[CkptError], tuple[int, str]] = {
-    NotFound: (10, "not found, or not recognised"),
-    Locked: (11, "another process is writing the target"),
-    Corrupt: (20, "damaged: bytes contradict each other or a checksum"),
-    Incomplete: (20, "a file, rank or block is missing"),
-    Unsafe: (21, "refused as unsafe: it would run code, leave its folder or exhaust the machine"),
-    Unsupported: (22, "known, but not supported"),
-    BadRules: (23, "the rules do not fit the tensors"),
-    NoSpace: (28, "no space left; run again to continue"),
-    OutputError: (30, "the target cannot be written"),
+EXIT_CODES: dict[type[CkptError], int] = {
+    NotFound: 10,
+    Locked: 11,
+    Corrupt: 20,
+    Incomplete: 20,
+    Unsafe: 21,
+    Unsupported: 22,
+    BadRules: 23,
+    NoSpace: 28,
+    OutputError: 30,
 }
 """The first match counts, so a kind comes before its base class."""
 
@@ -80,6 +83,24 @@ USAGE = 2
 FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
+
+EXIT_STATUS = {
+    0: "done",
+    1: "diff: they differ",
+    USAGE: "wrong usage",
+    10: "not found, or not recognised",
+    11: "another process is writing the target",
+    20: "damaged or incomplete",
+    21: "refused as unsafe: it would run code, leave its folder or exhaust the machine",
+    22: "not supported",
+    23: "the rules do not fit the tensors",
+    24: "doctor: something that is needed is missing",
+    28: "disk full; run again to continue",
+    30: "the target cannot be written",
+    FAULT: "a fault of ckpt, or no memory",
+    INTERRUPTED: "interrupted; run again to continue",
+}
+"""What each exit code means."""
 
 _GARBAGE_THRESHOLD = 100_000
 """New objects after which Python looks for garbage: modules and indexes make very many that stay."""
@@ -138,6 +159,8 @@ def run() -> None:
     gc.set_threshold(_GARBAGE_THRESHOLD)
     verbose = any(argument in ("-v", "--verbose") for argument in _options())
     notes.begin("--json" in _options(), verbose)
+    if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
+        sys.stdout = cast(TextIO, _Output(sys.stdout))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it; it is handled like Ctrl-C
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
@@ -146,16 +169,11 @@ def run() -> None:
     except KeyboardInterrupt:
         code = _report_interrupt()
     except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-        _print_json(code, "usage", error.format_message(), None, None)
+        code = _wrong_usage(error)
     except CkptError as error:
         if verbose:
             _print_traceback()
         code = report(error)
-    except BrokenPipeError:  # `ckpt inspect | head`
-        _drop_stdout()
-        code = 0
     except OSError as error:
         if verbose:
             _print_traceback()
@@ -174,6 +192,49 @@ def run() -> None:
     with suppress(OSError):
         notes.flush()
     sys.exit(code)
+
+
+def _wrong_usage(error: click.ClickException) -> int:
+    """Print what is wrong with the user's words, for which command, and how it is called. Returns the exit code."""
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        _print_json(error.exit_code, "usage", "a command is missing", None, "`ckpt --help` lists the commands.")
+        return error.exit_code
+    what = _clean(error.format_message()).rstrip(".").replace("is not a valid integer range", "is not a whole number")
+    if what[:1].isupper() and what[1:2].islower():
+        what = what[0].lower() + what[1:]
+    if context is None:  # Click does not say where a value is missing
+        place = _command()
+        hint = f"`{place} --help` explains all."
+    else:
+        place, pieces = context.command_path, context.command.collect_usage_pieces(context)
+        hint = f"Usage: {place} {' '.join(pieces)}. `{place} --help` explains all."
+        option = getattr(error, "param", None)
+        record = option.get_help_record(context) if isinstance(option, click.Option) else None
+        if record is not None:
+            hint = f"{record[0]}: {record[1].rstrip('.')}. `{place} --help` explains all."
+    if (command := getattr(error, "message", "")) and "No such command" in command:
+        what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
+    notes.flush()
+    for line in (f"error: {what}", f"where: {place}", f"hint: {hint}"):
+        notes.tell(line)
+    _print_json(error.exit_code, "usage", what, place, hint)
+    return error.exit_code
+
+
+def _command() -> str:
+    """The command that was given, such as `ckpt convert`."""
+    return " ".join(["ckpt", *(word for word in _options()[:1] if word in COMMANDS)])
+
+
+def _similar_command(message: str) -> str:
+    """The commands whose names are like the one that does not exist, and where all are listed."""
+    from difflib import get_close_matches  # only this mistake needs it
+
+    close = get_close_matches(message.split("'")[1].lower(), COMMANDS, n=3)
+    meant = f"Did you mean {' or '.join(f'`ckpt {name}`' for name in close)}? " if close else ""
+    return f"{meant}`ckpt --help` lists all commands."
 
 
 def _print_traceback() -> None:
@@ -203,6 +264,32 @@ def _of_system(error: OSError) -> CkptError:
     return OutputError(f"standard output cannot be written: {message}")
 
 
+class _Output:
+    """Standard output whose reader may stop early, as in `ckpt verify run | head -1`.
+
+    What is printed then is dropped, and the command goes on, so that its exit code is that of its result.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _drop_stdout()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _drop_stdout()
+
+
 def _drop_stdout() -> None:
     """Send stdout to /dev/null, so that Python's flush at the end does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -210,11 +297,12 @@ def _drop_stdout() -> None:
 
 def report(error: CkptError) -> int:
     """Print the notes, then the error, its place and a hint. Returns the exit code."""
-    what, where, hint = (_clean(text) if text else None for text in (error.what, error.where, error.hint))
+    place = error.where or _command()
+    what, where, hint = (_clean(text) if text else None for text in (error.what, place, error.hint))
     notes.flush()
     for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
         if text is not None:
-            click.echo(f"{label}: {text}", err=True)
+            notes.tell(f"{label}: {text}")
     kind = next(name for kind, name in KINDS.items() if isinstance(error, kind))
     _print_json(exit_code(error), kind, what or "", where, hint)
     return exit_code(error)
@@ -231,7 +319,7 @@ def _print_json(code: int, kind: str, message: str, where: str | None, hint: str
 
 
 def exit_code(error: CkptError) -> int:
-    return next(code for kind, (code, _) in EXIT_CODES.items() if isinstance(error, kind))
+    return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 
 def _report_interrupt() -> int:

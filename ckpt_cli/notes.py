@@ -4,13 +4,14 @@ They are printed before anything else is printed or takes long. With `--json` th
 printed.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
 from ckpt_formats.core.notices import Notice, Weight, by_weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import folded, printable
 
 
 @dataclass
@@ -52,7 +53,18 @@ def flush() -> None:
     for notice in by_weight(notice for notice in _notes.taken if notice not in _notes.shown):
         _notes.shown.add(notice)
         text = notice.shown(len(notice.names)) if _notes.verbose else notice.shown()
-        click.echo(f"note: {printable(text)}", err=True)
+        tell(f"note: {printable(text)}")
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr. A terminal gets it broken at spaces, as wide as it is; a file gets it whole."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        click.echo(line, err=True)
+        return
+    import shutil  # only terminals have a width
+
+    for part in folded(line, shutil.get_terminal_size((100, 24)).columns):
+        click.echo(part, err=True)
 
 
 def to_json() -> list[dict[str, Any]]:

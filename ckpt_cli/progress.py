@@ -1,41 +1,83 @@
-"""Progress on stderr: a bar on a terminal, else a line every half minute."""
+"""Progress on stderr: what a command does, how fast, and how long it will take.
 
+It is shown on a terminal only, after half a second. Elsewhere a command is quiet: the log of a job gets its notes,
+its errors and its result.
+"""
+
+import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import click
 
-_EVERY = 30.0
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_SILENCE = 0.5
+"""Seconds after which a terminal shows what a command does."""
+_REDRAW = 0.1
+"""Seconds between two pictures of a bar."""
+_NARROW = 60
+"""Columns below which a terminal has no place for the bar and the bytes: no number is cut."""
 
 
 class Bar:
-    """Shows the progress of a command. Called from any thread, with the bytes copied so far and the total."""
+    """Shows the progress of a command. Called from any thread, with the bytes copied so far and the total.
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._stack = ExitStack()
-        self._show: Callable[[int], None] | None = None
-        self._total, self._done = -1, 0
+    A thread of its own draws it, so that those who copy do not wait for a terminal.
+    """
+
+    def __init__(self, label: str, after: float = _SILENCE) -> None:
+        self._label, self._after = label, after
+        self._done, self._total = 0, -1
+        """A total below zero: nothing has been copied yet, so nobody knows how much there is."""
+        self._jobs = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if on_terminal():
+            self._thread = threading.Thread(target=self._draw, name="ckpt-progress", daemon=True)
+            self._thread.start()
 
     def __call__(self, done: int, total: int) -> None:
-        if self._show is None or total != self._total or done < self._done:  # another job starts
-            self._stack.close()
-            self._total, self._done = total, 0
-            self._show = self._stack.enter_context(_counter(self._label, total))
-        self._show(done - self._done)
-        self._done = done
+        if total != self._total or done < self._done:  # another job starts
+            self._jobs += 1
+        self._done, self._total = done, total
 
     def close(self) -> None:
         """Remove the bar."""
-        self._stack.close()
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _draw(self) -> None:
+        if self._closed.wait(self._after):
+            return
+        with suppress(OSError):  # the terminal may be gone
+            self._redraw()
+
+    def _redraw(self) -> None:
+        if not _moves_cursor():
+            click.echo(f"{self._label} ...", err=True)
+            return
+        with _progress() as progress:
+            task, job = progress.add_task(self._label, total=None), 0
+            while True:
+                if job != self._jobs:
+                    job = self._jobs
+                    progress.reset(task, total=max(self._total, 0), completed=self._done)
+                elif self._total >= 0:
+                    progress.update(task, completed=self._done)
+                progress.refresh()
+                if self._closed.wait(_REDRAW):
+                    return
 
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """A callback for the library's functions that shows a bar on a terminal, lines elsewhere."""
+    """A callback for the library's functions that shows a bar on a terminal."""
     bar = Bar(label)
     try:
         yield bar
@@ -43,33 +85,50 @@ def progress_bar(label: str) -> Iterator[Bar]:
         bar.close()
 
 
-@contextmanager
-def _counter(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that counts bytes, up to `total`. It may be called from any thread."""
-    if sys.stderr is None:  # closed by the parent process
-        yield lambda nbytes: None
-        return
-    if not on_terminal():
-        yield _Lines(label, total)
-        return
+def _progress() -> "Progress":
+    """A bar with the bytes, the rate and the time left. It is as wide as the terminal, and removed at the end."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    from ckpt_formats.core.text import format_nbytes
+
+    class Bytes(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            if task.total is None:
+                return Text("")
+            return Text(f"{format_nbytes(task.completed)} of {format_nbytes(task.total)}", no_wrap=True)
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{format_nbytes(task.speed)}/s", no_wrap=True)
+
+    console = Console(stderr=True)
+    what, left = TextColumn("{task.description}"), TimeRemainingColumn(elapsed_when_finished=True)
+    columns = (what, BarColumn(None), Bytes(), Rate(), left) if console.width >= _NARROW else (what, Rate(), left)
+    return Progress(
+        *columns,
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        expand=True,
+        redirect_stdout=False,  # results are no part of the picture; lines on stderr are printed above the bar
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def on_terminal() -> bool:
     """Is stderr a terminal?"""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _moves_cursor() -> bool:
+    """Can the terminal draw a line again?"""
+    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def doing(what: str) -> AbstractContextManager[None]:
+    """Within the context, a terminal is told what the command does, if it takes more than half a second."""
+    return announced(f"{what} ...", _SILENCE, on_terminal) if on_terminal() else nullcontext()
 
 
 @contextmanager
@@ -88,24 +147,3 @@ def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[Non
         yield
     finally:
         done.set()
-
-
-class _Lines:
-    """Progress for logs: a line every half minute, none for short work."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._started = self._printed = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            now = time.monotonic()
-            if now - self._printed < _EVERY:
-                return
-            self._printed = now
-            rate = self._done / (now - self._started)
-        left = max(self._total - self._done, 0) / max(rate, 1)
-        share = 100 * self._done // max(self._total, 1)
-        print(f"{self._label}: {share} %, {rate / 2**20:.0f} MiB/s, {left:.0f} s left", file=sys.stderr, flush=True)

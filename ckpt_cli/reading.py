@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli import notes
-from ckpt_cli.progress import announced, on_terminal
+from ckpt_cli.progress import doing
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import BadRules, NotFound
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.location import checkpoints_in
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
@@ -34,8 +35,6 @@ _MAX_TOKEN = 1 << 12
 """Maximum bytes of a file with a token."""
 SHADOW = "tcp://"
 """How the address of a shadow begins."""
-_SILENCE = 0.5
-"""Seconds after which a terminal shows that headers are being read."""
 
 
 def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool = False) -> Checkpoint:
@@ -46,6 +45,16 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
     return noted(checkpoint)
+
+
+def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
+    """The place that a path names, and the checkpoints in it if it is the folder of several. A store is listed once."""
+    if path.startswith(SHADOW):
+        return path, []
+    with reading_headers(path):
+        place = source_path(path)
+        inside = checkpoints_in(place)
+    return place, inside if len(inside) > 1 else []
 
 
 def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
@@ -61,10 +70,30 @@ def open_live(path: str, options: ReadOptions) -> Checkpoint:
     return noted(open_quietly(path, replace(options, missing_files=True)))
 
 
+def note(*notices: Notice) -> None:
+    """Notices become notes."""
+    notes.note(*notices)
+
+
 def noted(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)
     return checkpoint
+
+
+def expand_chain(path: str) -> tuple[str, ...]:
+    """The addresses of all stored states of a chain, the oldest first; any other path alone."""
+    from ckpt_formats.universal.chain import file as index
+
+    if path.startswith(SHADOW) or not ((place := source_path(path)) / index.NAME).is_file():
+        return (path,)
+    steps = [member.step for member in index.load(place / index.NAME).members]
+    notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
+    return tuple(f"{path.rstrip('/')}@{step}" for step in steps)
+
+
+def _brief(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]}, {steps[1]}, …, {steps[-1]}"
 
 
 def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "ChainState":
@@ -118,7 +147,7 @@ def _open_shadow_state(address: str, step: int | None) -> "ChainState":
 
 def reading_headers(path: str | Path) -> AbstractContextManager[None]:
     """Within the context, print on a terminal that headers are being read, if this takes long."""
-    return announced(f"reading the headers of {printable(str(path))} ...", _SILENCE, on_terminal)
+    return doing(f"reading the headers of {printable(str(path))}")
 
 
 def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: str | None) -> ReadOptions:

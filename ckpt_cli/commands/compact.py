@@ -30,6 +30,6 @@ def compact(
     policy, path = DeltaPolicy(base_every=base_every), target_path(chain)
     if dry_run:
         index = file.read(path)
-        show_plan(index, plan(path, index, retention, policy), as_json)
+        show_plan(path, index, plan(path, index, retention, policy), as_json)
         return
     run(path, retention, policy, resources, as_json)

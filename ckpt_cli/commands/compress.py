@@ -24,12 +24,16 @@ def compress(
     source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Resources", as_json: bool
 ) -> None:
     from ckpt.job import Job
+    from ckpt.original import compressed_path
     from ckpt_cli.views import compress, job
+    from ckpt_formats.registry.endings import notices_of_ending
     from ckpt_formats.stores.location import target_path
     from ckpt_formats.universal import Universal
 
-    work = Job(source, target_path(target), Universal(**encoding))
+    place, notices = compressed_path(source, target_path(target), target.endswith("/"))
+    notices = (*notices, *notices_of_ending(place, Universal.name))
+    work = Job(source, place, Universal(**encoding))
     if dry_run:
-        compress.show_estimate(work, as_json)
+        compress.show_estimate(work, as_json, notices)
     else:
-        compress.show_result(job.run("compressing", work, resources), as_json)
+        compress.show_result(job.run("compressing", work, resources, notices), as_json)

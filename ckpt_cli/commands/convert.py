@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.command import command, dry_run, resources
-from ckpt_cli.options.source import edits, source
+from ckpt_cli.options.source import edits, renames, source
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 @source("source", accept_suspicious=True)
 @target("universal")
 @edits
+@renames
 @dry_run
 @resources()
 def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:

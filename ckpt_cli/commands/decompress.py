@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command("decompress")
 @source("source")
-@target(without="  [default: by its ending, .safetensors or .pt; else the one that it was in]")
+@target("the one that it was in")
 @resources()
 def decompress(source: "Checkpoint", target: "Target", resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
@@ -22,5 +22,6 @@ def decompress(source: "Checkpoint", target: "Target", resources: "Resources", a
     from ckpt_cli.views import job
 
     format, notices = original_format(source, target.path, target.format_name)
+    target.note_ending(format.name)
     work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
     job.show_result(job.run("decompressing", work, resources, notices), as_json)

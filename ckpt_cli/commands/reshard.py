@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.command import command, dry_run, resources
-from ckpt_cli.options.source import source
+from ckpt_cli.options.source import renames, source
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @command("reshard")
 @source("source", accept_suspicious=True)
-@target(without="  [default: the source's own]")
+@target("the source's own")
+@renames
 @dry_run
 @resources()
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
@@ -24,7 +25,7 @@ def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "R
 
     work = Job(source, target.path, target.format(detect(source.path).name))
     if dry_run:
-        plan = work.plan()
+        plan = job.planned(work)
         job.note_plan(plan, work.format.name)
         inspect.print_ranks(work.source, plan.files, target.path, work.format.name, as_json)
     else:

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 @command("verify")
 @click.argument("path", type=CheckpointPath())
 @click.option("--replay", is_flag=True, help="Repeat all logged steps of a chain, and compare with the run.")
+@click.option("--quick", is_flag=True, help="Check only what the headers of the files say; read no tensor.")
 @resources(locks=False)
 @read_options
-def verify(path: str, replay: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
-    from ckpt_cli.views.verify import verify
+def verify(path: str, replay: bool, quick: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
+    from ckpt_cli.views.verify import How, verify
     from ckpt_formats.stores.location import source_path
 
+    if quick and replay:
+        raise click.UsageError("--quick reads headers only, and --replay repeats all steps: give one of them.")
     place = source_path(path)
-    if not verify(place, opening(place, options), resources, replay, as_json):
+    if not verify(place, opening(place, options), resources, How(replay, quick), as_json):
         raise SystemExit(20)

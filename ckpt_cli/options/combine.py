@@ -54,6 +54,10 @@ def averaged(command: F) -> F:
         from ckpt.combine import average
         from ckpt_cli.reading import noted
 
+        if len(checkpoints) == 1:
+            raise click.UsageError(
+                "an average needs several checkpoints, or a chain with several states; one is given."
+            )
         numbers = _weights(len(checkpoints), weights, ema)
         selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
         return command(*args, source=noted(average(selected, numbers)), **arguments)

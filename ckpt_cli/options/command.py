@@ -9,6 +9,7 @@ import click
 
 from ckpt_cli.options.groups import GroupedCommand, with_options
 from ckpt_cli.options.types import SizeType
+from ckpt_formats.core.text import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,6 +22,19 @@ def help_text(name: str) -> str:
         return file.read().replace("\\b\n", "\b\n")
 
 
+_MAX_SHOWN = 8
+_FILES = " Of files of one checkpoint, name the folder that they are in."
+_SEVERAL = {
+    "convert": f"{_FILES} The mean of several checkpoints is `ckpt average`.",
+    "reshard": _FILES,
+    "compress": _FILES,
+    "verify": f"{_FILES} Several checkpoints are verified one after another.",
+    "inspect": f"{_FILES} A folder of several checkpoints is listed.",
+    "append": " One state is appended at a time, in the order of their steps.",
+}
+"""What else may have been meant by several paths, by command."""
+
+
 class PathsCommand(GroupedCommand):
     """Names the paths that are too many, for example from a pattern of the shell."""
 
@@ -28,8 +42,13 @@ class PathsCommand(GroupedCommand):
         ctx.allow_extra_args = True
         rest = super().parse_args(ctx, args)
         if ctx.args and not ctx.resilient_parsing:
-            places = (param.make_metavar(ctx).strip("[]") for param in self.params if isinstance(param, click.Argument))
-            ctx.fail(f"one {' and one '.join(places)} at a time; too many: {', '.join(map(str, ctx.args[:10]))}")
+            own = [param for param in self.params if isinstance(param, click.Argument)]
+            places = " and one ".join(param.make_metavar(ctx).strip("[]") for param in own)
+            given = [str(ctx.params.get(param.name or "")) for param in own] + list(map(str, ctx.args))
+            shown = ", ".join(printable(path) for path in given[:_MAX_SHOWN])
+            more = f" and {len(given) - _MAX_SHOWN} more" if len(given) > _MAX_SHOWN else ""
+            hint = _SEVERAL.get(self.name or "", "")
+            ctx.fail(f"one {places} at a time, but {len(given)} paths are given: {shown}{more}.{hint}")
         return rest
 
 

@@ -73,16 +73,16 @@ def plan_options(command: F) -> F:
     )
     data = with_options(
         failures,
-        click.option("--state", type=size, help="Stored size of a base, such as 84GB.  [default: from CHAIN]"),
+        click.option("--state", type=size, help="Stored size of a base, such as 84GiB.  [default: from CHAIN]"),
         click.option("--gradients", type=size, help="Logged size of a step, of all ranks.  [default: from CHAIN]"),
         click.option("--parameters", type=count, help="Number of parameters, such as 7B.  [default: from CHAIN]"),
-        click.option("--write", type=rate, help="Write rate of all ranks together, such as 2GB/s."),
+        click.option("--write", type=rate, help="Write rate of all ranks together, such as 2GiB/s."),
         group="Data",
     )
     log = with_options(
         data,
         click.option("--replay", type=time, help="Time to replay a logged step; or the options that it follows from:"),
-        click.option("--read", type=rate, help="Read rate of the log, such as 2GB/s."),
+        click.option("--read", type=rate, help="Read rate of the log, such as 2GiB/s."),
         click.option("--replay-rate", type=count, help="Parameters a second that one core replays, such as 250M."),
         click.option("--measure-replay", is_flag=True, help="Measure that rate here, on steps of CHAIN."),
         click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import CheckpointPath, FloatType
+from ckpt_cli.options.types import CheckpointPath, FloatType, PatternType, RenameType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,14 @@ def read_options(command: F) -> F:
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
 
 
-def opening(path: "Path", options: "ReadOptions") -> "Callable[[], Checkpoint]":
+def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
+    """The place that a path names, and the checkpoints in it if it is the folder of several."""
+    from ckpt_cli import reading
+
+    return reading.with_checkpoints_inside(path)
+
+
+def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
 
@@ -70,17 +77,19 @@ def source(
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
-    again: the command gets a tuple. `option`: an option of the command whose path, if given, is opened in the same way.
+    again: the command gets a tuple, and a chain alone stands for all its stored states. `option`: an option of the
+    command whose path, if given, is opened in the same way.
     """
 
     def decorate(command: F) -> F:
         @wraps(command)
         def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **arguments: Any) -> Any:
-            from ckpt_cli.reading import open_quietly, open_source
+            from ckpt_cli.reading import expand_chain, open_quietly, open_source
 
             for name in names:
                 paths = arguments[name]
                 if isinstance(paths, tuple):
+                    paths = expand_chain(paths[0]) if len(paths) == 1 else paths
                     arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)
@@ -105,8 +114,12 @@ _accept_suspicious = click.option(
     help="Also write checkpoints that `ckpt verify` calls suspicious, such as with shifted optimizer states.",
 )
 
-only = click.option("--only", multiple=True, metavar="PATTERN", help="Only parameters whose names match.")
-skip = click.option("--skip", multiple=True, metavar="PATTERN", help="Leave out parameters whose names match.")
+only = click.option(
+    "--only", type=PatternType(), multiple=True, metavar="PATTERN", help="Only parameters whose names match."
+)
+skip = click.option(
+    "--skip", type=PatternType(), multiple=True, metavar="PATTERN", help="Leave out parameters whose names match."
+)
 
 _EDITS = (
     only,
@@ -124,6 +137,40 @@ _EDITS = (
         help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
     ),
 )
+
+
+_RENAMES = (
+    click.option(
+        "--rename",
+        type=RenameType(),
+        multiple=True,
+        metavar="PATTERN=NEW",
+        help=r"Replace what matches in each name by NEW, with \1 for the first group. May be given again.",
+    ),
+    click.option("--strip-prefix", default="", metavar="TEXT", help="Remove TEXT from where names begin with it."),
+    click.option("--add-prefix", default="", metavar="TEXT", help="Put TEXT before all names."),
+)
+
+
+def renames(command: F) -> F:
+    """`--rename`, `--strip-prefix` and `--add-prefix`; the command gets the renamed source."""
+
+    @wraps(command)
+    def renamed(
+        *args: Any,
+        source: "Checkpoint",
+        rename: tuple[tuple[str, str], ...],
+        strip_prefix: str,
+        add_prefix: str,
+        **arguments: Any,
+    ) -> Any:
+        if rename or strip_prefix or add_prefix:
+            from ckpt.rename import rename_by
+
+            source = rename_by(source, rename, strip_prefix, add_prefix)
+        return command(*args, source=source, **arguments)
+
+    return cast(F, with_options(renamed, *_RENAMES, group="Edits"))
 
 
 def edits(command: F) -> F:

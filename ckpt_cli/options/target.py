@@ -76,6 +76,9 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "shard_nbytes": FormatOption(
         "--shard-size", SizeType(), "Maximum size of a file of weights.  [default: 5G]", ("hf", "safetensors")
     ),
+    "with_optimizer": FormatOption(
+        "--with-optimizer", bool, "Also write optimizer states, into a single file.", ("safetensors",)
+    ),
     "pack_nbytes": FormatOption(
         "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
     ),
@@ -102,12 +105,36 @@ class Target:
     path: Path
     format_name: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_folder: bool = False
+    """Whether the user wrote the path with a slash at its end: a folder, whatever its ending says."""
 
-    def format(self, default: str) -> "WritableFormat":
-        """The format with its options; `default` is taken if the user named none. Raises `Unsupported`."""
+    def format(self, default: str, original: str | None = None) -> "WritableFormat":
+        """The format with its options: the one that the user named, else that of the path's ending, else `default`.
+
+        `original` is the format of the source: the user is told if models of Hugging Face get another one by default.
+        Raises `Unsupported`.
+        """
         from ckpt_formats.registry import writable
+        from ckpt_formats.registry.endings import format_of_ending
 
-        return self.with_options(writable(self.format_name or default))
+        name = self.format_name or (None if self.is_folder else format_of_ending(self.path)) or default
+        self.note_ending(name)
+        if original == "hf" and self.format_name is None and name == "universal" and self.path.suffix != ".ucp":
+            self._note("the result is in the universal format; with --to hf, it is a folder that transformers loads")
+        return self.with_options(writable(name))
+
+    def note_ending(self, format_name: str) -> None:
+        """Tell the user if the path has the ending of another format."""
+        from ckpt_cli.reading import note
+        from ckpt_formats.registry.endings import notices_of_ending
+
+        note(*notices_of_ending(self.path, format_name))
+
+    def _note(self, text: str) -> None:
+        from ckpt_cli.reading import note
+        from ckpt_formats.core.notices import Notice
+
+        note(Notice(text))
 
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
         """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
@@ -118,19 +145,29 @@ class Target:
         known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
             flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
+            option = FORMAT_OPTIONS[unknown[0]]
             raise Unsupported(
-                f"format {format.name} has no option {FORMAT_OPTIONS[unknown[0]].flag}",
-                hint=f"Its options: {', '.join(flags) or 'none'}.",
+                f"format {format.name} has no option {option.flag}",
+                where=str(self.path),
+                hint=f"Its options: {', '.join(flags) or 'none'}. {option.flag} is one of {', '.join(option.formats)}.",
             )
         rules = click.get_current_context().meta.get("ckpt.rules", ())
         own = {"rules": rules} if rules and "rules" in known else {}
         return replace(format, **own, **self.options)
 
 
-def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
+def _kind(option: FormatOption) -> dict[str, Any]:
+    """What Click is told of an option's values; a flag that is not given is None, as other options are."""
+    return {"is_flag": True, "default": None} if option.type is bool else {"type": option.type}
+
+
+_ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax)"
+
+
+def target(default: str) -> Callable[[F], F]:
     """TARGET, `--to` and the options of formats; the command gets one `Target`.
 
-    `without` is the help text for the case without `--to`, if there is no default.
+    `default` says in `--help` which format a target without an ending gets.
     """
 
     def decorate(command: F) -> F:
@@ -138,10 +175,11 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
         def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            return command(*args, target=Target(target_path(target), format_name, given), **arguments)
+            place = Target(target_path(target), format_name, given, target.endswith("/"))
+            return command(*args, target=place, **arguments)
 
         options = [
-            click.option(option.flag, name, type=option.type, help=f"{', '.join(option.formats)}: {option.help}")
+            click.option(option.flag, name, **_kind(option), help=f"{', '.join(option.formats)}: {option.help}")
             for name, option in FORMAT_OPTIONS.items()
         ]
         writable = ", ".join(name for name in FORMATS if name not in ONLY_READ)
@@ -150,9 +188,7 @@ def target(default: str | None = None, without: str = "") -> Callable[[F], F]:
             "format_name",
             type=click.Choice(list(FORMATS)),
             metavar="FORMAT",
-            default=default,
-            show_default=default is not None,
-            help=f"Format of TARGET: {writable}.{without}",
+            help=f"Format of TARGET: {writable}.  [default: by TARGET's ending, {_ENDINGS}; else {default}]",
         )
         grouped = with_options(wrapper, to, *options, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))

@@ -55,6 +55,40 @@ class FloatType(click.ParamType[str]):
         return str(value)
 
 
+class PatternType(click.ParamType[str]):
+    """A regular expression that is matched in reasonable time."""
+
+    name = "pattern"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from ckpt_formats.core.errors import BadRules
+        from ckpt_formats.core.rules import safe_pattern
+
+        try:
+            return safe_pattern(str(value), param.opts[0] if param is not None else self.name)
+        except BadRules as error:
+            self.fail(error.what, param, ctx)
+
+
+class RenameType(click.ParamType[tuple[str, str]]):
+    """`PATTERN=NEW`: a regular expression, and what stands in its place. The last `=` divides them."""
+
+    name = "renaming"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        pattern, mark, new = str(value).rpartition("=")
+        if not mark or not pattern:
+            self.fail(f"{value!r:.60} is not PATTERN=NEW, such as '^module\\.='", param, ctx)
+        PatternType().convert(pattern, param, ctx)
+        try:
+            re.sub(pattern, new, "")
+        except (re.error, IndexError) as error:
+            self.fail(f"{new!r:.60} cannot stand in place of {pattern!r:.60}: {error}", param, ctx)
+        return pattern, new
+
+
 class SegmentsType(click.ParamType[int]):
     """`last:N`, or `all`, which is None."""
 
@@ -121,7 +155,7 @@ class DurationType(click.ParamType[float]):
 
 
 class RateType(click.ParamType[float]):
-    """Bytes a second, such as `2GB/s`: binary units, as for sizes."""
+    """Bytes a second, such as `2GiB/s`: binary units, as for sizes."""
 
     name = "rate"
 
@@ -130,7 +164,7 @@ class RateType(click.ParamType[float]):
             return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)i?b?(?:/s)?", str(value).strip().lower())
         if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r:.60} is not a rate like 500MB/s or 2GB/s", param, ctx)
+            self.fail(f"{value!r:.60} is not a rate like 500MiB/s or 2GiB/s", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
 
 

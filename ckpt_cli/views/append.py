@@ -14,7 +14,7 @@ from ckpt.chains.write import write_delta as write_delta_file
 from ckpt.pipeline import Resources, plan
 from ckpt_cli import notes
 from ckpt_cli.options.delta import AppendOptions, DeltaFile
-from ckpt_cli.progress import progress_bar
+from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -34,7 +34,8 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: R
 def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
     """Show what would be appended, and about how many bytes it would take."""
     policy = options.policy
-    step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy, options.parent)
+    with doing(f"reading the chain {printable(str(chain))}"):
+        step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy, options.parent)
     notes.note(*notices)
     costs = _estimate(policy, source, earlier, policy.base == "coded", resources)
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
@@ -100,19 +101,19 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
             }
         )
         return
-    click.echo(
+    report.conclude(
         f"{printable(str(target))}: step {member.step}, {member.kind}, {format_nbytes(member.stored_nbytes)} for "
         f"{format_nbytes(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
     if member.shared:
         folders = ", ".join(one.folder for one in member.shared)
-        report.say(
+        report.conclude(
             f"not stored again: {format_nbytes(member.shared_nbytes)} of states that did not change, in {folders}"
         )
     if accepted is not None:
-        report.say(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
+        report.conclude(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
     resumed = f", {result.resumed} files of them by an earlier run" if result.resumed else ""
-    report.say(f"wrote {result.files} files in {result.seconds:.1f} s{resumed}")
+    report.conclude(f"wrote {result.files} file{'s' * (result.files != 1)} in {result.seconds:.1f} s{resumed}")
 
 
 def _accepted_json(accepted: AcceptedStep) -> dict[str, float]:
@@ -129,14 +130,15 @@ def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
     raw, stored = fields["raw_nbytes"], fields["stored_nbytes"]
     sizes = f"about {format_nbytes(stored)} for {format_nbytes(raw)}, {times(raw, stored)}"
     click.echo(printable(f"{place}: {kind}, {sizes}{lossy}"))
-    report.say("estimated from some chunks; nothing was written")
+    report.conclude("estimated from some chunks; nothing was written")
 
 
 def _estimate(
     policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, resources: Resources
 ) -> dict[str, Any]:
     raw = sum(parameter.nbytes for parameter in source.parameters.values())
-    stored = stored_nbytes(source, earlier, coded, policy, resources)
+    with doing("encoding some chunks of each kind of state"):
+        stored = stored_nbytes(source, earlier, coded, policy, resources)
     fields = {"estimate": True, "raw_nbytes": raw, "stored_nbytes": stored, "ratio": round(raw / max(stored, 1), 4)}
     lossy = not policy.delta_codec.lossless and (earlier is not None or coded)
     return fields | ({"approximate": policy.delta_codec.name} if lossy else {})

@@ -1,17 +1,20 @@
 """`ckpt log`: the steps of a chain."""
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from ckpt.chains.segments import SegmentView, open_segments
+from ckpt_cli.progress import doing
+from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_cli.views.segments import lines as segment_lines
 from ckpt_cli.views.segments import to_json as segments_json
-from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
@@ -25,17 +28,46 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
         from ckpt_cli.views import page
 
         page.check_place(html, "log")
-    chain = index.read(run)
-    segments = open_segments(run, chain)
+    with doing(f"reading the chain {printable(str(run))}"):
+        chain = index.read(run)
+        segments = open_segments(run, chain)
     if html is not None:
         from ckpt_cli.views import log_page
 
         page.write(log_page.page_of(run, to_json(chain, segments)), html, "log")
+    unfinished = unfinished_states(run, time.time())
     if as_json:
-        data(to_json(chain, segments))
+        data({"chain": str(run), **to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]})
         return
-    for line in lines(chain, segments):
-        click.echo(line)
+    for line in (*lines(chain, segments), *([""] * bool(unfinished)), *map(str, unfinished)):
+        columns.show(line)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A state that a command is writing, or that an interrupted command left."""
+
+    folder: str
+    seconds: float
+    """How long ago something in it was written last."""
+
+    def __str__(self) -> str:
+        ago = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:,.0f} min"
+        return f"unfinished: {printable(self.folder)}, written {ago} ago: by a command that runs, or was interrupted"
+
+
+def unfinished_states(run: Path, now: float) -> list[Unfinished]:
+    """The states of a chain that are not complete. `now`: seconds since 1970."""
+    found = []
+    for name in names_in(run):
+        if not name.endswith(PARTIAL):
+            continue
+        times = [0.0]
+        with suppress(OSError):  # it may be completed or removed meanwhile
+            times += [path.stat().st_mtime for path in (run / name, *(run / name).rglob("*"))]
+            folder = name.removeprefix(".").removesuffix(PARTIAL)
+            found.append(Unfinished(folder, round(max(now - max(times), 0.0), 1)))
+    return found
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
@@ -62,11 +94,9 @@ def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
 
 
 def _member_lines(chain: ChainIndex) -> Iterator[str]:
-    rows = [("step", "kind", "stored", "raw", "ratio", "to restore", "values", "codecs")]
+    rows = []
     for member in chain.members:
         needed = chain.upto(member.step)
-        deltas = len(needed) - 1
-        replays = f", replays {deltas} delta{'s' * (deltas > 1)}" if deltas else ""
         rows.append(
             (
                 str(member.step),
@@ -74,18 +104,14 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
                 format_nbytes(member.stored_nbytes),
                 format_nbytes(member.raw_nbytes),
                 f"{member.raw_nbytes / member.stored_nbytes:.2f}",
-                f"reads {format_nbytes(_read(needed))}{replays}",
+                format_nbytes(_read(needed)),
+                str(len(needed) - 1),
                 accuracy(member),
                 ", ".join(member.codecs),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(w) if i in (0, 2, 3, 4) else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
+    head = ("step", "kind", "stored", "raw", "ratio", "reads", "deltas", "values", "codecs")
+    yield columns.table(head, rows, right=(0, 2, 3, 4, 5, 6), breaks=(7, 8))
     raw, stored = _sums(chain)
     yield ""
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
@@ -109,7 +135,8 @@ def accuracy(member: Member) -> str:
     """`exact`, or the largest errors of a state's tensors, as text."""
     if member.exact:
         return "exact"
-    measured = [("rel", _largest(member, "rel")), ("max", _largest(member, "max_abs"))]
+    keys = (("rel", "rel"), ("rel_change", "rel_change"), ("max", "max_abs"))
+    measured = [(name, _largest(member, key)) for name, key in keys]
     figures = ", ".join(f"{name} {value:.2g}" for name, value in measured if value is not None)
     return f"approximate: {figures}" if figures else "approximate"
 

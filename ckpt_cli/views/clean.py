@@ -2,7 +2,7 @@
 
 from ckpt.pipeline.clean import Removed
 from ckpt_cli import notes
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import format_nbytes, printable
 
@@ -17,9 +17,9 @@ def show_removed(target: str, removed: Removed, as_json: bool) -> None:
             )
         )
     if as_json:
-        data({"files": removed.files, "nbytes": removed.nbytes, "uploads": removed.uploads})
+        data({"target": target, "files": removed.files, "nbytes": removed.nbytes, "uploads": removed.uploads})
     elif removed.files or removed.uploads:
         uploads = f" and {removed.uploads} uploads" if removed.uploads else ""
-        say(f"removed {removed.files} files{uploads}, {format_nbytes(removed.nbytes)}: {printable(target)}")
+        conclude(f"removed {removed.files} files{uploads}, {format_nbytes(removed.nbytes)}: {printable(target)}")
     else:
-        say(f"there is nothing to remove: {printable(target)}")
+        conclude(f"there is nothing to remove: {printable(target)}")

@@ -28,10 +28,10 @@ def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Resou
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)
     notes.note(*result.notes)
-    show_result(result, as_json)
+    show_result(chain, result, as_json)
 
 
-def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
+def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
     """Show what will happen to each state, and to each segment of the log."""
     how = {one.step: one.how for one in plan.states}
     fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
@@ -41,14 +41,14 @@ def show_plan(chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
             {"first": one.first, "becomes": _fate(one, ends), "last": ends.get(one.folder)} for one in chain.segments
         ]
         states = [{"step": step, "becomes": fate} for step, fate in fates.items()]
-        report.data({"steps": states, **({"segments": segments} if segments else {})})
+        report.data({"chain": str(run), "steps": states, **({"segments": segments} if segments else {})})
         return
     for step, fate in fates.items():
         click.echo(f"{step:>12}  {_FATES[fate]}")
     for one in chain.segments:
         fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
         click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
-    report.say(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
+    report.conclude(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
 
 
 _SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
@@ -60,7 +60,7 @@ def _fate(logged: LoggedSteps, ends: Mapping[str, int | None]) -> str:
     return "as it is" if ends[logged.folder] == logged.step else "cut"
 
 
-def show_result(result: CompactResult, as_json: bool) -> None:
+def show_result(chain: Path, result: CompactResult, as_json: bool) -> None:
     """Show what was changed."""
     before, after = ({member.step for member in chain.members} for chain in (result.before, result.after))
     removed, added = len(before - after), len(after - before)
@@ -69,7 +69,8 @@ def show_result(result: CompactResult, as_json: bool) -> None:
         segments = [{"first": one.first, "last": one.step} for one in result.after.segments]
         logged = {"added": added, "segments": segments} if result.before.segments else {}
         packs = {"packs_nbytes": result.packs_nbytes[1]} if result.packs_nbytes[1] else {}
-        report.data({"steps": steps, "removed": removed, "freed_nbytes": result.freed, **packs, **logged})
+        facts = {"chain": str(chain), "steps": steps, "removed": removed, "freed_nbytes": result.freed}
+        report.data({**facts, **packs, **logged})
         return
     freed = (
         f"{format_nbytes(result.freed)} freed"
@@ -77,8 +78,8 @@ def show_result(result: CompactResult, as_json: bool) -> None:
         else f"{format_nbytes(-result.freed)} more, for fewer deltas to replay"
     )
     from_log = f", {added} written from the log" if added else ""
-    report.say(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
+    report.conclude(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
     if result.packs_nbytes[1]:
-        report.say(
+        report.conclude(
             f"{format_nbytes(result.packs_nbytes[1])} of removed states stay: states that stay lie in their packs"
         )

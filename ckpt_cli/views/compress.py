@@ -1,15 +1,18 @@
 """Show how many bytes `compress` saved, or would save."""
 
-import click
+from collections.abc import Sequence
 
 from ckpt.estimate import estimate
 from ckpt.job import Job, load_kernels
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
-from ckpt_cli.views import job
-from ckpt_cli.views.report import data, say
+from ckpt_cli import notes
+from ckpt_cli.progress import doing
+from ckpt_cli.views import columns, job
+from ckpt_cli.views.report import conclude, data
 from ckpt_cli.views.sizes import table
 from ckpt_formats.core.encoding import EncodingOptions
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
 
@@ -24,22 +27,23 @@ def show_result(result: Result, as_json: bool) -> None:
     job.show_result(result, as_json=False)
 
 
-def show_estimate(work: Job, as_json: bool) -> None:
+def show_estimate(work: Job, as_json: bool, notices: Sequence[Notice] = ()) -> None:
     """Show an estimate of the stored bytes of each kind of state; nothing is written."""
-    work.plan()
+    notes.note(*notices)
+    job.planned(work)
     load_kernels()
     assert isinstance(work.format, Universal)
-    rows = estimate(work.source, work.format.encoding or EncodingOptions())
+    with doing("encoding some chunks of each kind of state"):
+        rows = estimate(work.source, work.format.encoding or EncodingOptions())
     if as_json:
         data({"target": str(work.target), "estimate": True} | _json(rows))
         return
     _print(rows, "about")
-    say(f"estimated for {printable(str(work.target))} from some chunks of each kind; nothing was written")
+    conclude(f"estimated for {printable(str(work.target))} from some chunks of each kind; nothing was written")
 
 
 def _print(rows: list[StateSizes], sizes: str) -> None:
-    for line in table(rows, sizes):
-        click.echo(line)
+    columns.show(table(rows, sizes))
 
 
 def _json(rows: list[StateSizes]) -> dict[str, object]:

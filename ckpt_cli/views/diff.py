@@ -16,8 +16,8 @@ from ckpt_cli import notes
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import diff_page, page
-from ckpt_cli.views.report import data, say
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.text import printable
 
@@ -43,7 +43,7 @@ def show(
     """Compare with a progress bar, and show what differs. Returns whether both are the same."""
     if options.html:
         page.check_place(Path(options.html), "diff")
-    if first.path.resolve() == second.path.resolve():
+    if _opened(first) == _opened(second):
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
     a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
     with progress_bar("comparing") as progress:
@@ -57,6 +57,11 @@ def show(
     else:
         as_text(a, b, result, options.sort, options.by, options.top)
     return result.same
+
+
+def _opened(checkpoint: Checkpoint) -> Path:
+    """The path under which it was opened: of a state of a chain, with its step."""
+    return next((edit.path for edit in checkpoint.history if isinstance(edit, Opened)), checkpoint.path).resolve()
 
 
 def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: Sequence[str], top: int) -> None:
@@ -80,7 +85,7 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
         click.echo(printable(value))
     if len(result.values) > _MAX_VALUES:
         click.echo(f"and {len(result.values) - _MAX_VALUES} more values")
-    say(_summary(first, second, result, unpaired))
+    conclude(_summary(first, second, result, unpaired))
 
 
 def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
-from ckpt_cli.views.report import data, say
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.files import SealTable
-from ckpt_formats.core.format import FilePlan
+from ckpt_formats.core.format import FilePlan, ReadOptions
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import folded, format_nbytes, printable
 from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
@@ -27,6 +28,13 @@ _COLUMNS = 48
 _MAX_FILES = 40
 _MAX_VALUE = 70
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+
+
+def print_all(run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
+    """Print the checkpoints in the folder of a run."""
+    from ckpt_cli.views.checkpoints import show_checkpoints
+
+    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json)
 
 
 def print_json(checkpoint: Checkpoint) -> None:
@@ -75,22 +83,24 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         from ckpt_cli.views.sizes import table
 
         click.echo("\nstored")
-        for line in table(sizes.rows_of(states)):
-            click.echo(f"  {line}")
+        columns.show(table(sizes.rows_of(states), indent=2))
     if shared := _shared(checkpoint):
         click.echo("\nin packs of earlier members, whose states did not change since")
         for one in shared:
             click.echo(f"  {one.folder}  {format_nbytes(one.nbytes)}")
     click.echo("\nparameters")
+    room = columns.width()
     for line in name_tree.lines(states, depth):
-        click.echo(f"  {line}")
+        for part in folded(f"  {line}", room):
+            click.echo(part)
     for alias, name in checkpoint.aliases.items():
         click.echo(f"  {printable(alias)} is tied to {printable(name)}")
     if checkpoint.groups:
         click.echo("\noptimizer groups")
         for i, group in enumerate(checkpoint.groups):
             options = {key: value for key, value in group.options.items() if value is not None}
-            click.echo(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}")
+            for part in folded(f"  {i}: {len(group.names)} parameters, {printable(brief(options, 200))}", room):
+                click.echo(part)
     if checkpoint.extras:
         click.echo("\nextras")
         for key, value in checkpoint.extras.items():
@@ -121,7 +131,7 @@ def print_ranks(
     click.echo("after")
     for line in grid_after(checkpoint, parts):
         click.echo(f"  {line}")
-    say(
+    conclude(
         f"would write {format_nbytes(space_needed(parts))} in {len(parts)} files to {printable(str(target))}; "
         "nothing was "
         "written"
@@ -266,8 +276,8 @@ def _parameters(table: StateTable) -> list[dict[str, Any]]:
 
 
 def _rows(rows: Sequence[tuple[str, str, set[int], str]], count: int) -> Iterator[str]:
-    for rank, role, columns, note in rows[:_MAX_FILES]:
-        cells = "".join("█" if i in columns else "·" for i in range(_COLUMNS))
+    for rank, role, marked, note in rows[:_MAX_FILES]:
+        cells = "".join("█" if i in marked else "·" for i in range(_COLUMNS))
         yield f"{rank:<22} {role:<9} {cells} {note:>10}"
     if count > _MAX_FILES:
         yield f"and {count - _MAX_FILES} more files"

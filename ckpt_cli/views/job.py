@@ -10,8 +10,8 @@ import click
 from ckpt.job import Job
 from ckpt.pipeline import Resources, Result, space_needed
 from ckpt_cli import notes
-from ckpt_cli.progress import progress_bar
-from ckpt_cli.views.report import data, say
+from ckpt_cli.progress import doing, progress_bar
+from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
@@ -23,7 +23,7 @@ _MAX_ROWS = 20
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
     notes.note(*notices)
-    note_plan(job.plan(), job.format.name)
+    note_plan(planned(job), job.format.name)
     notes.flush()
     with progress_bar(label) as progress:
         return job.run(resources, progress)
@@ -32,9 +32,15 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
 def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
     if dry_run:
-        show_plan(job.source, job.plan(), Path(job.target), job.format.name, as_json)
+        show_plan(job.source, planned(job), Path(job.target), job.format.name, as_json)
     else:
         show_result(run(label, job, resources), as_json)
+
+
+def planned(job: Job) -> Plan:
+    """The plan of a job. A terminal is told, if it takes long."""
+    with doing(f"planning the files of {printable(str(job.target))}"):
+        return job.plan()
 
 
 def note_plan(plan: Plan, format_name: str) -> None:
@@ -66,9 +72,9 @@ def show_plan(
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
     count = 1 if plan.single_file else len(plan.files)
-    say(
+    conclude(
         f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
-        f"in {count} file{'s' * (count != 1)} to {printable(str(target))}; nothing was written"
+        f"in {_files(count)} to {printable(str(target))}; nothing was written"
     )
 
 
@@ -82,8 +88,12 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
-    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {result.files} files{resumed}"
-    say(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}"
+    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
 
 
 def to_json(result: Result) -> dict[str, Any]:

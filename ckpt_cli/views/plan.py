@@ -11,6 +11,7 @@ from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
 from ckpt_cli import notes
 from ckpt_cli.options.plan import PlanOptions
+from ckpt_cli.progress import doing
 from ckpt_cli.views.report import data
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.text import format_nbytes
@@ -91,7 +92,8 @@ def _recorded(chain: str | None, options: PlanOptions) -> "RecordedCosts | None"
         return None
     from ckpt.chains.recorded_costs import recorded_costs
 
-    return recorded_costs(Path(chain), _MEASURED_SECONDS if options.measure_replay else 0.0)
+    with doing("replaying steps of the log" if options.measure_replay else "reading the log"):
+        return recorded_costs(Path(chain), _MEASURED_SECONDS if options.measure_replay else 0.0)
 
 
 def _rates(options: PlanOptions, recorded: "RecordedCosts | None") -> DataRates:

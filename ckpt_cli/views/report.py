@@ -25,6 +25,12 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def conclude(text: str) -> None:
+    """Print a line of the result on stdout, after the notes."""
+    notes.flush()
+    click.echo(text)
+
+
 def data(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout, with the notes of the command."""
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
@@ -38,7 +44,7 @@ def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: f
         return
     print_findings(problems)
     if problems:
-        say(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {printable(str(checkpoint.path))}")
+        conclude(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {printable(str(checkpoint.path))}")
     else:
         from ckpt.findings import nbytes_sealed
 
@@ -49,7 +55,20 @@ def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: f
             else "the files have no checksums"
         )
         facts = f"{tensors} tensors complete, {checked}, copies are equal"
-        say(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
+        conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
+
+
+def quick(path: Path, problems: "Sequence[Finding]", seconds: float, ok: str, as_json: bool) -> None:
+    """Print the findings of `verify --quick`, or that there are none."""
+    if as_json:
+        data(findings_json(path, problems, seconds) | {"quick": True})
+        return
+    print_findings(problems)
+    place = printable(str(path))
+    if problems:
+        conclude(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {place}")
+    else:
+        conclude(f"ok: {place}: {ok}; no tensor was read ({seconds:.1f} s)")
 
 
 def _count(checkpoint: "Checkpoint") -> int:

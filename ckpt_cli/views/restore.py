@@ -8,28 +8,32 @@ from ckpt.chains.partial import is_mixed
 from ckpt.chains.restore import ChainState
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
-from ckpt_cli.progress import progress_bar
+from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import job
-from ckpt_cli.views.report import say
+from ckpt_cli.views.report import conclude
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP
 from ckpt_formats.core.format import WritableFormat
+from ckpt_formats.core.text import printable
 
 
 def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
     """Show what would be replayed and written."""
-    plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
+    with doing(f"planning the files of {printable(str(target))}"):
+        plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
     job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work, **_partial_json(state)})
 
 
 def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
     """Restore with a progress bar, and show what was written."""
-    job.note_plan(chain_restore.plan(state, target, format, resources), format.name)
+    with doing(f"planning the files of {printable(str(target))}"):
+        plan = chain_restore.plan(state, target, format, resources)
+    job.note_plan(plan, format.name)
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target, format, resources, progress)
     job.show_result(result, as_json, _partial_json(state))
-    if not state.checkpoint.errors:
-        say("exact: every bit is as it was saved")
+    if not (as_json or state.checkpoint.errors):
+        conclude("exact: every bit is as it was saved")
 
 
 def _work_json(state: ChainState, resources: Resources) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ckpt.opening import effective_layout
+from ckpt_cli import notes
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.layout import Layout, Rule
@@ -60,9 +61,9 @@ def show_rules(checkpoint: Checkpoint, as_json: bool) -> None:
             click.echo(f"    by {printable(why)}")
     if without:
         first = printable(re.escape(without[0]))
-        report.say(
-            f"note: {len(without)} parameters have no rule; over several ranks each needs one. "
-            f"For example:  [[rule]]  match = '{first}'  axis = 0"
+        notes.note(
+            f"{len(without)} parameters have no rule; over several ranks each needs one, for example:  "
+            f"[[rule]]  match = '{first}'  axis = 0"
         )
 
 

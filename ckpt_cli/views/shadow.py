@@ -21,7 +21,7 @@ from ckpt_cli import notes
 from ckpt_cli.options.shadow import ListenOptions, ShadowOptions
 from ckpt_cli.progress import on_terminal, progress_bar
 from ckpt_cli.views import job
-from ckpt_cli.views.report import bounded, data, say
+from ckpt_cli.views.report import bounded, conclude, data, say
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.stores.location import local_path
 
@@ -59,7 +59,7 @@ def follow_once(chain: str, options: ShadowOptions, resources: Resources, as_jso
         more = {} if result is None else {"written": job.to_json(result)}
         data({"chain": chain, **status_json(status), "bases": bases, **more})
         return
-    say(f"{printable(chain)}: {status_text(status)}")
+    conclude(f"{printable(chain)}: {status_text(status)}")
     if result is not None:
         job.show_result(result, as_json)
 
@@ -96,7 +96,7 @@ def _follow(shadow: Shadow, as_json: bool) -> None:
         print_event({"event": "stopped", **status_json(shadow.status)})
         return
     line.end()
-    say(f"stopped: {status_text(shadow.status)}")
+    conclude(f"stopped: {status_text(shadow.status)}")
 
 
 @contextmanager

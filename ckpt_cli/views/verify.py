@@ -2,41 +2,54 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
-from ckpt.findings import changed, find_problems, nbytes_to_read
+from ckpt.findings import Finding, changed, find_problems, nbytes_to_read, problems_of_headers
 from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
-from ckpt_cli.progress import progress_bar
+from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Corrupt, Incomplete
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.encoded import uses_codecs
+from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import file as index
 
 _MAX_STEPS = 10
 
 
+@dataclass(frozen=True)
+class How:
+    """How thoroughly a checkpoint is checked."""
+
+    replay: bool = False
+    """Whether the logged steps of a chain are repeated, and compared with the run."""
+    quick: bool = False
+    """Whether only headers are read."""
+
+
 def verify(
-    path: Path, open_checkpoint: Callable[[], Checkpoint], resources: Resources, replay: bool, as_json: bool
+    path: Path, open_checkpoint: Callable[[], Checkpoint], resources: Resources, how: How, as_json: bool
 ) -> bool:
     """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    `open_checkpoint` is called if the path is not a chain. With `replay`, the logged steps of a chain are repeated,
-    and compared with the run.
+    `open_checkpoint` is called if the path is not a chain.
     """
     started = time.monotonic()
     try:
         if (path / index.NAME).is_file():
-            return _verify_chain(path, resources, replay, as_json)
-        return _verify(open_checkpoint(), resources, as_json)
+            return _quick_chain(path, as_json) if how.quick else _verify_chain(path, resources, how.replay, as_json)
+        return _quick(open_checkpoint(), as_json) if how.quick else _verify(open_checkpoint(), resources, as_json)
     except (Corrupt, Incomplete) as error:
-        report.unreadable(path, error, survey(path, error, resources), time.monotonic() - started, as_json)
+        with progress_bar("looking for more damage"):
+            problems = survey(path, error, resources)
+        report.unreadable(path, error, problems, time.monotonic() - started, as_json)
         return False
 
 
@@ -49,6 +62,31 @@ def _verify(checkpoint: Checkpoint, resources: Resources, as_json: bool) -> bool
         count_bytes = count_to(nbytes_to_read(checkpoint), progress)
         findings = [*find_problems(checkpoint, resources, count_bytes), *changed(checkpoint)]
     report.findings(checkpoint, findings, time.monotonic() - started, as_json)
+    return not findings
+
+
+def _quick(checkpoint: Checkpoint, as_json: bool) -> bool:
+    started = time.monotonic()
+    with doing("comparing headers"):
+        findings = problems_of_headers(checkpoint)
+    report.quick(checkpoint.path, findings, time.monotonic() - started, "its headers agree", as_json)
+    return not findings
+
+
+def _quick_chain(run: Path, as_json: bool) -> bool:
+    """Check the headers of all stored states of a chain."""
+    started = time.monotonic()
+    steps = [member.step for member in index.read(run).members]
+    findings: list[Finding] = []
+    with doing(f"comparing the headers of {len(steps)} states"):
+        for step in steps:
+            state = run.with_name(f"{run.name}@{step}")
+            try:
+                findings += problems_of_headers(open_any(state))
+            except (Corrupt, Incomplete) as error:
+                findings.append(Finding("unreadable", error.what, error.where or str(state)))
+    text = f"the headers of {len(steps)} states agree"
+    report.quick(run, list(dict.fromkeys(findings)), time.monotonic() - started, text, as_json)
     return not findings
 
 
@@ -66,14 +104,14 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
         lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
         count = len(result.findings)
-        report.say(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
+        report.conclude(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
     members = result.chain.members
     facts = [f"{len(members)} states complete, {result.checksums} checksums match"] if members else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
         facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")
-    report.say(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
+    report.conclude(f"ok: {printable(str(run))}: {', '.join(facts)} ({seconds:.1f} s)")
     return True
 
 

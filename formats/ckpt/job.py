@@ -12,7 +12,9 @@ from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Plan, WritableFormat
+from ckpt_formats.registry import writable
 from ckpt_formats.registry.encoded import uses_codecs
+from ckpt_formats.registry.endings import format_of_ending
 from ckpt_formats.stores.location import target_path
 
 Progress = Callable[[int, int], None]
@@ -77,14 +79,17 @@ class Job:
 def save(
     source: Checkpoint,
     target: Path | str,
-    format: WritableFormat,
+    format: WritableFormat | None = None,
     resources: Resources = Resources(),
     progress: Progress | None = None,
 ) -> Result:
     """Write a checkpoint. `Job` does the same, and can return the plan before.
 
-    Raises `CkptError` of the kind that fits; the target is then unchanged.
+    Without a `format`, the target's ending says it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other
+    names are in the universal format. Raises `CkptError` of the kind that fits; the target is then unchanged.
     """
+    if format is None:
+        format = writable(format_of_ending(Path(target)) or "universal")
     return Job(source, target, format).run(resources, progress)
 
 

@@ -1,4 +1,4 @@
-"""The format and the file name that a checkpoint had before it was compressed."""
+"""A checkpoint that is compressed, and that becomes again what it was: its format, and the names of single files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +7,27 @@ from ckpt_formats.core.checkpoint import Checkpoint, OriginalForm
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import printable
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.registry import FORMATS, format_named, writable
+from ckpt_formats.registry.endings import ENDINGS, SINGLE_UNIVERSAL, format_of_ending
 from ckpt_formats.universal import Universal
 
-_BY_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+
+def compressed_path(source: Checkpoint, target: Path, is_folder: bool = False) -> tuple[Path, tuple[Notice, ...]]:
+    """The path to which a checkpoint is compressed: a single file becomes a single file, whose name ends in `.ucp`.
+
+    A file goes into an existing folder under its own name. `is_folder`: a folder is wanted, also of a single file.
+    """
+    if not source.path.is_file() or is_folder or target.suffix.lower() == SINGLE_UNIVERSAL:
+        return target, ()
+    if target.is_dir():
+        return target / f"{source.path.stem}{SINGLE_UNIVERSAL}", ()
+    if target.suffix.lower() not in ENDINGS:
+        return target.with_name(f"{target.name}{SINGLE_UNIVERSAL}"), ()
+    named = target.with_suffix(SINGLE_UNIVERSAL)
+    text = f"the target is {printable(named.name)}: what is compressed is in the universal format"
+    return named, (Notice(text, weight=Weight.UNSURE),)
 
 
 def original_format(
@@ -22,7 +38,7 @@ def original_format(
     `format_name` or the ending of the target overrides it. Universal if the format cannot hold the whole checkpoint.
     """
     original = source.original
-    chosen = format_name or _BY_SUFFIX.get(target.suffix)
+    chosen = format_name or format_of_ending(target)
     notes: tuple[Notice, ...] = ()
     if chosen or original is None:
         format = writable(chosen or Universal.name)
@@ -43,10 +59,11 @@ def original_path(source: Checkpoint, target: Path, format: WritableFormat, form
     """The path to write to. In an existing folder, a single file gets its old name; else its old ending if none."""
     original = source.original
     if original is None or original.file is None or original.format != format.name:
-        return target
+        is_single = format.name == Universal.name and source.path.is_file() and not target.suffix
+        return target.with_name(f"{target.name}{SINGLE_UNIVERSAL}") if is_single and not target.is_dir() else target
     if target.is_dir():
         return target / original.file
-    chosen = format_name or _BY_SUFFIX.get(target.suffix)
+    chosen = format_name or ENDINGS.get(target.suffix.lower())
     return target.with_name(target.name + Path(original.file).suffix) if not chosen and not target.suffix else target
 
 

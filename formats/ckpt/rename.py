@@ -1,13 +1,17 @@
 """Rename a checkpoint's tensors: to the names that the user chooses, or to those that a format needs."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.edits import edited
+from ckpt_formats.core.errors import BadRules, NotFound
 from ckpt_formats.core.format import Naming, WritableFormat
+from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
 
 _MEGATRON = ("megatron", "megatron-legacy")
@@ -18,6 +22,44 @@ class UseNames(Edit):
     """All tensors under the names of Hugging Face's libraries or of Megatron."""
 
     naming: Naming
+
+
+def rename_by(
+    source: Checkpoint, patterns: Sequence[tuple[str, str]] = (), strip_prefix: str = "", add_prefix: str = ""
+) -> Checkpoint:
+    """The checkpoint under names that are changed in this order: a prefix is removed, patterns are replaced, a prefix
+    is added. Lazy.
+
+    `patterns` are pairs of a regular expression, searched anywhere in a name, and what stands in its place, with `\\1`
+    for its first group. Raises `NotFound` for a prefix or pattern that fits no name, `BadRules` for no regular
+    expression, `Unsupported` if two parameters would get the same name.
+    """
+    names = {name: name for name in (*source, *source.aliases)}
+    if strip_prefix:
+        if not any(name.startswith(strip_prefix) for name in names.values()):
+            raise _no_name(f"begins with `{printable(strip_prefix)}`", "--strip-prefix")
+        names = {old: name.removeprefix(strip_prefix) for old, name in names.items()}
+    for pattern, replacement in patterns:
+        names = _replaced(names, pattern, replacement)
+    names = {old: f"{add_prefix}{name}" for old, name in names.items()}
+    if empty := next((old for old, name in names.items() if not name), None):
+        raise BadRules(f"nothing would be left of the name `{printable(empty)}`", where=source.path)
+    return source.rename(names)
+
+
+def _replaced(names: Mapping[str, str], pattern: str, replacement: str) -> dict[str, str]:
+    found = re.compile(safe_pattern(pattern, "--rename"))
+    if not any(map(found.search, names.values())):
+        raise _no_name(f"matches `{printable(pattern)}`", "--rename")
+    try:
+        return {old: found.sub(replacement, name) for old, name in names.items()}
+    except (re.error, IndexError) as error:
+        text = f"`{printable(replacement)}` cannot stand in place of `{printable(pattern)}`: {error}"
+        raise BadRules(text, where="--rename", hint=r"Groups of the pattern are \1, \2, ...") from None
+
+
+def _no_name(what: str, option: str) -> NotFound:
+    return NotFound(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
 
 
 def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) -> Checkpoint:

@@ -428,7 +428,7 @@ def test_a_delta_on_its_own(tmp_path: Path) -> None:
     assert done.code == 22
     assert "ckpt compress" in done.err
     assert not second.exists()
-    ckpt("compress", saved[0], base)
+    ckpt("compress", saved[0], f"{base}/")
     assert ckpt("diff", base, saved[1], "-o", second).code == 0
     assert ckpt("diff", second, saved[2], "-o", third, "--codec", "difference").code == 0
     for path, source in ((second, saved[1]), (third, saved[2])):
@@ -440,7 +440,7 @@ def test_a_delta_on_its_own(tmp_path: Path) -> None:
     }
     done = ckpt("restore", third, tmp_path / "whole")
     assert done.code == 0
-    assert "exact" in done.err
+    assert "exact" in done.out
     assert json.loads((tmp_path / "whole" / manifest.NAME).read_text())["version"] == 1
     ckpt("append", tmp_path / "run", saved[0])
     assert ckpt("diff", tmp_path / "run", saved[1], "-o", tmp_path / "fourth").code == 0

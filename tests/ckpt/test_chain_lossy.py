@@ -444,7 +444,7 @@ def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, save
 def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tmp_path: Path) -> None:
     """Interrupted, killed, and two at once for one target."""
     base, delta, asked = tmp_path / "base", tmp_path / "delta", tmp_path / "asked"
-    assert ckpt("compress", saved[0], base).code == 0
+    assert ckpt("compress", saved[0], f"{base}/").code == 0
     script = f"import pathlib, time; pathlib.Path('{asked}').touch(); time.sleep(600)"
     waiting = f'{sys.executable} -c "{script}" {{}}'
     told = ("diff", str(base), str(saved[1]), "-o", str(delta), "--max-loss-increase", "1", "--eval-cmd")

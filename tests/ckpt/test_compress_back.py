@@ -121,7 +121,7 @@ def done(ran: Ran) -> str:
 
 def back(source: Path, target: Path, *options: str) -> str:
     """Compress and decompress; what was said of the latter."""
-    done(ckpt("compress", source, source.parent / "small"))
+    done(ckpt("compress", source, f"{source.parent / 'small'}/"))
     return done(ckpt("decompress", source.parent / "small", target, *options))
 
 
@@ -233,7 +233,7 @@ def test_a_tie_in_the_metadata_stays_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_is_in_the_format_that_it_was_in(sample: str, tmp_path: Path) -> None:
     source = open_checkpoint(SAMPLES / sample)
-    done(ckpt("compress", SAMPLES / sample, tmp_path / "small"))
+    done(ckpt("compress", SAMPLES / sample, f"{tmp_path / 'small'}/"))
     said = done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     (again,) = tmp_path.glob("again*")  # a file gets the ending that it had
     found = open_checkpoint(again)
@@ -271,7 +271,7 @@ def test_it_goes_through_other_steps_and_back(tmp_path: Path) -> None:
     held = FILES["model, optimizer, epoch"]()
     torch.save(held, tmp_path / "file.pt")
     done(ckpt("convert", tmp_path / "file.pt", tmp_path / "plain"))
-    done(ckpt("compress", tmp_path / "plain", tmp_path / "small"))
+    done(ckpt("compress", tmp_path / "plain", f"{tmp_path / 'small'}/"))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     assert_same(torch.load(tmp_path / "again.pt", weights_only=True), held)
     done(ckpt("convert", tmp_path / "small", tmp_path / "less", "--skip", "^0.weight$"))
@@ -312,7 +312,7 @@ HOSTILE_FIELDS: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
 @pytest.mark.parametrize("kind", [*HOSTILE, *HOSTILE_FIELDS])
 def test_a_hostile_form_is_refused_in_the_right_words(kind: str, tmp_path: Path) -> None:
     torch.save(tied(), tmp_path / "file.pt")
-    done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
+    done(ckpt("compress", tmp_path / "file.pt", f"{tmp_path / 'small'}/"))
     path, file = tmp_path / "small" / manifest.NAME, tmp_path / "small" / original.NAME
     fields = json.loads(path.read_bytes())
     del fields["checksum"]
@@ -335,7 +335,7 @@ def test_a_hostile_form_is_refused_in_the_right_words(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
 def test_a_damaged_form_is_named(damage: str, tmp_path: Path) -> None:
     torch.save(tied(), tmp_path / "file.pt")
-    done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
+    done(ckpt("compress", tmp_path / "file.pt", f"{tmp_path / 'small'}/"))
     file = tmp_path / "small" / original.NAME
     data = bytearray(file.read_bytes())
     if damage == "missing":
@@ -355,7 +355,7 @@ def test_a_damaged_form_is_named(damage: str, tmp_path: Path) -> None:
 
 def test_a_format_that_is_not_known_any_more_is_no_obstacle(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(30, 40)}, tmp_path / "file.pt")
-    done(ckpt("compress", tmp_path / "file.pt", tmp_path / "small"))
+    done(ckpt("compress", tmp_path / "file.pt", f"{tmp_path / 'small'}/"))
     path = tmp_path / "small" / manifest.NAME
     said = json.loads(path.read_bytes())
     del said["checksum"]

@@ -64,7 +64,7 @@ def assert_typed(done: Ran) -> None:
     assert done.code in REFUSED | {0}, done.err
     assert "Traceback" not in done.err
     assert "fault of ckpt" not in done.err
-    assert done.code == 0 or done.err.count("error: ") + done.err.count("DAMAGED: ") == 1
+    assert done.code == 0 or done.err.count("error: ") + done.out.count("DAMAGED: ") == 1
 
 
 @pytest.mark.quick(1)

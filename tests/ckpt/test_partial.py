@@ -114,7 +114,7 @@ def test_a_saved_state_of_the_same_step_is_a_repair(whole: Path, tmp_path: Path)
         "restore", whole / "run", tmp_path / "out", "--partial", "--live", whole / f"step{STEPS}", "--lost", "head"
     )
     assert done.code == 0, done.err
-    assert "exact: every bit is as it was saved" in done.err
+    assert "exact: every bit is as it was saved" in done.out
     assert contents(open_checkpoint(tmp_path / "out")) == contents(open_checkpoint(whole / f"step{STEPS}"))
 
 

@@ -144,3 +144,27 @@ def test_no_data_is_read(tmp_path: Path) -> None:
     made = cast(weights_only(select(opened, ["layers"], [])), "bf16")
     check_complete(made)
     assert [p.weight.dtype.name for p in made.parameters.values()] == ["bfloat16"] * 2
+
+
+def test_names_are_changed_by_prefixes_and_patterns() -> None:
+    from ckpt.rename import rename_by
+
+    made = rename_by(SOURCE, [(r"^(\d)\.", r"block\1.")], strip_prefix="layers.", add_prefix="model.")
+    expected = {}
+    for name in SOURCE:
+        short = name.removeprefix("layers.")
+        expected[name] = f"model.block{short}" if short[0].isdigit() else f"model.{short}"
+    assert [*made] == [*expected.values()]
+    for old, new in expected.items():
+        assert bits(read(made[new].weight)) == bits(read(SOURCE[old].weight))
+    assert [group.names for group in made.groups] == [tuple(expected[n] for n in g.names) for g in SOURCE.groups]
+    for wrong, kind in (
+        ({"patterns": [("nought", "x")]}, NotFound),
+        ({"strip_prefix": "nought"}, NotFound),
+        ({"patterns": [(".*", "same")]}, Unsupported),
+        ({"patterns": [("(", "")]}, BadRules),
+        ({"patterns": [("w", r"\3")]}, BadRules),
+        ({"patterns": [("(a+)+b", "")]}, Unsafe),
+    ):
+        with pytest.raises(kind):
+            rename_by(SOURCE, **wrong)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from click import Context
 
-from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli, exit_code
+from ckpt_cli.commands.doctor import UNFIT
+from ckpt_cli.main import COMMANDS, EXIT_CODES, EXIT_STATUS, FAULT, INTERRUPTED, cli, exit_code
 from ckpt_formats.core import errors
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.megatron import MegatronDist
@@ -46,7 +47,7 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     done = ckpt(name, "--help")
     assert done.code == 0
     assert done.err == ""
-    assert re.search(rf"^ +Examples:\n +ckpt {name} ", done.out, re.MULTILINE)
+    assert re.search(rf"^ +Examples:\n +ckpt {name}\b", done.out, re.MULTILINE)
     assert "--verbose" in done.out
     assert max(map(len, done.out.splitlines())) <= 100
 
@@ -79,14 +80,14 @@ def test_without_arguments_the_help_is_shown() -> None:
 def test_every_kind_of_error_has_its_own_line_in_the_table(kind: type[CkptError]) -> None:
     own = next(base for base in kind.__mro__ if base.__module__ == errors.__name__)
     assert own in EXIT_CODES
-    assert exit_code(kind("what")) == EXIT_CODES[own][0]
+    assert exit_code(kind("what")) == EXIT_CODES[own]
 
 
 def test_the_table_is_complete_and_in_the_help() -> None:
     public = {kind for kind in kinds_of_error() if kind.__module__ == errors.__name__}
     assert set(EXIT_CODES) == public
     listed = {int(code) for code in re.findall(r"(?:^|\s)(\d+)  [a-z]", ckpt("--help").out)}
-    assert listed == {0, 1, 2, FAULT, INTERRUPTED} | {code for code, _ in EXIT_CODES.values()}
+    assert listed == {0, 1, 2, UNFIT, FAULT, INTERRUPTED, *EXIT_CODES.values()} == EXIT_STATUS.keys()
 
 
 WRONG = {
@@ -111,7 +112,7 @@ WRONG = {
     "an element type of integers": (["convert", "SOURCE", "TARGET", "--dtype", "int8"], 2, "'int8'"),
     "a pattern that matches nothing": (["convert", "SOURCE", "TARGET", "--only", "nought"], 10, "`nought`"),
     "a skip that matches nothing": (["convert", "SOURCE", "TARGET", "--skip", "nought"], 10, "`nought`"),
-    "a pattern that is none": (["convert", "SOURCE", "TARGET", "--only", "("], 23, "`(` is not a regular expression"),
+    "a pattern that is none": (["convert", "SOURCE", "TARGET", "--only", "("], 2, "`(` is not a regular expression"),
     "a pattern without end": (["convert", "SOURCE", "TARGET", "--only", "(a+)+b"], 21, "(a+)+b"),
     "rules that are not there": (["inspect", "SOURCE", "--rules", "gone.toml"], 10, "gone.toml"),
     "rules that are a folder": (["inspect", "SOURCE", "--rules", "EMPTY"], 2, "is a directory"),
@@ -276,14 +277,14 @@ def test_json_is_all_that_is_on_stdout(form: str, tmp_path: Path) -> None:
         assert "{" not in done.err
 
 
-def test_data_are_on_stdout_and_all_else_on_stderr(tmp_path: Path) -> None:
+def test_results_are_on_stdout_and_all_else_on_stderr(tmp_path: Path) -> None:
     done = ckpt("convert", ZERO1, tmp_path / "out", "--to", "safetensors")
-    assert done.out == ""
+    assert done.out.startswith(f"wrote {tmp_path / 'out'}")
+    assert done.out.count("\n") == 1
     assert "note: safetensors has no place for optimizer states" in done.err
-    assert f"wrote {tmp_path / 'out'}" in done.err
     done = ckpt("verify", ZERO1)
-    assert done.out == ""
-    assert "\nok: " in done.err
+    assert done.out.startswith("ok: ")
+    assert done.err == "note: in the folder of the checkpoint, and not read: truth.safetensors\n"
     done = ckpt("inspect", ZERO1)
     assert done.err == "note: in the folder of the checkpoint, and not read: truth.safetensors\n"
     assert "blocks" in done.out
@@ -366,6 +367,19 @@ def test_a_reader_that_stops_early_is_no_error(arguments: list[str], universal: 
     done = subprocess.run(["bash", "-c", f"{told} | head -c 10"], capture_output=True, text=True, timeout=60)
     assert len(done.stdout) == 10
     assert done.stderr == ""
+
+
+def test_a_reader_that_stops_early_does_not_hide_the_exit_code() -> None:
+    for arguments, code in (
+        (["verify", SAMPLES / "damaged" / "flipped-bit"], 20),
+        (["diff", SAMPLES / "universal-1-delta@10", SAMPLES / "universal-1-delta@11", "--top", "0"], 1),
+    ):
+        told = " ".join(map(str, [*CKPT, *arguments]))
+        script = f"set -o pipefail; {{ sleep 0; {told}; }} | true"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

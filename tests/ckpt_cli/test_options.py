@@ -64,8 +64,8 @@ def test_an_option_of_another_format_is_refused_by_name(name: str, tmp_path: Pat
     for field, option in FORMAT_OPTIONS.items():
         if name in option.formats:
             continue
-        value = VALUES.get(field, "1")
-        done = ckpt("convert", ZERO1, tmp_path / "out", "--to", name, option.flag, value)
+        value = () if option.type is bool else (VALUES.get(field, "1"),)
+        done = ckpt("convert", ZERO1, tmp_path / "out", "--to", name, option.flag, *value)
         assert done.code == 22, (option.flag, done.err)
         assert f"format {name} has no option {option.flag}" in done.err
         for other in FORMAT_OPTIONS.values():

@@ -94,7 +94,7 @@ def test_what_is_not_stated_is_named_in_notes() -> None:
         ((*RUN, "--weibull", "0.7"), "--weibull needs --simulate"),
         ((*RUN, "--measure-replay"), "--measure-replay needs CHAIN"),
         ((CHAIN, "--mtbf", "3h"), "--step is missing: how long a step takes (the log does not state times)"),
-        ((CHAIN, *RUN), "The log does not state how fast it replays"),
+        ((CHAIN, *RUN), "the log does not state how fast it replays"),
         (("--step", "soon"), "is not a duration"),
         (("--step", "nan"), "is not a duration"),
         (("--step", "-1s"), "is not a duration"),

@@ -404,7 +404,7 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
     assert_holds(broken, state(seed=9))
     assert "newer, but the save was broken off: step-10" in map(str, broken.notices)
     shutil.move(tmp_path / "run" / "checkpoint" / "step-5", tmp_path / "run" / "checkpoint" / "best-1")
-    with pytest.raises(CkptError, match=r"several checkpoints here: best-1, step-10, step-9|several checkpoints"):
+    with pytest.raises(CkptError, match=r"holds 3 checkpoints: best-1, step-9, step-10"):
         open_checkpoint(tmp_path / "run" / "checkpoint")
 
 

@@ -80,7 +80,7 @@ def test_another_server_gives_the_same(tmp_path: Path) -> None:
             url = server.put(name, SAMPLES / name)
             done = ckpt("diff", url, SAMPLES / name)
             assert done.code == 0, done.err + done.out
-            assert "the same" in done.err
+            assert "the same" in done.out
 
 
 def test_the_library_opens_a_url(user: StoreServer) -> None:
@@ -149,7 +149,7 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
     ("arguments", "words"),
     [
         (("inspect", f"s3://{BUCKET}/nothing"), "there is nothing at this path"),
-        (("inspect", f"s3://{BUCKET}/samples"), "checkpoints"),
+        (("verify", f"s3://{BUCKET}/samples"), "checkpoints"),
         (("inspect", "s3://no-such-bucket/x"), "404 Not Found"),
         (("inspect", "s3://"), "s3://BUCKET/KEY"),
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),

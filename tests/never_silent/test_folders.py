@@ -116,7 +116,9 @@ def test_other_steps_of_a_run_are_named(tmp_path: Path) -> None:
 
 def test_two_models_without_an_index_are_refused_and_listed(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", a__safetensors=WEIGHTS, b__safetensors=OTHER)
-    for command in (("inspect", folder), ("verify", folder), ("convert", folder, tmp_path / "out")):
+    listed = ckpt("inspect", folder).out
+    assert all(f"\n{name} " in listed for name in ("a.safetensors", "b.safetensors"))
+    for command in (("verify", folder), ("convert", folder, tmp_path / "out")):
         done = ckpt(*command)
         assert done.code == NOT_FOUND
         assert "2 models" in done.err

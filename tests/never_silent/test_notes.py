@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {f"layers.{i}.weight": torch.full((8, 8), float(i)) for i in range(12)}
     torch.save({"model": weights, "step": 3, **{f"extra{i}": i for i in range(200)}}, folder / "a.pt")
     assert ckpt("convert", folder / "a.pt", folder / "u").code == 0
-    assert ckpt("compress", folder / "a.pt", folder / "small").code == 0
+    assert ckpt("compress", folder / "a.pt", f"{folder}/small/").code == 0
     assert ckpt("append", folder / "run.chain", folder / "a.pt").code == 0
     return folder
 
@@ -100,7 +100,7 @@ ERRORS = {
     "no command": (["nonsense"], 2, "usage"),
     "no such format to write": (["convert", "a.pt", "o3", "--to", "chain"], 22, "unsupported"),
     "no such codec": (["compress", "a.pt", "o4", "--codec", "nonsense"], 22, "unsupported"),
-    "a pattern that is none": (["convert", "a.pt", "o5", "--only", "("], 23, "rules"),
+    "a pattern that is none": (["convert", "a.pt", "o5", "--only", "("], 2, "usage"),
 }
 
 
@@ -181,5 +181,5 @@ def test_help_is_as_wide_as_the_terminal(columns: int | None, widest: int) -> No
 
 def test_the_rate_is_in_the_units_of_the_sizes(made: Path, tmp_path: Path) -> None:
     done = ckpt("convert", made / "a.pt", tmp_path / "out")
-    assert "iB/s" in done.err
-    assert "MB/s" not in done.err
+    assert "iB/s" in done.out
+    assert "MB/s" not in done.out

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.combine.average_blob import AverageBlob, EqualBlob
-from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, some_names, untied_config
+from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, place_of, some_names, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
@@ -15,6 +15,8 @@ from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
+
+_ONE_MODEL = "Only checkpoints of one model can be averaged: their tensors must have the same names and shapes."
 
 
 def ema_weights(count: int, decay: float) -> list[float]:
@@ -115,14 +117,15 @@ def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
         ):
             if absent:
                 raise Incomplete(
-                    f"it lacks {len(absent)} tensors of {owner.path}: {some_names(absent)}",
-                    where=other.path,
-                    hint="Only checkpoints of one model can be averaged: their tensors must have the same names.",
+                    f"it lacks {len(absent)} tensors of {place_of(owner)}: {some_names(absent)}",
+                    where=place_of(other),
+                    hint=_ONE_MODEL,
                 )
     return list(all_names[0])
 
 
 def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Parameter]) -> None:
+    first = place_of(models[0])
     for model in models[1:]:
         pairs = [(n, p.weight, model.parameters[holder(model, n)].weight) for n, p in parameters.items()]
         different = [
@@ -132,15 +135,16 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
         ]
         if different:
             raise Unsupported(
-                f"{len(different)} tensors have other shapes than those of {models[0].path}: {some_names(different)}",
-                where=model.path,
+                f"{len(different)} tensors have other shapes than those of {first}: {some_names(different)}",
+                where=place_of(model),
+                hint=_ONE_MODEL,
             )
         mixed = [name for name, a, b in pairs if not _can_average(a.dtype) and a.dtype != b.dtype]
         mixed += [name for name, a, b in pairs if _can_average(a.dtype) and not _can_average(b.dtype)]
         if mixed:
             raise Unsupported(
-                f"{len(mixed)} tensors have other element types than those of {models[0].path}: {some_names(mixed)}",
-                where=model.path,
+                f"{len(mixed)} tensors have other element types than those of {first}: {some_names(mixed)}",
+                where=place_of(model),
             )
 
 

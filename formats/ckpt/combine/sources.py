@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, Opened, SourceFile
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
@@ -30,6 +31,11 @@ def model_of(source: Checkpoint) -> Checkpoint:
 def holder(model: Checkpoint, name: str) -> str:
     """The name of the parameter that has the values of `name`, which may be tied to it."""
     return name if name in model.parameters else model.aliases[name]
+
+
+def place_of(source: Checkpoint) -> Path:
+    """The path under which it was opened: of a state of a chain, with its step."""
+    return next((edit.path for edit in source.history if isinstance(edit, Opened)), source.path)
 
 
 def some_names(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -91,6 +92,33 @@ def find_problems(
     """
     with interruptible(count_bytes) as count:
         return _examine(checkpoint, resources, count, replayed)
+
+
+def problems_of_headers(checkpoint: Checkpoint) -> list[Finding]:
+    """What headers say is wrong, without reading a tensor: missing blocks, contradictions, files that end too early."""
+    return [
+        *_coverage(checkpoint),
+        *(Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions),
+        *contradictions(checkpoint),
+        *_cut_off(checkpoint),
+    ]
+
+
+def _cut_off(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A finding for each file that is shorter than its tensors."""
+    if isinstance(checkpoint.parameters, TabulatedParameters):
+        return  # opening it compared the files with the index
+    ends: dict[Path, int] = {}
+    names: dict[Path, dict[str, None]] = {}
+    sizes = {file.path: file.nbytes for file in checkpoint.files}
+    for parameter, _, tensor in checkpoint.tensors():
+        for raw in tensor.sources():
+            ends[raw.path] = max(ends.get(raw.path, 0), raw.offset + raw.span)
+            if raw.offset + raw.span > sizes.get(raw.path, raw.offset + raw.span):
+                names.setdefault(raw.path, {})[parameter.name] = None
+    for path, own in names.items():
+        what = f"ends at byte {sizes[path]}, but its tensors end at byte {ends[path]}"
+        yield Finding("header", what, str(path), tuple(own))
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:

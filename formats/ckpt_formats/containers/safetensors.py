@@ -12,6 +12,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from ckpt_formats.containers.stand_ins import check_stand_in
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import Corrupt, Unsupported
 from ckpt_formats.core.files import open_regular, unreadable
@@ -67,7 +68,13 @@ def read_header(path: Path) -> SafetensorsFile:
             nbytes = stream_nbytes(file)
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
-                raise Corrupt(f"not a safetensors file: a header of {length} bytes in a file of {nbytes}", where=path)
+                file.seek(0)
+                check_stand_in(file.read(64), path)
+                raise Corrupt(
+                    f"not a safetensors file: a header of {length} bytes in a file of {nbytes}",
+                    where=path,
+                    hint="It was damaged or cut off: copy or download it again.",
+                )
             encoded = file.read(length)
     except OSError as error:
         raise unreadable(error, path) from error

@@ -32,6 +32,8 @@ from ckpt_formats.core.transfer import Transfer
 
 SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = f"{SUFFIX}{INDEX_SUFFIX}"
+OPTIMIZER_KEY = "ckpt.optimizer"
+"""The key of the metadata of a file that has states of an optimizer, too: see `state_dicts.states_beside_weights`."""
 _SHARDING = "DCP_SHARDING_INFO"
 _SHARDING_KEYS = ("DCP_VERSION", _SHARDING)
 
@@ -65,11 +67,14 @@ def shard_paths(path: Path) -> tuple[list[Path], ShardIndex | None]:
     return files, None
 
 
-def read_weights(paths: Iterable[Path], index: ShardIndex | None = None) -> ShardedWeights:
-    """The tensors of several files.
+def read_weights(
+    paths: Iterable[Path], index: ShardIndex | None = None, *, with_states: bool = False
+) -> ShardedWeights:
+    """The tensors of several files. `with_states`: the caller sorts out the states of an optimizer.
 
     Raises `Corrupt` if two files have a tensor of the same name, `Incomplete` if the files do not match the index,
-    `Unsupported` for files of the universal format, whose names of tensors are those of states.
+    `Unsupported` for files of the universal format, whose names of tensors are those of states, and for a file with
+    states of an optimizer if the caller does not sort them out.
     """
     files = [read_header(path) for path in paths]
     placed = [_SHARDING in file.metadata for file in files]
@@ -82,6 +87,12 @@ def read_weights(paths: Iterable[Path], index: ShardIndex | None = None) -> Shar
                 "a file of a checkpoint in the universal format",
                 where=file.path,
                 hint="Name the folder of its manifest.json; a single file must have a name that ends in .ucp.",
+            )
+        if OPTIMIZER_KEY in file.metadata and not with_states:
+            raise Unsupported(
+                "holds states of an optimizer next to the weights",
+                where=file.path,
+                hint="Name the file itself, not its folder.",
             )
     metadata = {key: value for file in files for key, value in file.metadata.items() if key not in _SHARDING_KEYS}
     if metadata.get("format") == "pt":

@@ -63,7 +63,11 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
     for pattern in (*only, *skip):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in source.parameters):
-            raise NotFound(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
+            raise NotFound(
+                f"no parameter matches `{printable(pattern)}`",
+                where=source.path,
+                hint="`ckpt inspect` lists their names.",
+            )
     parameters = {
         name: parameter
         for name, parameter in source.parameters.items()
@@ -123,7 +127,11 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
     seen: set[str] = set()
     for name in (*new.values(), *(chosen.get(alias, alias) for alias in source.aliases)):
         if name in seen:
-            raise Unsupported(f"two parameters would be called `{printable(name)}`", where=source.path)
+            raise Unsupported(
+                f"two parameters would be called `{printable(name)}`",
+                where=source.path,
+                hint="Names must stay different: `ckpt inspect` lists those of now.",
+            )
         seen.add(name)
     changed = {old: name for old, name in chosen.items() if old != name}
     return edited(

@@ -107,13 +107,21 @@ def safe_pattern(pattern: str, origin: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
     if _count_backtracks(parsed) > _MAX_BACKTRACKS:
-        raise Unsafe(f"the pattern `{pattern}` has too many choices: a match may take too long", where=origin)
+        raise Unsafe(
+            f"the pattern `{pattern}` has too many choices: a match may take too long",
+            where=origin,
+            hint="Write it without a repeat within a repeat.",
+        )
     return pattern
 
 
 def _rule(table: Any, where: str) -> Rule:
     if not isinstance(table, dict) or not isinstance(table.get("match"), str):
-        raise BadRules("a rule needs `match`, a regular expression", where=where)
+        raise BadRules(
+            "a rule needs `match`, a regular expression",
+            where=where,
+            hint="Such as: match = 'mlp\\.up\\.weight$', and axis = 0.",
+        )
     if unknown := set(table) - _KEYS:
         raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
     how = table.get("how", "sharded")

@@ -1,6 +1,7 @@
 """Text: file names for untrusted names, and names and sizes for people."""
 
 import re
+from collections.abc import Iterator
 
 PARTIAL = ".ckpt-partial"
 """The suffix of a folder in which a checkpoint is being written."""
@@ -50,3 +51,20 @@ def printable(name: str) -> str:
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+def folded(line: str, room: int) -> Iterator[str]:
+    """A line as lines of at most `room` characters, broken at spaces only; what follows is indented further.
+
+    >>> list(folded("  weight  [4, 4] float32", 20))
+    ['  weight  [4, 4]', '        float32']
+    """
+    indent = " " * min(len(line) - len(line.lstrip(" ")) + 6, room // 2)
+    while len(line) > room:
+        end = line.rfind(" ", len(indent) + 1, room + 1)
+        end = line.find(" ", room) if end < 0 or not line[:end].strip() else end
+        if end < 0:
+            break
+        yield line[:end].rstrip()
+        line = indent + line[end:].lstrip()
+    yield line

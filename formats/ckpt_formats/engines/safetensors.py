@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.safetensors import MAX_HEADER, is_natural, read_header
 from ckpt_formats.containers.safetensors_shards import (
+    OPTIMIZER_KEY,
     SAFETENSORS_INDEX,
     SUFFIX,
     lost_states,
@@ -18,7 +19,7 @@ from ckpt_formats.containers.safetensors_shards import (
     write_weights,
 )
 from ckpt_formats.containers.shard_index import index_text, numbered_names
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, OriginalForm, Parameter
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, OriginalForm, Parameter
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice
@@ -41,6 +42,9 @@ class Safetensors(WritableFormat):
     """Bytes: about how large each file of a folder becomes."""
     single_file: bool = False
     """Write one file instead of a folder. A target that ends in .safetensors implies it."""
+    with_optimizer: bool | None = None
+    """Also write optimizer states, as tensors named such as `optimizer.exp_avg.NAME`: only in a single file. None:
+    if the source was such a file."""
 
     def detect(self, path: Path) -> bool:
         if path.is_dir():
@@ -48,23 +52,30 @@ class Safetensors(WritableFormat):
         return path.name.endswith((SUFFIX, SAFETENSORS_INDEX)) and path.is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        weights = read_weights(*shard_paths(path))
         single = path.name.endswith(SUFFIX) and path.is_file()
+        weights = read_weights(*shard_paths(path), with_states=single)
         if single and weights.has_blocks:
             raise Unsupported(
                 "has blocks of tensors: it is the file of one rank of several",
                 where=path,
                 hint=f"Name the folder: {printable(str(path.parent))}",
             )
-        parameters = {name: Parameter(name, "parameter", {MODEL: tensor}) for name, tensor in weights.tensors.items()}
+        groups: tuple[Group, ...] = ()
+        step = None
+        if OPTIMIZER_KEY in weights.metadata:
+            from ckpt_formats.state_dicts.states_beside_weights import parameters_of  # few files have states
+
+            parameters, groups, step = parameters_of(weights.tensors, weights.metadata, path)
+        else:
+            parameters = {name: Parameter(name, "parameter", {MODEL: one}) for name, one in weights.tensors.items()}
         aliases = weights.aliases()
-        extras = {key: value for key, value in weights.metadata.items() if key not in aliases}
+        extras = {key: value for key, value in weights.metadata.items() if key not in (*aliases, OPTIMIZER_KEY)}
         original = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
         return Checkpoint(
             path,
-            Origin("safetensors"),
+            Origin("safetensors", step=step),
             parameters,
-            (),
+            groups,
             extras,
             aliases,
             weights.shards,
@@ -78,14 +89,31 @@ class Safetensors(WritableFormat):
 
     def plan(self, source: Checkpoint) -> Plan:
         weights = [p for p in source.parameters.values() if p.role != "extra"]
+        form, more = _form_of(source), dict[str, str]()
+        with_states = self._writes_states(form)
+        if with_states:
+            if not self.single_file:
+                raise Unsupported(
+                    "optimizer states go into a single file of safetensors, not into a folder",
+                    hint="End the target's name in .safetensors.",
+                )
+            from ckpt_formats.state_dicts.states_beside_weights import as_weights, metadata_of
+
+            weights, form, more = list(as_weights(source)), {}, metadata_of(source)
         groups = split_weights(weights, None if self.single_file else self.shard_nbytes)
-        form = _form_of(source)
         header = form.get("header", 0)
+        header = header if is_natural(header, MAX_HEADER) else 0
         files = tuple(
-            weights_part(name, group, _metadata(source, group, form), header if is_natural(header, MAX_HEADER) else 0)
+            weights_part(name, group, _metadata(source, group, form) | more, header)
             for name, group in zip(numbered_names(len(groups)), groups, strict=True)
         )
-        return Plan(files, _dropped(source, form), single_file=f"model{SUFFIX}" if self.single_file else None)
+        dropped = _dropped(source, form, states=not with_states)
+        return Plan(files, dropped, single_file=f"model{SUFFIX}" if self.single_file else None)
+
+    def _writes_states(self, form: Mapping[str, Value]) -> bool:
+        keys = form.get("metadata")
+        as_before = self.single_file and isinstance(keys, list) and OPTIMIZER_KEY in keys
+        return as_before if self.with_optimizer is None else self.with_optimizer
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         return write_weights(folder, part, transfer)
@@ -95,11 +123,12 @@ class Safetensors(WritableFormat):
             write_last(folder, INDEX, index_text((receipt.file, receipt.entry) for receipt in receipts))
 
 
-def _dropped(source: Checkpoint, form: Mapping[str, Value]) -> tuple[Notice, ...]:
-    """Notices of the items of the source that files of weights cannot hold."""
+def _dropped(source: Checkpoint, form: Mapping[str, Value], states: bool) -> tuple[Notice, ...]:
+    """Notices of the items of the source that files of weights cannot hold. `states`: among them are its states."""
     stored = _metadata(source, (), form)
     extras = tuple(key for key in source.extras if key not in stored)
-    return (*lost_states(source), Notice("extras", extras)) if extras else lost_states(source)
+    dropped = lost_states(source) if states else ()
+    return (*dropped, Notice("extras", extras)) if extras else dropped
 
 
 def _form(path: Path) -> dict[str, Value]:

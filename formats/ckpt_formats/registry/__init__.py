@@ -47,7 +47,10 @@ def writable(name: str, **options: object) -> "WritableFormat":
 
     format = format_named(name)
     if not isinstance(format, WritableFormat):
-        raise Unsupported(f"{name} can be read, not written", hint="Convert to `universal`, which holds everything.")
+        hint = "Convert to `universal`, which holds everything."
+        if name == "chain":
+            hint = "`ckpt append CHAIN CHECKPOINT` writes chains."
+        raise Unsupported(f"{name} can be read, not written", hint=hint)
     known = [field.name for field in fields(format)]
     listed = ", ".join(known) or "none"
     if unknown := [option for option in options if option not in known]:

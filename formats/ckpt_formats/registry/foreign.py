@@ -10,7 +10,7 @@ from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
 
 _KINDS = (
-    (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow"),
+    (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow (HDF5)"),
     (r".*\.ckpt\.(index|meta)|.*\.data-\d{5}-of-\d{5}|saved_model\.pb|.*\.tflite", "a checkpoint of TensorFlow"),
     (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
     (r".*\.gguf|ggml-.*\.bin", "weights of llama.cpp (GGUF), most often quantised"),
@@ -32,7 +32,7 @@ _HINTS = {
 _HINT = "Save them there as safetensors, which is read."
 _MAGIC = (
     (b"GGUF", "weights of llama.cpp (GGUF), most often quantised"),
-    (b"\x89HDF\r\n", "weights of Keras or TensorFlow"),
+    (b"\x89HDF\r\n", "weights of Keras or TensorFlow (HDF5)"),
 )
 
 

@@ -5,14 +5,15 @@ from typing import NamedTuple
 
 from ckpt_formats.core.errors import CkptError, Incomplete, NotFound
 from ckpt_formats.core.folders import names_in
-from ckpt_formats.core.format import Format
+from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry import FORMATS, format_named
+from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
-from ckpt_formats.registry.parents import find_inside
+from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix, sort_by_age
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
 
@@ -53,6 +54,40 @@ def _state_of_chain(path: Path) -> Located | None:
     return None if address is None else Located(address.run, ChainFormat(address))
 
 
+def checkpoints_in(path: Path) -> list[Path]:
+    """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
+    if _state_of_chain(path) is not None or not path.is_dir():
+        return []
+    try:
+        format = _of_folder(path)
+    except CkptError:
+        return []
+    if format is not None and format.name in _OF_FILES and (files := _models_in(path, format)):
+        return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
+    if format is not None and format.name != "dcp" and not has_pointer(path):
+        return []
+    inside = all_inside(path, _is_checkpoint)
+    is_one = format is not None and format.name == "dcp" and not share_prefix(inside)  # a pair of folders is one
+    return [] if is_one else inside
+
+
+_OF_FILES = ("hf", "safetensors", "torch-folder")
+"""Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
+
+
+def _models_in(path: Path, format: Format) -> list[Path]:
+    """The single files in a folder, if each is a checkpoint of its own; else none."""
+    files = [path / name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
+    if len(files) > 1:
+        try:
+            format.read(path, ReadOptions())
+        except NotFound:  # which is meant is not said
+            return files
+        except CkptError:
+            pass
+    return []
+
+
 def detect(path: Path) -> Format:
     """The format of the checkpoint at this path, or in it. Raises `NotFound`, `Incomplete` or `Unsupported`."""
     return locate(path).format
@@ -82,9 +117,9 @@ def _first(path: Path) -> Format | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether this folder is a checkpoint, complete or not."""
+    """Whether this folder or single file is a checkpoint, complete or not."""
     try:
-        return not path.name.endswith(PARTIAL) and _of_folder(path) is not None
+        return not path.name.endswith(PARTIAL) and (path.is_file() or _of_folder(path) is not None)
     except CkptError:
         return True
 
@@ -93,7 +128,7 @@ def _check_there(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
-        raise NotFound("there is nothing at this path", where=printable(str(path))) from None
+        raise NotFound("there is nothing at this path", where=printable(str(path)), hint=_meant(path)) from None
     except OSError as error:
         raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
     if any(part.endswith(PARTIAL) for part in path.absolute().parts):
@@ -129,10 +164,32 @@ def _unknown(path: Path) -> CkptError:
 
 def _not_known(path: Path, listing: str) -> NotFound:
     return NotFound(
-        f"not a checkpoint of a known format ({', '.join(FORMATS)}){listing}",
+        f"not a checkpoint of a known format{listing}",
         where=printable(str(path)),
-        hint="Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`.",
+        hint=f"{_FOLDER if path.is_dir() else ''}`ckpt formats` lists what is read.",
     )
+
+
+_FOLDER = "Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`. "
+
+
+def _meant(path: Path) -> str | None:
+    """What may have been meant by a path at which there is nothing; None if there is no idea."""
+    run, mark, _ = path.name.rpartition("@")
+    if mark and run and path.with_name(run).exists():
+        if (path.with_name(run) / "chain.json").is_file():
+            return f"A state of a chain is {printable(run)}@1234, {printable(run)}@last or {printable(run)}@last~10."
+        return f"`@` names a state of a chain, and {printable(run)} is no chain."
+    if path.is_symlink():
+        return f"It is a link to {printable(str(path.readlink()))}, which is not there."
+    if not path.parent.is_dir():
+        return f"The folder {printable(str(path.parent))} is not there either."
+    from difflib import get_close_matches  # only a mistyped name needs it
+
+    close = get_close_matches(path.name, names_in(path.parent), n=3)
+    if close:
+        return f"Did you mean {' or '.join(map(printable, close))}?"
+    return None if path.is_absolute() else f"It was looked for in {printable(str(Path.cwd()))}."
 
 
 def _listing(path: Path) -> str:

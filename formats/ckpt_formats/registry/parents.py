@@ -14,6 +14,7 @@ from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.endings import SINGLE_UNIVERSAL
 
 POINTERS = (
     "latest",
@@ -35,14 +36,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
     Raises `NotFound` if there are several and nothing states which one, or if a pointer is not a file;
     `Incomplete` if a pointer names none of them.
     """
-    folders = _folders(path)
-    folder_names = {folder.name for folder in folders}
-    links = {
-        folder.name
-        for folder in folders
-        if folder.is_symlink() and Path(os.path.realpath(folder)).name in folder_names - {folder.name}
-    }
-    inside = [folder for folder in folders if folder.name not in links and is_checkpoint(folder)]
+    inside = all_inside(path, is_checkpoint)
     if not inside:
         return None
     pointed = _read_pointer(path)
@@ -61,19 +55,54 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
     if len(inside) == 1:
         text = f"{printable(inside[0].name)} is read, the only checkpoint in the folder"
         return inside[0], Notice(text, weight=Weight.UNSURE)
-    inside.sort(key=lambda folder: _age_key(folder))
     if all(_OF_TRAINER.fullmatch(folder.name) for folder in inside):
         newest = inside[-1]
         text = f"of {len(inside)} checkpoints here, {printable(newest.name)} is read, the newest"
         return newest, Notice(text, weight=Weight.UNSURE)
     raise NotFound(
-        f"holds {len(inside)} checkpoints: {_shown(inside)}", where=printable(str(path)), hint="Name one of them."
+        f"holds {len(inside)} checkpoints: {_shown(inside)}",
+        where=printable(str(path)),
+        hint="Name one of them; `ckpt inspect` lists them all.",
     )
 
 
-def _folders(path: Path) -> list[Path]:
+def all_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[Path]:
+    """All checkpoints directly in a folder, the newest last. A link to one of them is none of its own."""
+    places = _places(path)
+    names = {place.name for place in places}
+    links = {
+        place.name
+        for place in places
+        if place.is_symlink() and Path(os.path.realpath(place)).name in names - {place.name}
+    }
+    inside = [place for place in places if place.name not in links and is_checkpoint(place)]
+    return sort_by_age(inside)
+
+
+def sort_by_age(paths: Sequence[Path]) -> list[Path]:
+    """The paths by the numbers in their names, then by time: the newest last."""
+    return sorted(paths, key=_age_key)
+
+
+def has_pointer(path: Path) -> bool:
+    """Whether a file in the folder says which of the checkpoints in it is the last."""
+    return any((path / pointer).exists() for pointer in POINTERS)
+
+
+def share_prefix(paths: Sequence[Path]) -> bool:
+    """Whether names differ only in the number at their ends, as those of the steps of one run do."""
+    prefixes = {re.sub(r"\d+$", "", path.name) for path in paths}
+    return len(prefixes) == 1 and all(path.name[-1:].isdigit() for path in paths)
+
+
+def _places(path: Path) -> list[Path]:
+    """Folders and single files of the universal format in a folder; hidden ones are left out."""
     try:
-        names = [entry.name for entry in entries_of(path) if not entry.name.startswith(".") and entry.is_dir()]
+        names = [
+            entry.name
+            for entry in entries_of(path)
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.name.endswith(SINGLE_UNIVERSAL))
+        ]
     except OSError:
         return []
     return [path / name for name in sorted(names)[:_MAX_FOLDERS]]

@@ -66,10 +66,11 @@ def check_run(path: Path, names: Names) -> None:
     """Raise `Incomplete` for a folder with files that a trainer of Hugging Face writes, but without a model."""
     left = sorted(name for name in names if _RUN_FILE.fullmatch(name))
     if left:
+        file = "adapter_model.safetensors" if left[0] == "adapter_config.json" else "model.safetensors"
         raise Incomplete(
             f"an incomplete checkpoint of Hugging Face's libraries: {printable(left[0])} is here, but no model",
             where=printable(str(path)),
-            hint="Copy the file of the model, such as model.safetensors, into the folder.",
+            hint=f"Copy the file of the model, such as {file}, into the folder.",
         )
 
 

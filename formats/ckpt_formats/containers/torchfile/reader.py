@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ckpt_formats.containers.stand_ins import check_stand_in
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, PROTO, Interpreter
@@ -75,12 +76,13 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
     path = Path(path) if isinstance(path, str) else path
     with Window(path, base, length) as window:
         if not window.length:
-            raise window.corrupt("the file is empty")
+            raise Corrupt("the file is empty", where=path, hint="It was never written to its end: copy it again.")
         head = window.at(0, min(4, window.length))
         if head == LOCAL:
             return _open_archive(window)
         if head[0] == PROTO:
             return _open_stream(window)
+        check_stand_in(window.at(0, min(64, window.length)), path)
         raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
 
 

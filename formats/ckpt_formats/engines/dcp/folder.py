@@ -53,9 +53,12 @@ class FoundFolders:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Is there a checkpoint at this path, complete or not, or are there checkpoints of several steps?"""
+    """Is there a checkpoint at this path, complete or not, or are there checkpoints of several steps of one run?"""
     try:
-        return _is_one_file(path) or _has_traces(path) or _is_pair(path) or bool(_steps(path))
+        if _is_one_file(path) or _has_traces(path) or _is_pair(path):
+            return True
+        steps = _steps(path)
+        return bool(steps) and (len({prefix for prefix, _, _ in steps}) == 1 or steps[0][2].parent != path)
     except OSError:
         return False
 

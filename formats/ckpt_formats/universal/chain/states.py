@@ -33,8 +33,17 @@ def all_steps(run: Path, chain: ChainIndex) -> list[int]:
 
 
 def step_of(chain: ChainIndex, address: Address) -> int:
-    """The step of an address. Raises as `last_step`."""
-    return last_step(address.run, chain) - address.back if address.step is None else address.step
+    """The step of an address. Raises as `last_step`, and `NotFound` before the first step of all."""
+    if address.step is not None:
+        return address.step
+    last = last_step(address.run, chain)
+    if address.back > last:
+        raise NotFound(
+            f"the chain has no step {address.back} before its last, which is {last}",
+            where=address.run,
+            hint=f"It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
+        )
+    return last - address.back
 
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:

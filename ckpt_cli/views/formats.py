@@ -1,0 +1,54 @@
+"""The table of formats: what is read, what is written, and by what each is known."""
+
+from typing import Any
+
+import click
+
+from ckpt_cli.options.target import FORMAT_OPTIONS
+from ckpt_cli.views import columns
+from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.text import folded
+from ckpt_formats.registry import FORMATS, ONLY_READ, format_named
+from ckpt_formats.registry.endings import ENDINGS
+from ckpt_formats.registry.marks import MARKS
+
+
+def show_formats(as_json: bool) -> None:
+    """Print all formats, in the order in which they are tried."""
+    rows = [_facts(name) for name in FORMATS]
+    if as_json:
+        data({"formats": rows})
+        return
+    for row in rows:
+        known = (*row["marks"]["paths"], *row["marks"]["names"], *row["marks"]["files"])
+        how = "read, write" if row["written"] else "read"
+        click.echo(f"{row['name']:<20} {how:<12} {' '.join(row['endings'])}".rstrip())
+        for line in (f"    {row['summary']}", f"    known by {', '.join(known)}"):
+            for part in folded(line, columns.width()):
+                click.echo(part)
+    click.echo()
+    conclude("The ending of a target says its format; a name without one is a folder in the universal format.")
+    conclude("A state of a chain is run.chain@1234, run.chain@last or run.chain@last~10.")
+
+
+def _facts(name: str) -> dict[str, Any]:
+    marks = MARKS.get(name)
+    known = {"paths": [], "names": [], "files": []} if marks is None else _marks(marks)
+    return {
+        "name": name,
+        "read": True,
+        "written": name not in ONLY_READ,
+        "endings": [ending for ending, format in ENDINGS.items() if format == name],
+        "marks": known,
+        "options": [option.flag for option in FORMAT_OPTIONS.values() if name in option.formats],
+        "summary": format_named(name).summary,
+    }
+
+
+def _marks(marks: Any) -> dict[str, list[str]]:
+    """What is at a path of the format. A name that every folder may have says nothing."""
+    return {
+        "paths": list(marks.paths),
+        "names": [pattern for pattern in marks.entries if pattern != "*"],
+        "files": [pattern for pattern in marks.files if pattern not in marks.entries],
+    }

@@ -1,0 +1,67 @@
+"""The format that the ending of a target says, such as `.safetensors`."""
+
+from pathlib import Path
+
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import printable
+
+ENDINGS = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+    ".ucp": "universal",
+    ".msgpack": "flax",
+}
+"""Formats by the ending of a single file."""
+SINGLE_UNIVERSAL = ".ucp"
+"""By its ending, a single file of the universal format is known."""
+_OF_OTHERS = {
+    ".npz": "arrays of NumPy",
+    ".npy": "an array of NumPy",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".keras": "Keras",
+    ".gguf": "llama.cpp's GGUF",
+    ".ggml": "llama.cpp's GGML",
+    ".onnx": "ONNX",
+    ".pb": "TensorFlow",
+    ".tflite": "TensorFlow Lite",
+    ".mlmodel": "Core ML",
+    ".pkl": "pickles",
+    ".pickle": "pickles",
+    ".tar": "archives",
+    ".gz": "archives",
+    ".zip": "archives",
+    ".zst": "archives",
+}
+"""What files of other endings hold, which ckpt does not write."""
+
+
+def format_of_ending(target: Path) -> str | None:
+    """The format that the target's ending says; None if it says none: then the target is a folder.
+
+    Raises `Unsupported` for the ending of a format that ckpt does not write.
+    """
+    ending = target.suffix.lower()
+    if ending in _OF_OTHERS:
+        raise Unsupported(
+            f"{ending} is the ending of {_OF_OTHERS[ending]}, which ckpt does not write",
+            where=printable(str(target)),
+            hint=f"Known endings: {', '.join(ENDINGS)}; a name without one is a folder. --to names a format.",
+        )
+    return ENDINGS.get(ending)
+
+
+def notices_of_ending(target: Path, format_name: str) -> tuple[Notice, ...]:
+    """A notice if the target's ending is that of another format than the one in which it is written."""
+    expected = ENDINGS.get(target.suffix.lower())
+    if expected is None or expected == format_name:
+        return ()
+    text = (
+        f"{printable(target.name)} is written in format {format_name}, but its ending is that of format {expected}, "
+        "by which programs know a file"
+    )
+    return (Notice(text, weight=Weight.UNSURE),)

@@ -1,0 +1,61 @@
+"""What helps to type: formats, completion scripts, man pages."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.main import COMMANDS
+from ckpt_formats.registry import FORMATS, ONLY_READ
+from damage import ckpt
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_formats_names_all_with_their_endings_and_marks() -> None:
+    found = {row["name"]: row for row in json.loads(ckpt("formats", "--json").out)["formats"]}
+    assert list(found) == list(FORMATS)
+    assert {name for name, row in found.items() if not row["written"]} == set(ONLY_READ)
+    assert found["torch"]["endings"] == [".pt", ".pth", ".bin", ".ckpt"]
+    assert "manifest.json" in found["universal"]["marks"]["paths"]
+    out = ckpt("formats").out
+    assert all(f"\n{name} " in f"\n{out}" for name in FORMATS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_accepts_its_script(shell: str, tmp_path: Path) -> None:
+    script = ckpt("completion", shell).out
+    assert json.loads(ckpt("completion", shell, "--json").out)["script"] == script.removesuffix("\n")
+    assert "_CKPT_COMPLETE" in script
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not here")
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("ckpt conv", "convert"), ("ckpt convert a b --to meg", "megatron"), ("ckpt completion f", "fish")],
+)
+def test_bash_gets_completions(words: str, expected: str) -> None:
+    count = str(len(words.split()) - 1)
+    env = {**os.environ, "_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
+    done = subprocess.run([sys.executable, "-m", "ckpt_cli"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert f"plain,{expected}\n" in done.stdout, done.stderr
+
+
+def test_every_command_has_a_man_page_without_errors() -> None:
+    pages = {path.stem: path for path in (ROOT / "docs" / "man").glob("*.1")}
+    assert pages.keys() == {"ckpt", *(f"ckpt-{name}" for name in COMMANDS)}
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not here")
+    done = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-ww", *sorted(pages.values())], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout) > 10_000

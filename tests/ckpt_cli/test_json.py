@@ -1,0 +1,135 @@
+"""Each command's JSON has the form that docs/json.md states: every field, and no other; errors too."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from ckpt_cli.main import COMMANDS
+from damage import SAMPLES, ckpt
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMAS = json.loads((DOCS / "schemas.json").read_text("utf-8"))["$defs"]
+ZERO1, DELTAS, TRAINER = (
+    SAMPLES / name for name in ("deepspeed-0.19-zero1-bf16-dp2", "universal-1-delta", "transformers-5.23-trainer")
+)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a chain, a recorded run, two small models and an adapter."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    folder = tmp_path_factory.mktemp("json")
+    shutil.copytree(DELTAS, folder / "run.chain")
+    shutil.copytree(SAMPLES / "recorded-1" / "run.chain", folder / "recorded.chain")
+    weight = np.arange(12, dtype=np.float32).reshape(3, 4)
+    for name in ("a", "b"):
+        save_file({"layer.weight": weight, "layer.bias": weight[0]}, folder / f"{name}.safetensors")
+    (folder / "adapter").mkdir()
+    prefix = "base_model.model.layer"
+    pair = {f"{prefix}.lora_A.weight": weight[:2], f"{prefix}.lora_B.weight": weight[:, :2].copy()}
+    save_file(pair, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return folder
+
+
+RUNS: dict[str, list[list[Any]]] = {
+    "convert": [[ZERO1, "u"], [ZERO1, "x", "--dry-run"]],
+    "reshard": [[ZERO1, "r", "--dp", "1"], [ZERO1, "x", "--dp", "1", "--dry-run"]],
+    "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"]],
+    "verify": [["u"], ["run.chain"], ["recorded.chain"], ["--quick", "u"], [SAMPLES / "damaged" / "flipped-bit"],
+               [SAMPLES / "damaged" / "truncated-shard"]],
+    "rules": [["u"], [SAMPLES / "megatron-0.16-tp2-pp2-dist"]],
+    "diff": [["run.chain@10", "run.chain@11", "--by", "layer", "--by", "state"], ["u", ZERO1],
+             ["run.chain@11", "run.chain@12", "-o", "d"], ["run.chain@11", "run.chain@12", "-o", "e", "--dry-run"]],
+    "append": [["new.chain", "run.chain@10"], ["new.chain", "run.chain@11", "--dry-run"],
+               ["new.chain", "run.chain@13"]],
+    "restore": [["run.chain", "s"], ["run.chain", "x", "--dry-run"], ["recorded.chain", "x", "--dry-run"]],
+    "shadow": [["recorded.chain", "--once"], ["recorded.chain", "--once", "-o", "sh"]],
+    "serve": [],
+    "log": [["run.chain"], ["recorded.chain"]],
+    "plan": [["--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay", "40ms"],
+             ["--step", "0.8s", "--mtbf", "3h", "--state", "84GB", "--write", "2GB/s"],
+             ["recorded.chain", "--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay-rate", "250M"]],
+    "average": [["a.safetensors", "b.safetensors", "m.pt"], ["a.safetensors", "b.safetensors", "x", "--dry-run"]],
+    "merge-lora": [["a.safetensors", "adapter", "l.safetensors"], ["a.safetensors", "adapter", "x", "--dry-run"]],
+    "compress": [["u", "c"], ["u", "x", "--dry-run"]],
+    "decompress": [["c", "back"]],
+    "doctor": [[]],
+    "clean": [["x"]],
+    "formats": [[]],
+    "completion": [["fish"]],
+    "compact": [["run.chain", "--keep", "last:2", "--dry-run"], ["run.chain", "--keep", "last:2"],
+                ["recorded.chain", "--dry-run"]],
+}  # fmt: skip
+"""In the order in which they are run: some need what others wrote."""
+
+WRONG: dict[str, list[Any]] = {
+    "convert": ["gone", "x"],
+    "reshard": [ZERO1, "x", "--dp", "0"],
+    "inspect": ["gone"],
+    "verify": ["gone"],
+    "rules": ["gone"],
+    "diff": ["gone", "gone"],
+    "append": ["run.chain", "gone"],
+    "restore": ["run.chain", "x", "--step", "99"],
+    "shadow": ["gone", "--once"],
+    "serve": ["gone", "--listen", "127.0.0.1:0"],
+    "log": ["gone"],
+    "plan": [],
+    "average": ["a.safetensors", "x"],
+    "merge-lora": ["a.safetensors", "b.safetensors", "x"],
+    "compress": ["gone", "x"],
+    "decompress": ["gone", "x"],
+    "doctor": ["gone"],
+    "clean": [],
+    "formats": ["too many"],
+    "completion": ["tcsh"],
+    "compact": ["gone"],
+}
+
+
+def check(name: str, found: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(found)
+
+
+def test_all_commands_are_run_and_stated() -> None:
+    sys.path.insert(0, str(DOCS))
+    from json_fields import COMMANDS as STATED
+
+    assert set(RUNS) == set(WRONG) == set(COMMANDS) == set(STATED)
+    assert SCHEMAS.keys() == {"error", *(name for name, parts in STATED.items() if parts)}
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_every_result_has_its_form(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test, because commands need what others wrote."""
+    monkeypatch.chdir(here)
+    for name, runs in RUNS.items():
+        for arguments in runs:
+            done = ckpt(name, *arguments, "--json")
+            assert done.code in (0, 1, 20), (name, arguments, done.err)
+            assert done.out.count("\n") == 1, (name, arguments)
+            found = json.loads(done.out)
+            assert "error" not in found, (name, arguments, done.err)
+            try:
+                check(name, found)
+            except jsonschema.ValidationError as error:
+                why = [one.message[:300] for one in (error.context or [error])]
+                raise AssertionError((name, arguments, why)) from None
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_error_has_its_form(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    done = ckpt(name, *WRONG[name], "--json")
+    assert done.out.count("\n") == 1
+    found = json.loads(done.out)
+    check("error", found)
+    assert found["error"]["code"] == done.code > 1

@@ -1,0 +1,68 @@
+"""What is shown while a command works: on a terminal only, after a while, and no number is cut."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORK = """
+import time
+from ckpt_cli.progress import Bar
+bar = Bar("converting", after=0.05)
+time.sleep(0.2)
+for done in range(1, 11):
+    bar(done << 20, 10 << 20)
+    time.sleep(0.05)
+bar.close()
+"""
+
+
+def on_a_terminal(columns: int, **env: str) -> str:
+    """What a child process writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", WORK], cwd=ROOT, stdout=theirs, stderr=theirs, env={**environment, **env}
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            read = os.read(ours, 1 << 16)
+        except OSError:  # Linux's way of saying that the other end is closed
+            break
+        if not read:
+            break
+        shown += read
+    os.close(ours)
+    assert child.wait(60) == 0, shown
+    return shown.decode()
+
+
+@pytest.mark.parametrize("columns", [100, 40])
+def test_a_terminal_shows_the_rate_and_the_time_left(columns: int) -> None:
+    shown = on_a_terminal(columns, TERM="xterm", NO_COLOR="1")
+    last = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", shown).split("\rconverting")[-1]
+    assert re.search(r"[\d.]+ MiB/s +0:00:0\d", last), last
+    assert ("of 10.0 MiB" in last) == (columns == 100)
+    assert "…" not in shown
+    assert "\x1b[3" not in shown  # no colour
+    assert shown.endswith("\x1b[2K")  # and nothing stays
+
+
+def test_a_terminal_that_cannot_redraw_gets_one_line() -> None:
+    assert on_a_terminal(80, TERM="dumb") == "converting ...\r\n"
+
+
+def test_what_is_no_terminal_stays_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", WORK], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
