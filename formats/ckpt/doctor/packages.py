@@ -29,6 +29,7 @@ class Package:
 NEEDED = {
     "click": ("click", "the command line"),
     "isal": ("isal", "checksums"),
+    "jinja2": ("jinja2", "pages: --html"),
     "ml-dtypes": ("ml_dtypes", "bfloat16 and float8"),
     "numpy": ("numpy", "all values"),
     "rich": ("rich", "tables and progress"),
