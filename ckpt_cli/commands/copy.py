@@ -4,45 +4,27 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_cli.options.command import command, dry_run, resources
+from ckpt_cli.options.command import command, resources
+from ckpt_cli.options.copy import copied
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
     from ckpt.pipeline import Resources
+    from ckpt_cli.options.copy import Copied
 
 
 @command("copy")
 @click.argument("source", type=CheckpointPath())
 @click.argument("target", type=CheckpointPath())
-@click.option("--all", "everything", is_flag=True, help="Copy also files that are not part of the checkpoint.")
-@click.option("--update", is_flag=True, help="Bring TARGET, a copy in a store, to what the chain SOURCE is now.")
-@click.option("--follow", is_flag=True, help="Do so again and again, until the run has ended that records into SOURCE.")
-@click.option(
-    "--every", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds from one to the next."
-)
-@dry_run
+@copied
 @resources()
-def copy(
-    source: str,
-    target: str,
-    everything: bool,
-    update: bool,
-    follow: bool,
-    every: float,
-    dry_run: bool,
-    resources: "Resources",
-    as_json: bool,
-) -> None:
+def copy(source: str, target: str, copied: "Copied", resources: "Resources", as_json: bool) -> None:
     from ckpt.copying.copy import Copy
     from ckpt_cli.views import copy
 
-    if update or follow:
-        if everything or dry_run:
-            raise click.UsageError("--update and --follow take neither --all nor --dry-run")
-        copy.update(source, target, every if follow else None, resources, as_json)
-        return
-    work = Copy(source, target, everything)
-    if dry_run:
-        copy.show_plan(work, as_json)
+    if copied.updates:
+        copy.update(source, target, copied.every, resources, as_json)
+    elif copied.dry_run:
+        copy.show_plan(Copy(source, target, copied.everything), as_json)
     else:
-        copy.run(work, resources, as_json)
+        copy.run(Copy(source, target, copied.everything), resources, as_json)

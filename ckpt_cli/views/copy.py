@@ -1,5 +1,6 @@
 """Show the plan and the result of `copy`."""
 
+import sys
 from dataclasses import asdict
 
 import click
@@ -26,11 +27,12 @@ def run(work: Copy, resources: Resources, as_json: bool) -> None:
 def update(source: str, target: str, every: float | None, resources: Resources, as_json: bool) -> None:
     """Bring a copy to what its chain is now: once, or each `every` seconds. With JSON, an object on each line."""
     from ckpt.copying.follow import Brought, follow_copy, update_copy
-    from ckpt_cli.views.shadow import print_event, stopped_by_signals
+    from ckpt_cli.views.shadow import stopped_by_signals
 
     def show(brought: Brought) -> None:
         if as_json:
-            print_event({"target": target, **asdict(brought)})
+            report.data({"target": target, **asdict(brought)})
+            sys.stdout.flush()
         elif brought.objects or every is None:
             step = "" if brought.last is None else f", up to step {brought.last}"
             count = f"{brought.objects} new object{'s' * (brought.objects != 1)}"
