@@ -226,7 +226,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                 **{key: _PLANNED[key] for key in ("target", "format", "nbytes")},
                 "files": (
                     [{"file": ("text", "its name below the source"), "nbytes": ("int", "its bytes")}],
-                    "the files, in the order of their importance: the last one makes the target a checkpoint",
+                    "the files; the last ones make the target a checkpoint",
                 ),
             },
         ),
