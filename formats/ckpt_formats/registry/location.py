@@ -58,6 +58,8 @@ def checkpoints_in(path: Path) -> list[Path]:
     """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
     if _state_of_chain(path) is not None or not path.is_dir():
         return []
+    if isinstance(path, StorePath) and is_unfinished(path):
+        return []  # `locate` says what it is
     try:
         format = _of_folder(path)
     except CkptError:
