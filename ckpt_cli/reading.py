@@ -52,7 +52,7 @@ def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
     if path.startswith(SHADOW):
         return path, []
     with reading_headers(path):
-        place = source_path(path)
+        place = source_place(path)
         inside = checkpoints_in(place)
     return place, inside if len(inside) > 1 else []
 
@@ -62,7 +62,12 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
     with reading_headers(path):
         if isinstance(path, str) and path.startswith(SHADOW):
             return open_from_shadow(path)
-        return open_checkpoint(source_path(path), options)
+        return open_checkpoint(source_place(path), options)
+
+
+def source_place(path: str | Path) -> Path:
+    """The path of what a command reads; with `--anonymous`, a store is asked without credentials."""
+    return source_path(path, bool(click.get_current_context().meta.get("ckpt.anonymous")))
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:
@@ -85,7 +90,7 @@ def expand_chain(path: str) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone."""
     from ckpt_formats.universal.chain import file as index
 
-    if path.startswith(SHADOW) or not ((place := source_path(path)) / index.NAME).is_file():
+    if path.startswith(SHADOW) or not ((place := source_place(path)) / index.NAME).is_file():
         return (path,)
     steps = [member.step for member in index.load(place / index.NAME).members]
     notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
@@ -104,7 +109,7 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
         state = (
             _open_shadow_state(chain, step)
             if chain.startswith(SHADOW)
-            else open_step(source_path(chain), step, options)
+            else open_step(source_place(chain), step, options)
         )
     notes.note(*state.checkpoint.notices)
     return state
@@ -162,7 +167,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
             order = _names_in(file)
         else:
             orders[place] = _names_in(file)
-    other = None if shapes is None else open_checkpoint(source_path(shapes))
+    other = None if shapes is None else open_checkpoint(source_place(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
 
 

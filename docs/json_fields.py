@@ -85,6 +85,10 @@ _PLANNED = {
         [{"file": ("text", "path in the target"), "nbytes": ("int", "bytes"), "tensors": (["text"], "names")}],
         "the files",
     ),
+    "store_reads?": (
+        {"nbytes": ("int", "about how many bytes"), "requests": ("int", "about how many requests")},
+        "what would be read from stores; not there if all files are local",
+    ),
 }
 _STATES = {
     "raw_nbytes": ("int", "bytes of the decoded states"),

@@ -60,6 +60,21 @@ class StoreServer:
             obstore.put(client, below, file.read_bytes())
         return f"s3://{BUCKET}/{key}"
 
+    def publish(self, folder: str) -> None:
+        """Let everybody read what is below a folder."""
+        import boto3
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+        for page in obstore.list(self.client, folder):
+            for meta in page:
+                client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
+
 
 @contextmanager
 def moto() -> Iterator[StoreServer]:
@@ -220,6 +235,19 @@ def killing(server: StoreServer) -> Iterator[Killer]:
     with _proxy(server, fault) as proxy:
         killer.endpoint = proxy.endpoint
         yield killer
+
+
+@contextmanager
+def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
+    """A proxy that notes of each request whether it is signed."""
+    signed: list[bool] = []
+
+    def note(headers: dict[str, str]) -> str | None:
+        signed.append("authorization" in map(str.lower, headers))
+        return None
+
+    with _proxy(server, note) as proxy:
+        yield proxy, signed
 
 
 @contextmanager

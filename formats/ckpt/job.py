@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.pipeline import CountBytes, Resources, Result
+from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -40,6 +41,10 @@ class Job:
     def plan(self) -> Plan:
         """The files that will be written. No tensor is read. Raises `CkptError` if the job cannot succeed."""
         return self._plan
+
+    def store_reads(self, resources: Resources = Resources()) -> StoreReads | None:
+        """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
+        return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), resources)
 
     def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete.

@@ -26,8 +26,9 @@ class Chain(Mapping[int, Checkpoint]):
     extends meanwhile shows its new steps.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = source_path(path)
+    def __init__(self, path: Path | str, *, anonymous: bool = False) -> None:
+        """`anonymous`: ask a store without credentials, for what is public."""
+        self._path = source_path(path, anonymous)
 
     @property
     def path(self) -> Path:

@@ -226,7 +226,7 @@ def _read(run: StorePath, bucket: "Bucket") -> "tuple[ChainIndex | None, Version
 
 
 def _listed(path: StorePath) -> StorePath:
-    now = source_path(str(path))
+    now = source_path(str(path), bool(getattr(path.store, "anonymous", False)))
     assert isinstance(now, StorePath)
     return now
 

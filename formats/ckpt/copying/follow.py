@@ -24,8 +24,9 @@ from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.joined import part_name, parts_of
+from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.location import source_path, target_path
-from ckpt_formats.stores.object_store import ObjectStore, StoredObject
+from ckpt_formats.stores.object_store import ObjectStore
 from ckpt_formats.universal.chain import file as chain_list
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.chain.folder import is_growing

@@ -31,7 +31,8 @@ from ckpt_formats.core.coverage import Piece, steps_over
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
-from ckpt_formats.core.store_path import ObjectFile
+from ckpt_formats.core.prefetch import PlannedReads
+from ckpt_formats.core.store_path import ObjectFile, StorePath
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -145,12 +146,15 @@ class Reader:
         max_files: int | None = None,
         identities: Identities | None = None,
         band: Band | None = None,
+        planned: PlannedReads | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
         if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
+        `planned`: what it will read of objects in stores, so that it is requested before.
         """
+        self._planned = planned
         self._band = band
         self._seals_of_band: set[Seal] = set()
         self._in_memory = BytesInMemory()
@@ -185,7 +189,7 @@ class Reader:
         try:
             file = self._open(path)
             while done < len(out):
-                got = file.read_into(offset + done, view)
+                got = self._read_planned(path, offset + done, view) or file.read_into(offset + done, view)
                 if got == 0:
                     raise Corrupt(
                         f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
@@ -206,6 +210,11 @@ class Reader:
         """
         if self._check:
             self._checksum(seal).note(start, data)
+
+    def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
+        if self._planned is None or not isinstance(path, StorePath):
+            return 0
+        return self._planned.read_into(path, offset, view)
 
     @contextmanager
     def without_checksums(self) -> Iterator[None]:
@@ -436,6 +445,8 @@ _HINTS = {
 
 def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """The error for a file that the system did not let us read, with the reason."""
+    if isinstance(path, StorePath):
+        return NotFound(f"cannot be read: {error.strerror}", where=path)
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0

@@ -23,7 +23,8 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from ckpt_formats.stores.object_store import StoredObject, client_of, described, error_text
+from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.object_store import client_of, described, error_text
 
 T = TypeVar("T")
 

@@ -70,6 +70,11 @@ class JoinedParts:
     def url(self) -> str:
         return str(self._store.url)
 
+    @property
+    def anonymous(self) -> bool:
+        """As of the store."""
+        return bool(getattr(self._store, "anonymous", False))
+
     def stat(self, key: str) -> os.stat_result:
         begins = self._begins.get(key)
         if begins is None:
