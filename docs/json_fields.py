@@ -222,6 +222,29 @@ _WRITE = (Part("", _WRITTEN), Part("with `--dry-run`", _PLANNED))
 
 COMMANDS: dict[str, tuple[Part, ...]] = {
     "convert": _WRITE,
+    "copy": (
+        Part("", _WRITTEN),
+        Part(
+            "with `--dry-run`",
+            {
+                **{key: _PLANNED[key] for key in ("target", "format", "nbytes")},
+                "files": (
+                    [{"file": ("text", "its name below the source"), "nbytes": ("int", "its bytes")}],
+                    "the files; the last ones make the target a checkpoint",
+                ),
+            },
+        ),
+        Part(
+            "with `--update`; with `--follow`, an object on each line",
+            {
+                "target": ("text", "the target"),
+                "objects": ("int", "objects that were put"),
+                "nbytes": ("int", "their bytes"),
+                "last": ("int?", "the last step that the chain had"),
+                "grows": ("bool", "whether a run records into the chain"),
+            },
+        ),
+    ),
     "reshard": (
         Part("", _WRITTEN),
         Part(

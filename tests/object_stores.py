@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -203,6 +204,39 @@ def unconditional(server: StoreServer) -> Iterator[StoreServer]:
         yield careless
 
 
+@dataclass
+class Killer:
+    """Kills a process at one of its requests."""
+
+    endpoint: str
+    pid: int = 0
+    at: int = -1
+    """The number of the request, from 0; -1: none."""
+    is_carried_out: bool = False
+    """Whether the store still does what the last request asks for."""
+    requests: int = 0
+
+
+@contextmanager
+def killing(server: StoreServer) -> Iterator[Killer]:
+    """A proxy that counts requests, and kills a process at one of them, by SIGKILL."""
+    lock, killer = threading.Lock(), Killer("")
+
+    def fault(headers: dict[str, str]) -> str | None:
+        with lock:
+            number, killer.requests = killer.requests, killer.requests + 1
+            if killer.at < 0 or number < killer.at:
+                return None
+            if number == killer.at:
+                os.kill(killer.pid, signal.SIGKILL)
+                return "lost" if killer.is_carried_out else "reset"
+            return "reset"  # other threads of it
+
+    with _proxy(server, fault) as proxy:
+        killer.endpoint = proxy.endpoint
+        yield killer
+
+
 @contextmanager
 def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
     """A proxy that notes of each request whether it is signed."""
@@ -234,9 +268,11 @@ def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -
                 self._answer(int(kind), {}, b"")
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
-            headers.setdefault("Content-Type", "application/octet-stream")  # else `urllib` would say that it is a form
+            has_body = self.command in ("PUT", "POST")
+            if has_body and "content-type" not in map(str.lower, headers):
+                headers["Content-Type"] = "application/octet-stream"  # else urllib says that it is a form
             request = urllib.request.Request(
-                server.endpoint + self.path, data=data or None, headers=headers, method=self.command
+                server.endpoint + self.path, data=data if has_body else None, headers=headers, method=self.command
             )
             try:
                 with urllib.request.urlopen(request) as answer:
@@ -274,7 +310,11 @@ def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients end as they like: some are killed."""
+
+    with Quiet(("127.0.0.1", 0), Proxy) as proxy:
         serving = threading.Thread(target=proxy.serve_forever)
         serving.start()
         try:

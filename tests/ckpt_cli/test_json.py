@@ -61,6 +61,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "compress": [["u", "c"], ["u", "x", "--dry-run"]],
     "decompress": [["c", "back"]],
     "doctor": [[]],
+    "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
     "clean": [["x"]],
     "formats": [[]],
     "completion": [["fish"]],
@@ -71,6 +72,7 @@ RUNS: dict[str, list[list[Any]]] = {
 
 WRONG: dict[str, list[Any]] = {
     "convert": ["gone", "x"],
+    "copy": ["gone", "x"],
     "reshard": [ZERO1, "x", "--dp", "0"],
     "inspect": ["gone"],
     "verify": ["gone"],

@@ -11,7 +11,7 @@ import os
 import resource
 import stat
 from abc import abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,7 +163,7 @@ class Reader:
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, OpenFile] = {}
-        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves] = {}
+        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
 
@@ -201,8 +201,16 @@ class Reader:
                 view = out[done:]
         except OSError as error:
             raise unreadable(error, path) from error
-        if seal is not None and self._check:
-            self._checksum(seal).note(offset - seal.offset, out)
+        if seal is not None:
+            self.note_sealed(seal, offset - seal.offset, out)
+
+    def note_sealed(self, seal: Seal, start: int, data: memoryview) -> None:
+        """Add bytes of a sealed range, from its byte `start` on, to its checksum: the caller has read them otherwise.
+
+        `data`: (nbytes,) uint8.
+        """
+        if self._check:
+            self._checksum(seal).note(start, data)
 
     def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
         if self._planned is None or not isinstance(path, StorePath):
@@ -291,10 +299,12 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves":
+    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven":
         if seal not in self._checksums:
             if seal.kind == "crc32":
                 self._checksums[seal] = _RunningCrc()
+            elif seal.leaves is not None and not seal.chunk_nbytes:
+                self._checksums[seal] = _RunningUneven(seal, seal.leaves.nbytes)
             else:
                 self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash()
         return self._checksums[seal]
@@ -504,3 +514,33 @@ class _RunningHash:
 
     def pieces(self) -> list[Piece]:
         return [Piece(0, self._stop, int(self._state.intdigest()))]
+
+
+class _RunningUneven:
+    """The hashes of chunks of several lengths, as far as the range was read front to back."""
+
+    def __init__(self, seal: Seal, lengths: _Array) -> None:
+        self._seal, self._lengths = seal, deque[int](lengths.tolist())
+        self._hash = xxhash.xxh3_128 if seal.kind == "xxh3-128" else xxhash.xxh3_64
+        self._state, self._left = self._hash(), self._lengths.popleft() if self._lengths else 0
+        self._digests, self._stop = bytearray(), 0
+
+    def note(self, start: int, data: memoryview) -> None:
+        if start != self._stop:
+            return
+        self._stop += len(data)
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._state.update(part)
+            self._left -= len(part)
+            if self._left:
+                return
+            self._digests += self._state.digest()
+            if not self._lengths:
+                return
+            self._state, self._left = self._hash(), self._lengths.popleft()
+
+    def pieces(self) -> list[Piece]:
+        is_whole = self._stop == self._seal.nbytes and not self._lengths and not self._left
+        digests = bytes(self._digests) if is_whole else b""  # of a part: a piece of no bytes, as above
+        return [Piece(0, self._stop if is_whole else 0, int(xxhash.xxh3_128_intdigest(digests)))]

@@ -58,6 +58,8 @@ def checkpoints_in(path: Path) -> list[Path]:
     """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
     if _state_of_chain(path) is not None or not path.is_dir():
         return []
+    if isinstance(path, StorePath) and is_unfinished(path):
+        return []  # `locate` says what it is
     try:
         format = _of_folder(path)
     except CkptError:
@@ -137,7 +139,7 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
-    if isinstance(path, StorePath) and _is_unfinished(path / STAGED):
+    if isinstance(path, StorePath) and is_unfinished(path):
         raise Incomplete(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),
@@ -145,8 +147,9 @@ def _check_there(path: Path) -> None:
         )
 
 
-def _is_unfinished(staged: StorePath) -> bool:
+def is_unfinished(target: Path) -> bool:
     """Whether a job has begun to write a target in a store, and has not published it."""
+    staged = target / STAGED
     return (staged / "job").is_file() and not (staged / "published").is_file()
 
 

@@ -50,13 +50,13 @@ class HubRepository(ListedStore):
     ) -> None:
         """`kind`: `model`, `dataset` or `space`. `name`: `ORGANISATION/NAME`. `anonymous`: without the user's token."""
         super().__init__(f"{_url(kind, name)}@{commit}", objects, root)
-        self._kind, self._name, self._commit, self._anonymous = kind, name, commit, anonymous
+        self._kind, self._name, self._commit, self.anonymous = kind, name, commit, anonymous
         self._repeated = Repetition()
         self._locations: dict[str, str] = {}
         """Where a file was found last: the hub answers with the signed address of another server, for some time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._kind, self._name, self._commit, self._objects, self._root, self._anonymous)
+        return type(self), (self._kind, self._name, self._commit, self._objects, self._root, self.anonymous)
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
@@ -65,7 +65,7 @@ class HubRepository(ListedStore):
         """A range of a file. Raises `Transient` or `CkptError`."""
         where, known = f"{self._url}/{key}", self._locations.get(key)
         address = known or hf_hub_url(self._name, key, repo_type=self._kind, revision=self._commit)
-        headers = build_hf_headers(token=False if self._anonymous or known else None)
+        headers = build_hf_headers(token=False if self.anonymous or known else None)
         headers |= {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
         try:
             with get_session().stream("GET", address, headers=headers, timeout=_TIMEOUT) as answer:
@@ -106,7 +106,7 @@ class HubRepository(ListedStore):
         raise Corrupt(f"the hub answers with status {status}", where=where)
 
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
-        api = HfApi(token=False if self._anonymous else None)
+        api = HfApi(token=False if self.anonymous else None)
         try:
             found = list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))
         except EntryNotFoundError:

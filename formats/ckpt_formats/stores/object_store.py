@@ -6,6 +6,7 @@ Each range is requested with the e_tag of the listing, so an object that changes
 import errno
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ from obstore.exceptions import (
 
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
 from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.repetition import Repetition, Transient
 
@@ -32,6 +34,13 @@ _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
 _RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=45)}
 """Of the library, with exponential backoff, where a request is answered with an error of the server."""
+_ATTEMPTS = 4
+"""How often a listing is requested whose body was cut."""
+_FIRST_PAUSE = 0.1
+"""Seconds before the second attempt; each further pause is twice as long."""
+_LIST = "chain.json"
+"""An object that is replaced, while those beside it stay."""
+_MAX_LIST = 1 << 28
 _ONCE: Any = {"max_retries": 0}
 """Ranges are repeated here, because the library does not say that a store complains."""
 _THROTTLED = ("429", "503")
@@ -47,12 +56,12 @@ class ObjectStore(ListedStore):
     def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str, anonymous: bool = False) -> None:
         """`anonymous`: requests are not signed."""
         super().__init__(url, objects, root)
-        self._anonymous = anonymous
+        self.anonymous = anonymous
         self._client = client_of(url, anonymous=anonymous, retries=_ONCE)
         self._repeated = Repetition()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._objects, self._root, self._anonymous)
+        return type(self), (self._url, self._objects, self._root, self.anonymous)
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
@@ -82,7 +91,7 @@ class ObjectStore(ListedStore):
 
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         with store_errors(self._url):
-            client = client_of(self._url, anonymous=self._anonymous)
+            client = client_of(self._url, anonymous=self.anonymous)
             found = obstore.list_with_delimiter(client, f"{key}/" if key else None)
         objects = {meta["path"]: described(meta) for meta in found["objects"]}
         return objects, [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
@@ -90,17 +99,43 @@ class ObjectStore(ListedStore):
 
 def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
     """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(Corrupt, Incomplete):  # it was replaced since it was listed
+            return _open_once(url, key, anonymous)
+    return _open_once(url, key, anonymous)
+
+
+def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
     with store_errors(f"{url}/{key}"):
         client, root = client_of(url, anonymous=anonymous), key
         objects = _listed(client, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
             objects = _listed(client, url, root)
-    return StorePath(ObjectStore(url, objects, root, anonymous), key)
+        sizes = {path: one.nbytes for path, one in objects.items()}
+        store = joined(ObjectStore(url, objects, root, anonymous), sizes)
+        # The list of a chain is read at once, so that it is of the same moment as the listing.
+        list_key = f"{root}/{_LIST}"
+        if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
+            StorePath(store, list_key).read_bytes()
+    return StorePath(store, key)
 
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
+    pause = _FIRST_PAUSE
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _listed_once(client, url, key)
+        except BaseError as error:
+            if "response body" not in str(error):
+                raise  # the library repeats requests, but not if the body of an answer was cut
+        time.sleep(pause)
+        pause *= 2
+    return _listed_once(client, url, key)
+
+
+def _listed_once(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     objects: dict[str, StoredObject] = {}
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
         objects |= {meta["path"]: described(meta) for meta in page}
