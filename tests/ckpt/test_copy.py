@@ -256,7 +256,7 @@ def test_chunks_of_several_lengths_are_checked_as_they_pass(tmp_path: Path) -> N
         with Reader() as reader:
             for begin in range(0, len(passed), 777):
                 reader.note_sealed(seal, begin, memoryview(passed)[begin : begin + 777])
-            return not list(verify_seals(reader.evidence(), Reader(check=False)))
+            return not list(verify_seals([reader.evidence()], Reader(check=False)))
 
     assert is_valid(data)
     assert not is_valid(data[:6000] + b"?" + data[6001:])
