@@ -250,9 +250,9 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
         (("convert", SAMPLES / "universal-1-plain", "s3://no-such-bucket/x"), "404 Not Found"),
         (
             ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),
-            "ckpt only reads from stores",
+            "is followed only there",
         ),
-        (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "ckpt only reads from stores"),
+        (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "is followed only there"),
         (
             ("diff", f"s3://{BUCKET}/samples/universal-1-plain", SAMPLES / "universal-1-coded", "-o", "delta"),
             "a delta and its parent are in one file system",

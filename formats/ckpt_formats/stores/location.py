@@ -92,11 +92,11 @@ def target_path(place: Path | str) -> Path:
 
 
 def local_path(text: str) -> Path:
-    """The path of what is written or followed. Raises `Unsupported` for a URL: that must be in the file system."""
+    """The path of a chain whose log is followed. Raises `Unsupported` for a URL: it must be in the file system."""
     if is_url(text):
         raise Unsupported(
-            "must be in the file system: ckpt only reads from stores",
+            "must be in the file system: the log of a run is followed only there",
             where=printable(text),
-            hint="Name a local folder; the tools of your store copy it.",
+            hint="Name the folder of the chain. From a store, copy it first: ckpt copy URL FOLDER.",
         )
     return Path(text)
