@@ -42,6 +42,7 @@ COMMANDS = {
     "serve": "ckpt_cli.commands.serve:serve",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
+    "commit": "ckpt_cli.commands.commit:commit",
     "plan": "ckpt_cli.commands.plan:plan",
     "average": "ckpt_cli.commands.average:average",
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",

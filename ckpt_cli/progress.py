@@ -46,6 +46,10 @@ class Bar:
             self._jobs += 1
         self._done, self._total = done, total
 
+    def show_status(self, status: object) -> None:
+        """Print a line about the cluster that works; it moves a bar down."""
+        click.echo(f"{self._label}: {status}", err=True)
+
     def close(self) -> None:
         """Remove the bar."""
         self._closed.set()

@@ -66,8 +66,13 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
 
 
 def source_place(path: str | Path) -> Path:
-    """The path of what a command reads; with `--anonymous`, a store is asked without credentials."""
-    return source_path(path, bool(click.get_current_context().meta.get("ckpt.anonymous")))
+    """The path of what a command reads; with `--anonymous`, a store is asked without credentials.
+
+    It is absolute if workers of a cluster read it, who run in other folders.
+    """
+    context = click.get_current_context()
+    place = source_path(path, bool(context.meta.get("ckpt.anonymous")))
+    return place.absolute() if context.params.get("executor") else place
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:

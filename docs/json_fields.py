@@ -63,6 +63,7 @@ _WRITTEN = {
     "nbytes": ("int", "their bytes"),
     "seconds": ("number", "how long it took"),
     "resumed_files": ("int", "files that an earlier, interrupted run had written"),
+    "pending?": ("text", "with `--shard`: what other shards have yet to do before the target is there"),
     "checksums_verified": ("int", "checksums of the source that were compared"),
 }
 _PARTIAL = {
@@ -608,6 +609,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             },
         ),
     ),
+    "commit": (Part("", _WRITTEN),),
     "clean": (
         Part(
             "",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("target", type=CheckpointPath())
 @encoding
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
-@resources()
+@resources(scales_out=True)
 def compress(
     source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Resources", as_json: bool
 ) -> None:

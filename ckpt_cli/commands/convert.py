@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @edits
 @renames
 @dry_run
-@resources()
+@resources(scales_out=True)
 def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import job

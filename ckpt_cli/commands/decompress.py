@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @command("decompress")
 @source("source")
 @target("the one that it was in")
-@resources()
+@resources(scales_out=True)
 def decompress(source: "Checkpoint", target: "Target", resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt.original import original_format, original_path

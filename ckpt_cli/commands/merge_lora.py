@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @merged_lora
 @target("universal")
 @dry_run
-@resources()
+@resources(scales_out=True)
 def merge_lora(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import job

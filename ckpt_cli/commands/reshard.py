@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @target("the source's own")
 @renames
 @dry_run
-@resources()
+@resources(scales_out=True)
 def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import inspect, job

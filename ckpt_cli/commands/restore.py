@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @partial_recovery
 @target("universal")
 @dry_run
-@resources()
+@resources(scales_out=True)
 def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt_cli.views import restore
 

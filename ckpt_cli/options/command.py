@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import GroupedCommand, with_options
-from ckpt_cli.options.types import SizeType
+from ckpt_cli.options.types import ShardType, SizeType
 from ckpt_formats.core.text import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +40,7 @@ class PathsCommand(GroupedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
+        ctx.meta["ckpt.words"] = (str(ctx.info_name), *args)  # `ckpt commit` repeats them
         rest = super().parse_args(ctx, args)
         if ctx.args and not ctx.resilient_parsing:
             own = [param for param in self.params if isinstance(param, click.Argument)]
@@ -90,8 +91,28 @@ _WORKERS = click.option(
 )
 
 
-def resources(locks: bool = True) -> Callable[[F], F]:
-    """`--workers`, `--memory`, `--scratch` and `--no-lock`; the command gets them as one `Resources`."""
+_NO_LOCK = click.option(
+    "--no-lock",
+    is_flag=True,
+    help="Write where files cannot be locked, or objects be created on a condition. No other process may write TARGET.",
+)
+_EXECUTOR = click.option(
+    "--executor",
+    metavar="URL",
+    help="Let the workers of a cluster write the files: dask://HOST:PORT, ray://HOST:PORT, or ray:// here.",
+)
+_SHARD = click.option(
+    "--shard",
+    type=ShardType(),
+    help="Write only the share i of N, counted from 0; auto: as the job array says (Slurm, Kubernetes, LSF).",
+)
+
+
+def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
+    """`--workers`, `--memory`, `--scratch` and `--no-lock`; the command gets them as one `Resources`.
+
+    `scales_out`: also `--executor` and `--shard`.
+    """
 
     def decorate(function: F) -> F:
         @wraps(function)
@@ -100,6 +121,8 @@ def resources(locks: bool = True) -> Callable[[F], F]:
             workers: int | None,
             memory: int,
             no_lock: bool = False,
+            executor: str | None = None,
+            shard: Any = None,
             scratch: str | None = None,
             **arguments: Any,
         ) -> Any:
@@ -107,15 +130,13 @@ def resources(locks: bool = True) -> Callable[[F], F]:
 
             from ckpt.pipeline import Resources
 
-            given = Resources.of_machine(workers, memory, not no_lock, Path(scratch) if scratch else None)
+            if executor is not None and shard is not None:
+                raise click.UsageError("--executor and --shard are two ways to do the same: give one of them.")
+            folder = Path(scratch) if scratch else None
+            given = Resources.of_machine(workers, memory, not no_lock, folder, executor, shard)
             return function(*args, resources=given, **arguments)
 
-        no_lock = click.option(
-            "--no-lock",
-            is_flag=True,
-            help="Write where files cannot be locked, or objects be created on a condition. No other process may write "
-            "TARGET.",
-        )
-        return cast(F, with_options(wrapper, *((no_lock, _SCRATCH) if locks else ()), _MEMORY, _WORKERS))
+        options = with_options(wrapper, *((_NO_LOCK, _SCRATCH) if locks else ()), _MEMORY, _WORKERS)
+        return cast(F, with_options(options, _EXECUTOR, _SHARD, group="Many machines") if scales_out else options)
 
     return decorate

@@ -23,6 +23,23 @@ class SizeType(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+class ShardType(click.ParamType[Any]):
+    """`i/N`, `auto` or `auto/N`: the share of the files that this process writes, with the words of the command."""
+
+    name = "i/N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        import os
+        from dataclasses import replace
+
+        from ckpt.pipeline.shard import parse_shard
+
+        words = ctx.meta.get("ckpt.words", ()) if ctx is not None else ()
+        return replace(parse_shard(value, os.environ), command=words)
+
+
 class CheckpointPath(click.Path):
     """The path of a checkpoint to read or to write."""
 

@@ -23,6 +23,8 @@ _MAX_ROWS = 20
 
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
+    if resources.shard is not None and job.is_published():
+        return Result(Path(job.target), 0, 0, 0, 0, 0.0)
     notes.note(*notices)
     note_plan(planned(job), job.format.name)
     if (reads := job.store_reads(resources)) is not None:
@@ -111,6 +113,12 @@ def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = 
     checked = (
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
+    if not result.files and not result.pending:
+        conclude(f"{printable(str(result.target))} is complete: shards of this job have published it already")
+        return
+    if result.pending:
+        conclude(f"wrote {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}; {result.pending}")
+        return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}"
     conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
@@ -129,6 +137,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "resumed_files": result.resumed,
         "checksums_verified": result.checksums,
+        **({"pending": result.pending} if result.pending else {}),
     }
 
 

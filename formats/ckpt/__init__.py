@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt.opening import open
     from ckpt.pipeline import Resources, Result
     from ckpt.pipeline.clean import clean
+    from ckpt.pipeline.shard import COMMIT, Shard
     from ckpt.planning.costs import DataRates, LogCosts, RunCosts
     from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
     from ckpt.rename import use_names
@@ -73,6 +74,7 @@ _NAMES = {
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources", "Result"),
     "ckpt.pipeline.clean": ("clean",),
+    "ckpt.pipeline.shard": ("COMMIT", "Shard"),
     "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
     "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
@@ -113,6 +115,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "COMMIT",
     "DCP",
     "AppendResult",
     "BadRules",
@@ -155,6 +158,7 @@ __all__ = [
     "Safetensors",
     "Schedule",
     "Shadow",
+    "Shard",
     "Tensor",
     "Torch",
     "Universal",

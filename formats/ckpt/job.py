@@ -21,7 +21,10 @@ from ckpt_formats.registry.endings import format_of_ending
 from ckpt_formats.stores.location import target_path
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes copied so far, and the total; from any thread, one call at a time."""
+"""Called with the bytes copied so far, and the total; from any thread, one call at a time.
+
+If a cluster does the work and the object has a method `show_status`, that is called with a `ClusterStatus` about every
+half minute."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,14 @@ class Job:
         if self.needs_kernels:
             load_kernels()
         count_bytes = count_to(self._plan.nbytes, progress)
-        return pipeline.write(self._plan, self._source, self._path, self._format, resources, count_bytes)
+        show_status = getattr(progress, "show_status", None)
+        return pipeline.write(self._plan, self._source, self._path, self._format, resources, count_bytes, show_status)
+
+    def is_published(self) -> bool:
+        """Whether shards of an equal job have written the target, today or yesterday."""
+        from ckpt.pipeline.shards import is_published
+
+        return is_published(self._path, self.id)
 
     @property
     def needs_kernels(self) -> bool:

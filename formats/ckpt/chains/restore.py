@@ -15,7 +15,7 @@ from ckpt.pipeline.folder_staging import staging_folder
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError
+from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError, Unsupported
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
@@ -141,6 +141,11 @@ def _restore(
     job = Job(source, target, format)
     if not _replays(source):
         return job.run(resources, progress)
+    if resources.shard is not None:
+        raise Unsupported(
+            f"the state is replayed before it is written as {format.name}, which shards cannot share",
+            hint="Restore it to the universal format with --shard (--to universal), then convert that.",
+        )
     needed = pipeline.space_needed(job.plan().files)  # raises for jobs that cannot succeed, before anything is written
     if isinstance(target, StorePath):
         with scratch_folder(resources.scratch) as scratch:

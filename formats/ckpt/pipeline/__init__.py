@@ -2,18 +2,18 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
-from ckpt.pipeline.groups import in_step
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.targets import check_target, open_staging, opened_again
-from ckpt.pipeline.write_files import CountBytes, write_files
+from ckpt.pipeline.write_files import CountBytes
+from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
 from ckpt_formats.core.evidence import Evidence
@@ -27,6 +27,9 @@ from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
 
+if TYPE_CHECKING:
+    from ckpt.pipeline.cluster.distribute import ClusterStatus
+
 __all__ = [
     "CountBytes",
     "Resources",
@@ -35,9 +38,12 @@ __all__ = [
     "check_not_suspicious",
     "identities_of",
     "job_id",
+    "listed_seals",
     "plan",
+    "raise_if_damaged",
     "seals_error",
     "space_needed",
+    "system_error",
     "write",
 ]
 
@@ -54,6 +60,8 @@ class Result:
     checksums: int
     """Checksums of the source that were verified while it was read."""
     seconds: float
+    pending: str = ""
+    """What other shards have yet to do before the target is there; empty if it is."""
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
@@ -80,16 +88,28 @@ def write(
     format: WritableFormat,
     resources: Resources,
     count_bytes: CountBytes,
+    show_status: "Callable[[ClusterStatus], None] | None" = None,
 ) -> Result:
-    """Write the planned files. The target appears when it is complete.
+    """Write the planned files. The target appears when it is complete. `show_status`: called if a cluster writes them.
 
     Files that an interrupted run of the same job wrote are checked and used; those of another job are removed.
     """
+    if resources.shard is not None:
+        from ckpt.pipeline.shards import write_shard  # few jobs have shards
+
+        return write_shard(plan, source, target, format, resources, resources.shard, count_bytes)
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
-    listed = ListedSeals(one.seals for one in (source, *format.inputs()))
+    listed = listed_seals(source, format)
     checks = SealChecks(listed)
-    with open_staging(target, resources, plan.single_file is not None) as stage, deferred_interrupts() as stop:
+    if resources.executor is not None:
+        check_scales_out(plan, format)
+        check_absolute(identities)
+    with (
+        connected(resources) as cluster,
+        open_staging(target, resources, plan.single_file is not None) as stage,
+        deferred_interrupts() as stop,
+    ):
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
             done = dict[str, Receipt]()
@@ -102,18 +122,16 @@ def write(
                 evidence = at_paths(receipt.evidence, identities)
                 if checks.knows(evidence):
                     note(replace(receipt, evidence=evidence))
-            groups = in_step(parts, resources.group)
-            todo = [tuple(part for part in group if part.file not in done) for group in groups]
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            work = filter(None, todo)
-            for receipt in write_files(stage, format, work, resources, identities, listed, stop, count_bytes):
+            work = FileWork(source, format, plan, resources, identities, listed)
+            for receipt in write_missing(cluster, stage, work, done, stop, count_bytes, show_status):
                 stage.note(receipt)
                 note(receipt)
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            _raise_if_damaged(checks, identities)
+            raise_if_damaged(checks, identities)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -121,7 +139,7 @@ def write(
             check_unchanged(identities)
             stage.publish(plan.single_file)
         except OSError as error:
-            raise _system_error(error, stage, identities) from error
+            raise system_error(error, stage, identities) from error
         except CkptError as error:
             if isinstance(error, OutputError):
                 raise
@@ -184,7 +202,12 @@ def _min_nbytes(part: FilePlan) -> int:
     return part.nbytes - sum(copies)
 
 
-def _raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
+def listed_seals(source: Checkpoint, format: WritableFormat) -> ListedSeals:
+    """The checksums of all checkpoints that are read, as far as they are known without reading."""
+    return ListedSeals(one.seals for one in (source, *format.inputs()))
+
+
+def raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
     """Compare what was read with every checksum of the source. Raises `Corrupt`."""
     broken = list(checks.damaged(Reader(check=False, identities=identities)))
     if broken:
@@ -212,13 +235,26 @@ def job_id(source: Checkpoint, identities: Identities, format: WritableFormat) -
     return fingerprint((WRITTEN_BY, source.path, source.history, files, format.name, format.identity()))
 
 
-def _system_error(error: OSError, stage: Staging, identities: Identities) -> CkptError:
+class _Unfinished(Protocol):
+    """What is there of a target before it is complete."""
+
+    @property
+    def target(self) -> Path: ...
+
+    @property
+    def disk(self) -> Path: ...
+
+    @property
+    def how_to_give_up(self) -> str: ...
+
+
+def system_error(error: OSError, stage: _Unfinished, identities: Identities) -> CkptError:
     """The error for an error of the system, about a file of the source or about the target."""
     path = None if error.filename is None else Path(os.fsdecode(error.filename))
     return unreadable(error, path) if path is not None and path in identities else _output_error(error, stage)
 
 
-def _output_error(error: OSError, stage: Staging) -> OutputError:
+def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
         return NoSpace("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")

@@ -1,9 +1,11 @@
 """Remove what an interrupted job left of a target. A complete target stays as it is."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.pipeline.folder_staging import FolderStaging, locked_folder, staging_folder
+from ckpt.pipeline.shards.folder import folders_of
 from ckpt_formats.core.store_path import StorePath
 
 
@@ -22,16 +24,21 @@ def clean(target: Path) -> Removed:
     if isinstance(target, StorePath):
         return _clean_store(target)
     folder = staging_folder(target)
-    if not folder.is_dir():
-        return Removed(0, 0)
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    with locked_folder(folder, target):
-        FolderStaging(target, folder).discard()
+    shards = folders_of(target) if target.parent.is_dir() else []
+    staged = [one for one in (folder, *shards) if one.is_dir()]
+    sizes = [path.stat().st_size for one in staged for path in one.rglob("*") if path.is_file()]
+    if folder in staged:
+        with locked_folder(folder, target):
+            FolderStaging(target, folder).discard()
+    for one in shards:
+        shutil.rmtree(one, ignore_errors=True)
     return Removed(len(sizes), sum(sizes))
 
 
 def _clean_store(target: StorePath) -> Removed:
+    from ckpt.pipeline.shards.objects import done_folder
     from ckpt.pipeline.store_staging import open_store
+    from ckpt_formats.stores.bucket import Bucket
     from ckpt_formats.stores.uploads import abort_uploads
 
     files = nbytes = 0
@@ -40,4 +47,8 @@ def _clean_store(target: StorePath) -> Removed:
             removed = stage.remove()
         files += len(removed)
         nbytes += sum(one.nbytes for one in removed.values())
+    bucket = Bucket(target.store.url)
+    done = bucket.list(done_folder(target))
+    bucket.delete(done)
+    files += len(done)
     return Removed(files, nbytes, abort_uploads(target.store.url, target.key, target.key))

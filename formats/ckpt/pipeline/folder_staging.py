@@ -4,6 +4,8 @@
         lock            locked while a process writes
         journal.jsonl   the job's id, then the checksum and receipt of every finished file
         data/           what will be renamed to the target, last of all
+        attempts/       what workers on other machines are writing (`attempts`)
+        run-TOKEN       there while such workers may write
         published       written before the rename: if it and the target exist, the folder can be removed
 
 After a crash at any moment, the target is absent or complete. Files that the journal lists, and that still match
@@ -15,11 +17,12 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.pipeline import receipts, staging
+from ckpt.pipeline import attempts, receipts, staging
+from ckpt.pipeline.attempts import SharedFolder, flush
 from ckpt.pipeline.staging import Staging, exists, locked
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.files import Reader
@@ -65,6 +68,7 @@ class FolderStaging(Staging):
 
     def begin(self, job_id: str, files: Sequence[str]) -> None:
         if self._job_id() != job_id:
+            attempts.end_runs(self.folder)
             if os.path.lexists(self.data):
                 shutil.rmtree(self.data)  # files that stay would be published
             with self.journal.open("w") as file:
@@ -84,17 +88,20 @@ class FolderStaging(Staging):
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush the file to the disk. Small files are flushed at the end, where one commit covers many."""
         if receipt.nbytes >= _LARGE:
-            _flush(self.data / receipt.file)
+            flush(self.data / receipt.file)
         return receipt
 
     def note(self, receipt: Receipt) -> None:
         with self.journal.open("a") as file:
             file.write(receipts.to_line(receipt))
 
+    def shared(self) -> AbstractContextManager[SharedFolder]:
+        return attempts.shared(self.folder)
+
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then rename it."""
         with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
-            list(pool.map(_flush, (*self.data.rglob("*"), self.data)))
+            list(pool.map(flush, (*self.data.rglob("*"), self.data)))
         complete = self.data if product is None else self.data / product
         self._published.touch()
         staging.reached("before rename")
@@ -103,7 +110,7 @@ class FolderStaging(Staging):
         except FileExistsError:
             raise exists(self.target) from None
         staging.reached("renamed")
-        _flush(self.target.parent)
+        flush(self.target.parent)
         self.discard()
 
     def discard(self) -> None:
@@ -199,11 +206,3 @@ def _remove(folder: Path) -> None:
             else:
                 path.unlink()
         folder.rmdir()
-
-
-def _flush(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

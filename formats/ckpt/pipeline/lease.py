@@ -62,6 +62,11 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="ckpt-lease", daemon=True)
         self._thread.start()
 
+    @property
+    def owner(self) -> str:
+        """The id of this process as an owner."""
+        return self._owner.id
+
     def check(self) -> None:
         """Raise `Locked` unless this process may still write."""
         if self._is_lost or time.monotonic() - self._renewed > self._owner.seconds:
@@ -105,6 +110,13 @@ def hold_lease(bucket: Bucket, key: str, target: object) -> Iterator[Lease]:
         yield lease
     finally:
         lease.release()
+
+
+def has_lease(bucket: Bucket, key: str, owner: str) -> bool:
+    """Whether the owner with this id has the lease, or nobody has taken it from him yet."""
+    there = bucket.read(key)
+    holder = None if there is None else _owner_in(there[0])
+    return holder is not None and holder.id == owner
 
 
 def _take(bucket: Bucket, key: str, target: object) -> Lease:

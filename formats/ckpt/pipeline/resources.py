@@ -1,9 +1,10 @@
-"""How much of the machine a piece of work may use."""
+"""How much of a machine a piece of work may use, and which other machines."""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.bands import BAND
 from ckpt_formats.core.files import files_each, max_workers
 from ckpt_formats.core.transfer import SLAB
@@ -14,7 +15,7 @@ _MAX_GROUP = 64
 
 @dataclass(frozen=True)
 class Resources:
-    """How much of the machine to use."""
+    """How much of the machine to use, or which other machines."""
 
     workers: int = 2
     memory: int = 256 << 20
@@ -22,17 +23,27 @@ class Resources:
     ranges that were requested before they are read, and a quarter for blocks that small reads share."""
     locks: bool = True
     """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
-
     scratch: Path | None = None
     """The folder for files on their way to a store; None: where the system has temporary files."""
+    executor: str | None = None
+    """Who writes the files of a job: None, threads of this process; `dask://HOST:PORT` or `ray://HOST:PORT`, workers of
+    a cluster, each with one thread and `memory` for itself."""
+    shard: Shard | None = None
+    """Which files of a job this process writes, if several processes of a job array share them; None: all."""
 
     @classmethod
     def of_machine(
-        cls, workers: int | None = None, memory: int = 256 << 20, locks: bool = True, scratch: Path | None = None
+        cls,
+        workers: int | None = None,
+        memory: int = 256 << 20,
+        locks: bool = True,
+        scratch: Path | None = None,
+        executor: str | None = None,
+        shard: Shard | None = None,
     ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch)
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch, executor, shard)
 
     @property
     def files(self) -> int:

@@ -37,15 +37,16 @@ class SharedPlan:
     def of(cls, plan: Plan, source: Checkpoint, format: WritableFormat) -> SharedPlan:
         """That of a plan which was made of this source and format."""
         shared = cls(source, format, plan_digest(plan))
-        shared.__dict__["_files"] = plan.files
+        shared.__dict__["planned"] = plan.files
         return shared
 
     def files(self, task: Task) -> tuple[FilePlan, ...]:
         """The files of a task. Raises `Unsupported` if this process plans other files than the one that began."""
-        return tuple(self._files[number] for number in task.numbers)
+        return tuple(self.planned[number] for number in task.numbers)
 
     @cached_property
-    def _files(self) -> tuple[FilePlan, ...]:
+    def planned(self) -> tuple[FilePlan, ...]:
+        """All files. Raises as `files`."""
         plan = self.format.plan(self.source)
         if plan_digest(plan) != self.digest:
             raise Unsupported(

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.errors import Locked, OutputError, Unsupported
 from ckpt_formats.core.format import Receipt, WritableFormat
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
@@ -33,6 +34,20 @@ class Sink(Protocol):
 
     def persist(self, receipt: Receipt) -> Receipt:
         """Bring a finished file to where a crash of this process does not reach it. From any thread."""
+
+
+class SharedTarget(Protocol):
+    """What a process elsewhere needs to write files of a target: plain data, to be sent."""
+
+    @property
+    def check_every(self) -> float:
+        """Seconds between two calls of `is_open`, by each worker: it costs a request."""
+
+    def attempt(self) -> AbstractContextManager[Sink]:
+        """A sink for some files. Raises `OutputError` if the target cannot be written from here."""
+
+    def is_open(self) -> bool:
+        """Whether the run goes on: if not, nobody waits for the files any more."""
 
 
 class Staging(ABC):
@@ -75,6 +90,10 @@ class Staging(ABC):
     @abstractmethod
     def note(self, receipt: Receipt) -> None:
         """Add the receipt of a file that is persisted to the journal."""
+
+    def shared(self) -> AbstractContextManager[SharedTarget]:
+        """Within, processes elsewhere can write files of the target."""
+        raise Unsupported("only one machine can write this target", where=self.target)
 
     @abstractmethod
     def publish(self, product: str | None) -> None:

@@ -26,6 +26,7 @@ from ckpt.pipeline import receipts, staging
 from ckpt.pipeline.lease import Lease, hold_lease
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.staging import Staging, exists
+from ckpt.pipeline.store_attempts import SharedPrefix
 from ckpt_formats.core.errors import Corrupt, Locked, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
@@ -57,6 +58,8 @@ class StoreStaging(Staging):
     scratch: Path
     lease: Lease
     single_file: bool
+    place: Path | None = None
+    """Where scratch folders are made, here and on other machines; None: where a system has temporary files."""
     _waiting: list[Receipt] = field(default_factory=list)
     _put: float = field(default_factory=time.monotonic)
     _written: dict[str, Receipt] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class StoreStaging(Staging):
         for read in _in_parallel(self.bucket.read, journal):
             lines = "" if read is None else read[0].decode("utf-8", "replace")
             for receipt in receipts.from_lines(lines.splitlines()):
-                if _is_stored(receipt, objects.get(self._key(receipt.file))):
+                if is_stored(receipt, objects.get(self._key(receipt.file))):
                     self._written[receipt.file] = receipt
         # What has no receipt may be half of another attempt, and would keep this one from creating it.
         self._delete(self._own(objects) - {self._key(file) for file in self._written})
@@ -137,6 +140,10 @@ class StoreStaging(Staging):
             self.bucket.create(self._staged(f"{_JOURNAL}/{uuid4().hex}"), lines.encode())
             self._waiting.clear()
         self._put = time.monotonic()
+
+    @contextmanager
+    def shared(self) -> Iterator[SharedPrefix]:
+        yield SharedPrefix(self.bucket, self.target.key, self._staged(_LEASE), self.lease.owner, self.place)
 
     def publish(self, product: str | None) -> None:
         """Create the last objects: the file `product`, or what `commit` wrote, marks of the format at the very end."""
@@ -181,7 +188,7 @@ class StoreStaging(Staging):
         """Raise `Corrupt` if an object that was written is not there any more as it was."""
         objects = self._objects()
         for receipt in self._written.values():
-            if not _is_stored(receipt, objects.get(self._key(receipt.file))):
+            if not is_stored(receipt, objects.get(self._key(receipt.file))):
                 raise Corrupt(
                     "was replaced or removed by somebody else since it was written",
                     where=self.target / receipt.file,
@@ -281,7 +288,7 @@ def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file
                 where=target,
                 hint="Two writers could damage the target. If no other process writes it, give --no-lock.",
             )
-        stage = StoreStaging(target, bucket, data, lease, single_file)
+        stage = StoreStaging(target, bucket, data, lease, single_file, scratch)
         try:
             yield stage
         finally:
@@ -309,7 +316,8 @@ def check_target(target: StorePath, source: Path) -> None:
         )
 
 
-def _is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
+def is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
+    """Whether an object is the one of a receipt."""
     if there is None or there.nbytes != receipt.nbytes:
         return False
     return there.e_tag.strip('"') == receipt.e_tag.strip('"')  # Azure quotes it in answers, and not in listings

@@ -1,5 +1,6 @@
 """The checkpoint to which a path leads, and its format."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,12 +76,15 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 _OF_FILES = ("hf", "safetensors", "torch-folder")
 """Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
+_SHARD = re.compile(r"-\d+-of-\d+\.")
+"""In the name of a file that is a part of a model."""
 
 
 def _models_in(path: Path, format: Format) -> list[Path]:
     """The single files in a folder, if each is a checkpoint of its own; else none."""
-    files = [path / name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
-    if len(files) > 1:
+    names = [name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
+    files = [path / name for name in names]
+    if len(files) > 1 and not any(map(_SHARD.search, names)):
         try:
             format.read(path, ReadOptions())
         except NotFound:  # which is meant is not said

@@ -160,6 +160,28 @@ class Bucket:
 
         return self._attempt(key, upload)
 
+    def tag_if_equal(self, key: str, file: Path) -> str | None:
+        """The e_tag of an object if it has the bytes of a file, else None. It is read for that."""
+        there = self.head(key)
+        if there is None or there.nbytes != file.stat().st_size:
+            return None
+        unchanged: dict[str, Any] = {"if_match": there.e_tag} if there.e_tag else {}
+        with file.open("rb", buffering=0) as opened:
+            at = 0
+            while part := opened.read(_PART):
+                options: Any = {**unchanged, "range": (at, at + len(part))}
+
+                def read(options: Any = options) -> bytes:
+                    try:
+                        return bytes(obstore.get(self._client, key, options=options).bytes())
+                    except (PreconditionError, NotFoundError, FileNotFoundError):
+                        return b""
+
+                if self._attempt(key, read) != part:
+                    return None
+                at += len(part)
+        return there.e_tag
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. Those that do not exist are no error."""
         names = sorted(keys)

@@ -1,0 +1,46 @@
+"""Check what `ckpt commit` repeats, and show that there is nothing to do."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt.pipeline import Result
+from ckpt.pipeline.shards.job import ShardJob
+from ckpt_cli.views import job
+from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.errors import OutputError, Unsupported
+from ckpt_formats.core.text import printable
+from ckpt_formats.stores.location import is_url
+
+
+def show_complete(target: str, as_json: bool) -> None:
+    """Show that the target is complete already."""
+    if as_json:
+        data(job.to_json(Result(Path(target), 0, 0, 0, 0, 0.0)))
+    else:
+        conclude(f"{printable(target)} is complete: nothing to do")
+
+
+def check_repeats(command: click.Command | None, target: str) -> None:
+    """Raise `Unsupported` unless the shards were started by a command that has `--shard`."""
+    if command is None or "shard" not in {parameter.name for parameter in command.params}:
+        raise Unsupported(
+            "no command of ckpt has written these shards",
+            where=printable(target),
+            hint="A program did: let it run the job with Resources(shard=COMMIT).",
+        )
+
+
+def check_target(arguments: Mapping[str, Any], shards: ShardJob) -> None:
+    """Raise `OutputError` if the command writes something else here than where the shards ran."""
+    given = str(arguments.get("target"))
+    target = given if is_url(given) else os.path.realpath(given)
+    if target != (shards.target if is_url(given) else os.path.realpath(shards.target)):
+        raise OutputError(
+            f"the shards' command writes {printable(target)} here",
+            where=printable(shards.target),
+            hint=f"Run ckpt commit in the folder in which the shards ran: {printable(shards.folder)}.",
+        )

@@ -1,0 +1,70 @@
+"""What a job is whose files shards write: enough for other shards to know it, and for `ckpt commit` to repeat it."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ckpt.pipeline.shard import Shard
+from ckpt_formats.core.errors import Corrupt, OutputError
+from ckpt_formats.core.text import printable
+from ckpt_formats.core.version import WRITTEN_BY
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A job, as one of its shards describes it to all others."""
+
+    id: str
+    written_by: str
+    """The version of ckpt."""
+    source: str
+    target: str
+    format: str
+    command: tuple[str, ...]
+    """The words of the command line, which `ckpt commit` repeats; empty if a program runs the shards."""
+    folder: str
+    """The folder in which the command was run."""
+    started: str
+    files: tuple[str, ...]
+    """The files of the plan: what may be removed when the job is given up."""
+
+    @classmethod
+    def of(
+        cls, job_id: str, source: Path, target: Path, format_name: str, files: Sequence[str], shard: Shard
+    ) -> "ShardJob":
+        """The job of this process."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        place = (str(source), str(target.absolute()), format_name)
+        return cls(job_id, WRITTEN_BY, *place, shard.command, os.getcwd(), now, tuple(files))
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: object) -> "ShardJob":
+        """Raises `Corrupt`."""
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            names = ("id", "written_by", "source", "target", "format", "folder", "started")
+            texts = {name: fields[name] for name in names}
+            words, files = tuple(fields["command"]), tuple(fields["files"])
+            if not all(isinstance(text, str) for text in (*texts.values(), *words, *files)):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            hint = "Run one of the shards again, or remove it to give up."
+            raise Corrupt("is not the description of a job of shards", where=str(where), hint=hint) from None
+        return cls(command=words, files=files, **texts)
+
+    def refused(self, target: Path, how_to_give_up: str) -> OutputError:
+        """The error for shards of another job, which find that this one writes their target."""
+        what = " ".join(self.command) or f"{self.source} to {self.format}"
+        return OutputError(
+            f"shards of another job write this target: `{printable(what)}`, begun {printable(self.started)} with "
+            f"{printable(self.written_by)}; this is {WRITTEN_BY}",
+            where=target,
+            hint=f"All shards need the same source, options and version. To give up that job, {how_to_give_up}.",
+        )

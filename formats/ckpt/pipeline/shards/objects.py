@@ -1,0 +1,186 @@
+"""Shards that write into a store. What they know of each other is what a single process would have put there, too.
+
+    PREFIX/.ckpt/job           the job, and the files of its plan
+    PREFIX/.ckpt/journal/N     receipts of finished files: each object is written once
+    PREFIX/FILE                data, created on the condition that it does not exist
+    PREFIX/.ckpt/lease         who publishes
+    .NAME.shards.ckpt-partial/ID    beside the target: this job is done. Until `ckpt clean` removes it, shards that are
+                                    repeated, or that had nothing to write, know it
+
+So whoever has the lease verifies and publishes as `StoreStaging` does.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from ckpt.pipeline import receipts as journal_lines
+from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.shards.folder import SHARDS
+from ckpt.pipeline.shards.job import ShardJob
+from ckpt.pipeline.shards.shard_staging import ShardStaging
+from ckpt.pipeline.staging import exists
+from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
+from ckpt.pipeline.store_staging import StoreStaging, is_stored, open_store, staged_folder
+from ckpt_formats.core.errors import Incomplete, Locked, OutputError
+from ckpt_formats.core.format import Receipt, WritableFormat
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.bucket import Bucket
+
+_BATCH = 64
+_BATCH_SECONDS = 5.0
+"""A receipt is put at the latest with the first one that comes so long after it."""
+_POLL = 5.0
+"""Seconds between two looks whether the lease is free."""
+
+
+@dataclass
+class ShardObjects(ShardStaging):
+    """What there is of a target in a store that shards write."""
+
+    target: StorePath
+    job: ShardJob
+    format: WritableFormat
+    resources: Resources
+    _waiting: list[Receipt] = field(default_factory=list)
+    _put: float = field(default_factory=time.monotonic)
+    _stage: StoreStaging | None = None
+
+    @property
+    def disk(self) -> Path:
+        return self.resources.scratch or Path()
+
+    @property
+    def how_to_give_up(self) -> str:
+        return f"`ckpt clean {self.target}` gives up"
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.target.store.url)
+
+    def begin(self) -> None:
+        """Put the job, if no shard has done so. Raises `OutputError` if there is another one, or a checkpoint."""
+        data = self.job.to_json()
+        for _ in range(2):
+            there = self.bucket.read(self._staged("job"))
+            if there is not None:
+                other = ShardJob.from_json(there[0], f"{self.target}/.ckpt/job")
+                if other.id != self.job.id:
+                    raise other.refused(self.target, f"run `ckpt clean {self.target}`")
+                return
+            if self.bucket.list(self.target.key).keys() - {self._staged("lease")}:
+                raise exists(self.target)
+            try:
+                self.bucket.create(self._staged("job"), data)
+            except FileExistsError:
+                continue  # another shard was faster
+            return
+
+    def receipts(self) -> Mapping[str, Receipt]:
+        objects = self.bucket.list(self.target.key)
+        complete: dict[str, Receipt] = {}
+        for key in sorted(key for key in objects if key.startswith(self._staged("journal/"))):
+            read = self.bucket.read(key)
+            for receipt in journal_lines.from_lines([] if read is None else read[0].decode().splitlines()):
+                there = objects.get(f"{self.target.key}/{receipt.file}")
+                if is_stored(receipt, there):
+                    complete.setdefault(receipt.file, receipt)
+        return complete
+
+    @contextmanager
+    def attempt(self) -> Iterator[StoreAttempt]:
+        place = SharedPrefix(self.bucket, self.target.key, self._staged("lease"), None, self.resources.scratch)
+        with place.attempt() as attempt:
+            try:
+                yield attempt
+            finally:
+                self._flush()
+
+    def note(self, receipt: Receipt) -> None:
+        self._waiting.append(receipt)
+        if len(self._waiting) >= _BATCH or time.monotonic() - self._put > _BATCH_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            lines = "".join(map(journal_lines.to_line, self._waiting))
+            self.bucket.create(self._staged(f"journal/{uuid4().hex}"), lines.encode())
+            self._waiting.clear()
+        self._put = time.monotonic()
+
+    @contextmanager
+    def lease(self, wait: bool, stop: threading.Event) -> Iterator[str | None]:
+        with ExitStack() as stack:
+            holder: str | None = None
+            while True:
+                try:
+                    staged = open_store(self.target, self.resources.scratch, self.resources.locks, single_file=False)
+                    self._stage, holder = stack.enter_context(staged), None
+                    break
+                except Locked as error:
+                    holder = error.what
+                if not wait or stop.wait(_POLL) or self.is_published():
+                    break
+            yield None if self.is_published() else holder
+
+    def is_published(self) -> bool:
+        return is_published(self.target, self.job.id)
+
+    def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
+        stage = self._stage
+        assert stage is not None
+        stage.begin(self.job.id, self.job.files)
+        written = {receipt.file for receipt in stage.receipts(self.format)}
+        if missing := [file for file in self.job.files if file not in written]:
+            raise Incomplete(
+                f"{len(missing)} files were removed since the shards have written them",
+                where=self.target / missing[0],
+                hint="Run the shards again.",
+            )
+        commit(stage.data)
+        with suppress(FileExistsError):  # of a run of this job whose target was removed since
+            self.bucket.create(f"{done_folder(self.target)}/{self.job.id}", b"")
+        stage.publish(None)
+
+    def _staged(self, name: str) -> str:
+        return f"{staged_folder(self.target, single_file=False)}/{name}"
+
+
+def done_folder(target: StorePath) -> str:
+    """The key of the folder of objects that say which jobs of shards are done: each has the job's id as its name."""
+    return (target.parent / f".{target.name}{SHARDS}").key
+
+
+def is_published(target: StorePath, job_id: str) -> bool:
+    """Whether shards of a job have published its target."""
+    bucket = Bucket(target.store.url)
+    if bucket.head(f"{done_folder(target)}/{job_id}") is None:
+        return False
+    objects = bucket.list(target.key).keys()
+    job, published = (f"{staged_folder(target, single_file=False)}/{name}" for name in ("job", "published"))
+    return published in objects or (job not in objects and bool(objects))
+
+
+def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
+    """What there is of a target in a store. Raises `OutputError` if another job writes it."""
+    stage = ShardObjects(target, job, format, resources)
+    stage.begin()
+    key = f"{staged_folder(target, single_file=False)}/job"
+    if resources.locks and not stage.bucket.keeps_conditions(key):
+        stage.bucket.delete([key])
+        raise OutputError(
+            "this store overwrites objects that are to be created: it ignores `If-None-Match`",
+            where=target,
+            hint="Shards need a store with conditional requests.",
+        )
+    return stage
+
+
+def unfinished_job(target: StorePath) -> ShardJob | None:
+    """The job whose shards write a target; None if no shards do."""
+    read = Bucket(target.store.url).read(f"{staged_folder(target, single_file=False)}/job")
+    return None if read is None else ShardJob.from_json(read[0], target)

@@ -1,0 +1,224 @@
+"""Processes of a job array that write one target: whoever is killed, repeated, or run twice, the bytes are the same."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import obstore
+import pytest
+
+import ckpt as library
+from ckpt.pipeline.shard import Shard, parse_shard
+from ckpt.pipeline.shards import deal
+from ckpt.pipeline.shards.lease import FileLease
+from ckpt_formats.core.errors import Unsupported
+from clusters import dask_processes, environment, files
+from damage import SAMPLES, ckpt
+from object_stores import BUCKET, StoreServer, moto, reached
+from shard_kills import FORMATS, Campaign
+
+ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
+SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"}
+LSF = {"LSB_JOBINDEX": "3", "LSB_JOBINDEX_END": "8"}
+COMMAND = ("convert", ZERO3, "out", "--pack-size", "1")
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """In a folder of its own, with relative paths: what a local run writes."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert ckpt(*COMMAND[:2], tmp_path / "local", *COMMAND[3:]).code == 0
+    return files(tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "expected"),
+    [
+        ("3/8", {}, (3, 8)),
+        ("auto", SLURM, (2, 4)),
+        ("auto", {**SLURM, "SLURM_ARRAY_TASK_STEP": "2"}, (1, 4)),
+        ("auto", {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}, (7, 12)),
+        ("auto", {"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, (2, 3)),
+        ("auto/9", {"JOB_COMPLETION_INDEX": "8"}, (8, 9)),
+        ("auto", LSF, (2, 8)),
+        ("auto/8", {"LSB_JOBINDEX": "1"}, (0, 8)),
+    ],
+)
+def test_the_number_of_a_shard(text: str, variables: dict[str, str], expected: tuple[int, int]) -> None:
+    shard = parse_shard(text, variables)
+    assert (shard.number, shard.count) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "message"),
+    [
+        ("8/8", {}, "there is no shard 8 of 8"),
+        ("0/0", {}, "there is no shard 0 of 0"),
+        ("half", {}, "names no shard"),
+        ("auto", {}, "no job array is found"),
+        ("auto", {"LSB_JOBINDEX": "0"}, "no job array is found"),
+        ("auto", {"JOB_COMPLETION_INDEX": "1"}, "but not how many there are"),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "1"}, "SLURM_ARRAY_TASK_COUNT is not a number"),
+        ("auto", {**SLURM, "SLURM_ARRAY_TASK_ID": "99"}, "there is no shard 94 of 4"),
+    ],
+)
+def test_what_names_no_shard_is_refused(text: str, variables: dict[str, str], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        parse_shard(text, variables)
+
+
+def test_each_file_is_dealt_to_one_shard_and_the_bytes_are_even() -> None:
+    plan = library.Universal(pack_nbytes=1).plan(library.open(ZERO3))
+    dealt = [[one for group in deal(plan.files, Shard(i, 4)) for one in group] for i in range(4)]
+    assert sorted(one.file for share in dealt for one in share) == sorted(one.file for one in plan.files)
+    loads = [sum(one.nbytes for one in share) for share in dealt]
+    assert max(loads) - min(loads) <= max(one.nbytes for one in plan.files)
+
+
+def test_shards_say_what_is_missing_and_the_last_one_publishes(local: dict[str, bytes]) -> None:
+    done = [ckpt(*COMMAND, "--shard", f"{i}/3", "--json") for i in (2, 0)]
+    assert [one.code for one in done] == [0, 0]
+    assert json.loads(done[1].out)["pending"].endswith("files are not written yet: those of shards 1")
+    committed = ckpt("commit", "out")
+    assert committed.code == 20
+    assert "files are not written yet" in committed.err
+    repeated = ckpt(*COMMAND, "--shard", "0/3", "--json")
+    assert json.loads(repeated.out)["files"] == 0
+    assert not Path("out").exists()
+    assert ckpt(*COMMAND, "--shard", "1/3").code == 0
+    assert files(Path("out")) == local
+    again = ckpt(*COMMAND, "--shard", "1/3")
+    assert again.code == 0
+    assert "published it already" in again.out
+    for _ in range(2):
+        committed = ckpt("commit", "out", "--json")
+        assert committed.code == 0
+    assert ckpt("convert", ZERO1, "out", "--shard", "0/3").code == 30
+    assert ckpt("commit", "other").code == 10
+
+
+def test_shards_of_another_job_are_refused_by_name(local: dict[str, bytes]) -> None:
+    assert ckpt(*COMMAND, "--shard", "0/3").code == 0
+    other = ckpt("convert", ZERO3, "out", "--shard", "1/3")
+    assert other.code == 30
+    assert "shards of another job write this target: `convert" in other.err
+    assert "--pack-size 1 --shard 0/3`" in other.err
+    assert ckpt("convert", ZERO3, "out", "--to", "torch", "--shard", "0/2").code == 22
+    assert ckpt("clean", "out").code == 0
+    assert os.listdir() == []
+
+
+def test_commit_repeats_the_command_from_anywhere(
+    local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    lease = FileLease(next(Path().glob(".out.*.shards.ckpt-partial")) / "lease")
+    assert lease.acquire() is None
+    last = ckpt(*COMMAND, "--shard", "1/2")
+    assert last.code == 0
+    assert f"all files are written; process {os.getpid()} on" in last.out
+    lease.release()
+    monkeypatch.chdir(tmp_path)
+    done = ckpt("commit", tmp_path / "work" / "out")
+    assert done.code == 0, done.err
+    assert files(tmp_path / "work" / "out") == local
+
+
+def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path) -> None:
+    first, second, third = (FileLease(tmp_path / "lease") for _ in range(3))
+    assert first.acquire() is None
+    assert second.acquire() == f"process {os.getpid()} on {os.uname().nodename}"
+    fields = json.loads((tmp_path / "lease").read_text())
+    (tmp_path / "lease").write_text(json.dumps({**fields, "host": "elsewhere"}))
+    assert second.acquire() is not None
+    hour_ago = time.time() - 3600
+    os.utime(tmp_path / "lease", (hour_ago, hour_ago))
+    assert second.acquire() is None
+    assert third.acquire() is not None
+    first.release()  # it has lost the lease, and must not remove that of the second
+    assert third.acquire() is not None
+    second.release()
+    assert third.acquire() is None
+    third.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_one_of_three_is_killed_and_repeated_and_one_runs_twice(local: dict[str, bytes], tmp_path: Path) -> None:
+    def start(number: int) -> "subprocess.Popen[bytes]":
+        words = [sys.executable, "-m", "ckpt_cli", *map(str, COMMAND), "--shard", f"{number}/3"]
+        return subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL)
+
+    running = [start(0), start(1), start(2), start(2)]
+    while running[1].poll() is None and not list(Path().glob(".out.*/journals/1-*")):
+        time.sleep(0.002)
+    running[1].send_signal(signal.SIGKILL)
+    assert [one.wait() for one in running if one is not running[1]] == [0, 0, 0]
+    if running[1].wait() != 0:
+        assert not Path("out").exists()
+        assert start(1).wait() == 0
+    assert files(Path("out")) == local
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_kills_do_not_show_in_the_bytes(name: str, tmp_path: Path) -> None:
+    campaign, generator = Campaign(tmp_path, name), random.Random(name)
+    while campaign.counts["killed"] < 4:
+        campaign.round(generator)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with moto() as running:
+        yield running
+
+
+def _objects(server: StoreServer, key: str) -> dict[str, bytes]:
+    metas = [meta for page in obstore.list(server.client, f"{key}/") for meta in page]
+    return {m["path"][len(key) + 1 :]: bytes(obstore.get(server.client, m["path"]).bytes()) for m in metas}
+
+
+@pytest.mark.slow
+def test_shards_write_into_a_store(server: StoreServer, local: dict[str, bytes]) -> None:
+    with reached(server):
+        url = f"s3://{BUCKET}/shards/out"
+        command = ("convert", ZERO3, url, "--pack-size", "1")
+        first = ckpt(*command, "--shard", "0/3", "--json")
+        assert first.code == 0, first.err
+        assert "those of shards 1, 2" in json.loads(first.out)["pending"]
+        assert ckpt("convert", ZERO3, url, "--shard", "1/3").code == 30
+        assert ckpt("inspect", url).code != 0
+        assert ckpt(*command, "--shard", "2/3").code == 0
+        missing = ckpt("commit", url)
+        assert missing.code == 20, missing.err
+        # Shard 1 was killed after it had put an object, before it had put the receipt.
+        key = sorted(local.keys() - _objects(server, "shards/out").keys() - {"manifest.json", "index.safetensors"})[0]
+        obstore.put(server.client, f"shards/out/{key}", local[key])
+        assert ckpt(*command, "--shard", "1/3").code == 0
+        assert _objects(server, "shards/out") == local
+        assert ckpt("commit", url).code == 0
+
+
+@pytest.mark.slow
+def test_a_cluster_writes_into_a_store(server: StoreServer, local: dict[str, bytes], tmp_path: Path) -> None:
+    with reached(server):
+        url = server.put("cluster/source", ZERO3)
+        (tmp_path / "dask").mkdir()
+        with dask_processes(2, tmp_path / "dask") as cluster:
+            done = ckpt("convert", url, f"s3://{BUCKET}/cluster/out", "--pack-size", "1", "--executor", cluster.url)
+            assert done.code == 0, done.err
+            written = _objects(server, "cluster/out")
+            assert written.keys() == local.keys()
+            assert {k: v for k, v in written.items() if k.startswith("packs/")} == {
+                k: v for k, v in local.items() if k.startswith("packs/")
+            }
+        assert urlsplit(url).scheme == "s3"
