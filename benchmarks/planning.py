@@ -3,7 +3,8 @@
 The source is an index in memory: tensors that say where they are, in files that do not exist, because planning reads
 no tensor. Each case runs in a fresh process. Printed are CPU seconds (user and system) of `Job.plan` with all its
 checks, peak memory beyond that of the index, and the same for what `convert --dry-run`, `reshard --dry-run` and
-`reshard --dry-run --json` print of the plan.
+`reshard --dry-run --json` print of the plan. For work on other machines: MB of the pickled job, which a worker gets
+once; CPU seconds until it has planned it again; and bytes of a task, which is one file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import pickle
 import resource
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+TASK_NBYTES = 1000
 GOALS = {"plan": 5.0, "convert": 10.0, "reshard": 10.0, "json": 10.0}
 PEAK_MB = 200.0
 CASES = ("zero3", "zero2", "zero1", "pipeline", "dcp", "dcp-tp", "megatron", "megatron-legacy")
@@ -139,6 +142,7 @@ def used() -> tuple[float, float]:
 def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
     """Print the figures of one case as JSON."""
     from ckpt.job import Job
+    from ckpt.pipeline.shared_plan import Task
     from ckpt_cli.views import inspect, job
 
     checkpoint, format = source(parameters, ranks, case), format_of(case, ranks)
@@ -151,6 +155,12 @@ def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
         now, peak_now = used()
         figures["plan"], figures["peak"] = now - seconds, peak_now - peak
         figures |= {"files": len(plan.files), "nbytes": plan.nbytes}
+        shared = pickle.dumps(work.shared_plan(), 5)
+        figures["job"] = len(shared) / 1e6
+        figures["task"] = len(pickle.dumps(Task((len(plan.files) - 1,)), 5))
+        seconds, _ = used()
+        pickle.loads(shared).files(Task((0,)))
+        figures["worker"] = used()[0] - seconds
         shown = {
             "convert": lambda: job.show_plan(checkpoint, plan, target, format.name, False),
             "reshard": lambda: inspect.print_ranks(checkpoint, plan.files, target, format.name, False),
@@ -177,7 +187,9 @@ def main() -> None:
         measure(options.one[0], int(options.one[1]), int(options.one[2]), not options.no_views)
         return
     print(f"goals: plan {GOALS['plan']:g} s, {PEAK_MB:g} MB; each of the others {GOALS['json']:g} s; CPU seconds")
-    print(f"{'':16}{'ranks':>7}{'tensors':>9}{'files':>7}{'plan':>8}{'MB':>7}{'convert':>9}{'reshard':>9}{'--json':>8}")
+    widths = {"ranks": 7, "tensors": 9, "files": 7, "plan": 8, "MB": 7, "job MB": 8, "worker": 8, "task B": 8}
+    widths |= {"convert": 9, "reshard": 9, "--json": 8}
+    print(" " * 16 + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for case in options.cases:
         for parameters in options.parameters:
             for ranks in options.ranks:
@@ -195,12 +207,17 @@ def main() -> None:
                 figures = json.loads(done.stdout)
                 shown = (f"{figures[name]:9.2f}" if name in figures else f"{'':9}" for name in ("convert", "reshard"))
                 last = f"{figures['json']:8.2f}" if "json" in figures else ""
-                row = f"{figures['files']:7}{figures['plan']:8.2f}{figures['peak']:7.0f}{''.join(shown)}{last}"
+                of_worker = f"{figures['job']:8.1f}{figures['worker']:8.2f}{figures['task']:8}"
+                row = (
+                    f"{figures['files']:7}{figures['plan']:8.2f}{figures['peak']:7.0f}{of_worker}{''.join(shown)}{last}"
+                )
                 print(f"{head}{row}{' missed' * missed(figures)}", flush=True)
 
 
 def missed(figures: dict[str, Any]) -> bool:
     """Whether a goal was missed."""
+    if figures["task"] > TASK_NBYTES:
+        return True
     return figures["peak"] > PEAK_MB or any(figures.get(name, 0) > goal for name, goal in GOALS.items())
 
 

@@ -31,6 +31,7 @@ from ckpt_formats.core.version import VERSION
 COMMANDS = {
     "convert": "ckpt_cli.commands.convert:convert",
     "reshard": "ckpt_cli.commands.reshard:reshard",
+    "copy": "ckpt_cli.commands.copy:copy",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
     "rules": "ckpt_cli.commands.rules:rules",

@@ -52,7 +52,7 @@ def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
     if path.startswith(SHADOW):
         return path, []
     with reading_headers(path):
-        place = source_path(path)
+        place = source_place(path)
         inside = checkpoints_in(place)
     return place, inside if len(inside) > 1 else []
 
@@ -62,13 +62,17 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
     with reading_headers(path):
         if isinstance(path, str) and path.startswith(SHADOW):
             return open_from_shadow(path)
-        return open_checkpoint(_source(path), options)
+        return open_checkpoint(source_place(path), options)
 
 
-def _source(place: str | Path) -> Path:
-    """The path that the user names; absolute if workers of a cluster read it, who run in other folders."""
-    path, context = source_path(place), click.get_current_context(silent=True)
-    return path.absolute() if context is not None and context.params.get("executor") else path
+def source_place(path: str | Path) -> Path:
+    """The path of what a command reads; with `--anonymous`, a store is asked without credentials.
+
+    It is absolute if workers of a cluster read it, who run in other folders.
+    """
+    context = click.get_current_context()
+    place = source_path(path, bool(context.meta.get("ckpt.anonymous")))
+    return place.absolute() if context.params.get("executor") else place
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:
@@ -91,7 +95,7 @@ def expand_chain(path: str) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone."""
     from ckpt_formats.universal.chain import file as index
 
-    if path.startswith(SHADOW) or not ((place := source_path(path)) / index.NAME).is_file():
+    if path.startswith(SHADOW) or not ((place := source_place(path)) / index.NAME).is_file():
         return (path,)
     steps = [member.step for member in index.load(place / index.NAME).members]
     notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
@@ -108,7 +112,9 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
 
     with reading_headers(chain):
         state = (
-            _open_shadow_state(chain, step) if chain.startswith(SHADOW) else open_step(_source(chain), step, options)
+            _open_shadow_state(chain, step)
+            if chain.startswith(SHADOW)
+            else open_step(source_place(chain), step, options)
         )
     notes.note(*state.checkpoint.notices)
     return state
@@ -166,7 +172,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
             order = _names_in(file)
         else:
             orders[place] = _names_in(file)
-    other = None if shapes is None else open_checkpoint(_source(shapes))
+    other = None if shapes is None else open_checkpoint(source_place(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
 
 

@@ -86,6 +86,10 @@ _PLANNED = {
         [{"file": ("text", "path in the target"), "nbytes": ("int", "bytes"), "tensors": (["text"], "names")}],
         "the files",
     ),
+    "store_reads?": (
+        {"nbytes": ("int", "about how many bytes"), "requests": ("int", "about how many requests")},
+        "what would be read from stores; not there if all files are local",
+    ),
 }
 _STATES = {
     "raw_nbytes": ("int", "bytes of the decoded states"),
@@ -219,6 +223,29 @@ _WRITE = (Part("", _WRITTEN), Part("with `--dry-run`", _PLANNED))
 
 COMMANDS: dict[str, tuple[Part, ...]] = {
     "convert": _WRITE,
+    "copy": (
+        Part("", _WRITTEN),
+        Part(
+            "with `--dry-run`",
+            {
+                **{key: _PLANNED[key] for key in ("target", "format", "nbytes")},
+                "files": (
+                    [{"file": ("text", "its name below the source"), "nbytes": ("int", "its bytes")}],
+                    "the files; the last ones make the target a checkpoint",
+                ),
+            },
+        ),
+        Part(
+            "with `--update`; with `--follow`, an object on each line",
+            {
+                "target": ("text", "the target"),
+                "objects": ("int", "objects that were put"),
+                "nbytes": ("int", "their bytes"),
+                "last": ("int?", "the last step that the chain had"),
+                "grows": ("bool", "whether a run records into the chain"),
+            },
+        ),
+    ),
     "reshard": (
         Part("", _WRITTEN),
         Part(

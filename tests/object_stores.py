@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,21 @@ class StoreServer:
             below = key if file == path else f"{key}/{file.relative_to(path).as_posix()}"
             obstore.put(client, below, file.read_bytes())
         return f"s3://{BUCKET}/{key}"
+
+    def publish(self, folder: str) -> None:
+        """Let everybody read what is below a folder."""
+        import boto3
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+        for page in obstore.list(self.client, folder):
+            for meta in page:
+                client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
 
 
 @contextmanager
@@ -188,6 +204,52 @@ def unconditional(server: StoreServer) -> Iterator[StoreServer]:
         yield careless
 
 
+@dataclass
+class Killer:
+    """Kills a process at one of its requests."""
+
+    endpoint: str
+    pid: int = 0
+    at: int = -1
+    """The number of the request, from 0; -1: none."""
+    is_carried_out: bool = False
+    """Whether the store still does what the last request asks for."""
+    requests: int = 0
+
+
+@contextmanager
+def killing(server: StoreServer) -> Iterator[Killer]:
+    """A proxy that counts requests, and kills a process at one of them, by SIGKILL."""
+    lock, killer = threading.Lock(), Killer("")
+
+    def fault(headers: dict[str, str]) -> str | None:
+        with lock:
+            number, killer.requests = killer.requests, killer.requests + 1
+            if killer.at < 0 or number < killer.at:
+                return None
+            if number == killer.at:
+                os.kill(killer.pid, signal.SIGKILL)
+                return "lost" if killer.is_carried_out else "reset"
+            return "reset"  # other threads of it
+
+    with _proxy(server, fault) as proxy:
+        killer.endpoint = proxy.endpoint
+        yield killer
+
+
+@contextmanager
+def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
+    """A proxy that notes of each request whether it is signed."""
+    signed: list[bool] = []
+
+    def note(headers: dict[str, str]) -> str | None:
+        signed.append("authorization" in map(str.lower, headers))
+        return None
+
+    with _proxy(server, note) as proxy:
+        yield proxy, signed
+
+
 @contextmanager
 def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -> Iterator[StoreServer]:
     """A proxy. `fault` gets the headers of each request, may change them, and names what is to go wrong."""
@@ -206,9 +268,11 @@ def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -
                 self._answer(int(kind), {}, b"")
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
-            headers.setdefault("Content-Type", "application/octet-stream")  # else `urllib` would say that it is a form
+            has_body = self.command in ("PUT", "POST")
+            if has_body and "content-type" not in map(str.lower, headers):
+                headers["Content-Type"] = "application/octet-stream"  # else urllib says that it is a form
             request = urllib.request.Request(
-                server.endpoint + self.path, data=data or None, headers=headers, method=self.command
+                server.endpoint + self.path, data=data if has_body else None, headers=headers, method=self.command
             )
             try:
                 with urllib.request.urlopen(request) as answer:
@@ -246,7 +310,11 @@ def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients end as they like: some are killed."""
+
+    with Quiet(("127.0.0.1", 0), Proxy) as proxy:
         serving = threading.Thread(target=proxy.serve_forever)
         serving.start()
         try:

@@ -66,6 +66,7 @@ ODD: dict[str, Odd] = {
     "a mistyped command": Odd("convrt a.pt b", 2, ("'convrt'", "ckpt convert")),
     "an unknown command": Odd("banana", 2, ("'banana'", "ckpt --help")),
     "no arguments": Odd("convert", 2, ("SOURCE", "ckpt convert --help")),
+    "nothing to copy": Odd("copy gone x", 10, ("gone",)),
     "no target": Odd("convert a.pt", 2, ("TARGET", "SOURCE TARGET")),
     "several sources": Odd("convert a.pt other.pt third.pt out", 2, ("4 paths", "third.pt", "ckpt average")),
     "a mistyped option": Odd("inspect a.pt --josn", 2, ("--josn", "--json")),

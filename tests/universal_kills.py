@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.chains.append import append, remove_leftovers
+from ckpt.chains.append import append
 from ckpt.chains.compact import Retention, compact
+from ckpt.chains.places import FolderPlace
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
@@ -160,7 +161,7 @@ class Chained(Work):
         return steps == self.after()
 
     def sweep(self) -> None:
-        remove_leftovers(self.run, index.read(self.run))
+        FolderPlace(self.run, index.read(self.run), Resources()).remove_leftovers()
 
     @abstractmethod
     def after(self) -> list[int]: ...

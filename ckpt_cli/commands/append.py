@@ -27,10 +27,11 @@ def append(
     chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Resources", as_json: bool
 ) -> None:
     from ckpt_cli.views import append
-    from ckpt_formats.stores.location import local_path
+    from ckpt_formats.stores.location import target_path
 
+    path = target_path(chain)
     append.note_warnings(options.policy, checkpoint)
     if options.dry_run:
-        append.show_plan(local_path(chain), checkpoint, options, resources, as_json)
+        append.show_plan(path, checkpoint, options, resources, as_json)
     else:
-        append.append(local_path(chain), checkpoint, options, resources, as_json)
+        append.append(path, checkpoint, options, resources, as_json)

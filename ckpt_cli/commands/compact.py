@@ -24,12 +24,12 @@ def compact(
     from ckpt.chains.compact import plan
     from ckpt.chains.write import DeltaPolicy
     from ckpt_cli.views.compact import run, show_plan
-    from ckpt_formats.stores.location import local_path
+    from ckpt_formats.stores.location import target_path
     from ckpt_formats.universal.chain import file
 
-    policy = DeltaPolicy(base_every=base_every)
+    policy, path = DeltaPolicy(base_every=base_every), target_path(chain)
     if dry_run:
-        index = file.read(local_path(chain))
-        show_plan(local_path(chain), index, plan(local_path(chain), index, retention, policy), as_json)
+        index = file.read(path)
+        show_plan(path, index, plan(path, index, retention, policy), as_json)
         return
-    run(local_path(chain), retention, policy, resources, as_json)
+    run(path, retention, policy, resources, as_json)

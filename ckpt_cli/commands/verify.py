@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.source import opening, read_options
+from ckpt_cli.options.source import opening, place_of, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 @read_options
 def verify(path: str, replay: bool, quick: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
     from ckpt_cli.views.verify import How, verify
-    from ckpt_formats.stores.location import source_path
 
     if quick and replay:
         raise click.UsageError("--quick reads headers only, and --replay repeats all steps: give one of them.")
-    place = source_path(path)
+    place = place_of(path)
     if not verify(place, opening(place, options), resources, How(replay, quick), as_json):
         raise SystemExit(20)

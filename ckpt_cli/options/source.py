@@ -20,6 +20,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 NAMINGS = ("hf", "megatron", "megatron-legacy")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
+
+def _note_anonymous(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta["ckpt.anonymous"] = value
+
+
+anonymous = click.option(
+    "--anonymous",
+    is_flag=True,
+    expose_value=False,
+    callback=_note_anonymous,
+    help="Read from stores without credentials: public buckets and repositories.",
+)
+"""Noted in the context, where `ckpt_cli.reading.source_place` finds it."""
+
 _READER = (
     click.option(
         "--rules",
@@ -37,6 +51,7 @@ _READER = (
         metavar="CHECKPOINT",
         help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
     ),
+    anonymous,
 )
 
 
@@ -55,6 +70,13 @@ def read_options(command: F) -> F:
         return command(*args, options=options, **arguments)
 
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
+
+
+def place_of(path: str) -> "Path":
+    """The path of what a command reads, in the file system or in a store."""
+    from ckpt_cli.reading import source_place
+
+    return source_place(path)
 
 
 def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":

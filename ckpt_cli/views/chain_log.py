@@ -31,13 +31,14 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
     with doing(f"reading the chain {printable(str(run))}"):
         chain = index.read(run)
         segments = open_segments(run, chain)
+    unfinished = unfinished_states(run, time.time())
+    fields = {**to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]}
     if html is not None:
         from ckpt_cli.views import log_page
 
-        page.write(log_page.page_of(run, to_json(chain, segments)), html, "log")
-    unfinished = unfinished_states(run, time.time())
+        page.write(log_page.page_of(run, fields), html, "log")
     if as_json:
-        data({"chain": str(run), **to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]})
+        data({"chain": str(run), **fields})
         return
     for line in (*lines(chain, segments), *([""] * bool(unfinished)), *map(str, unfinished)):
         columns.show(line)

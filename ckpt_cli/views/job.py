@@ -9,6 +9,7 @@ import click
 
 from ckpt.job import Job
 from ckpt.pipeline import Resources, Result, space_needed
+from ckpt.pipeline.planned_reads import StoreReads
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views.report import conclude, data
@@ -26,6 +27,8 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
         return Result(Path(job.target), 0, 0, 0, 0, 0.0)
     notes.note(*notices)
     note_plan(planned(job), job.format.name)
+    if (reads := job.store_reads(resources)) is not None:
+        notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()
     with progress_bar(label) as progress:
         return job.run(resources, progress)
@@ -34,7 +37,9 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
 def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
     if dry_run:
-        show_plan(job.source, planned(job), Path(job.target), job.format.name, as_json)
+        show_plan(
+            job.source, planned(job), Path(job.target), job.format.name, as_json, reads=job.store_reads(resources)
+        )
     else:
         show_result(run(label, job, resources), as_json)
 
@@ -59,13 +64,23 @@ def show_plan(
     format_name: str,
     as_json: bool,
     more: Mapping[str, Any] | None = None,
+    reads: StoreReads | None = None,
 ) -> None:
-    """Show what a job would write. `more`: further fields of the JSON."""
+    """Show what a job would write. `more`: further fields of the JSON. `reads`: what it requests from stores."""
     note_plan(plan, format_name)
     needed = space_needed(plan.files)
     if as_json:
         files = [{"file": one.file, "nbytes": one.nbytes, "tensors": one.names()} for one in plan.files]
-        data({"target": str(target), "format": format_name, "nbytes": needed, "files": files, **(more or {})})
+        data(
+            {
+                "target": str(target),
+                "format": format_name,
+                "nbytes": needed,
+                "files": files,
+                **_reads_json(reads),
+                **(more or {}),
+            }
+        )
         return
     notes.flush()
     for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:
@@ -74,10 +89,19 @@ def show_plan(
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
     count = 1 if plan.single_file else len(plan.files)
+    read = _in_words(reads) if reads else f"up to {format_nbytes(total)}"
     conclude(
-        f"would read up to {format_nbytes(total)} and write about {format_nbytes(needed)} "
+        f"would read {read} and write about {format_nbytes(needed)} "
         f"in {_files(count)} to {printable(str(target))}; nothing was written"
     )
+
+
+def _in_words(reads: StoreReads) -> str:
+    return f"about {format_nbytes(reads.nbytes)} in {reads.requests:,} request{'s' * (reads.requests != 1)}"
+
+
+def _reads_json(reads: StoreReads | None) -> dict[str, Any]:
+    return {} if reads is None else {"store_reads": {"nbytes": reads.nbytes, "requests": reads.requests}}
 
 
 def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = None) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ckpt.chains.write import AppendResult, DeltaPolicy
     from ckpt.combine import average, ema_weights, merge_lora
     from ckpt.compare import Diff, diff
+    from ckpt.copying.copy import Copy, copy
+    from ckpt.copying.follow import follow_copy, update_copy
     from ckpt.findings import Finding, verify
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
@@ -65,6 +67,8 @@ _NAMES = {
     "ckpt.chains.write": ("AppendResult", "DeltaPolicy"),
     "ckpt.combine": ("average", "ema_weights", "merge_lora"),
     "ckpt.compare": ("Diff", "diff"),
+    "ckpt.copying.copy": ("Copy", "copy"),
+    "ckpt.copying.follow": ("follow_copy", "update_copy"),
     "ckpt.findings": ("Finding", "verify"),
     "ckpt.job": ("Job", "Progress", "save"),
     "ckpt.opening": ("open",),
@@ -118,6 +122,7 @@ __all__ = [
     "Chain",
     "Checkpoint",
     "CkptError",
+    "Copy",
     "Corrupt",
     "DataRates",
     "DeepSpeed",
@@ -163,14 +168,17 @@ __all__ = [
     "average",
     "block_changes",
     "clean",
+    "copy",
     "diff",
     "ema_weights",
+    "follow_copy",
     "merge_lora",
     "open",
     "plan_schedule",
     "recover_partially",
     "save",
     "save_partially",
+    "update_copy",
     "use_names",
     "verify",
 ]

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ckpt import pipeline
 from ckpt.pipeline import CountBytes, Resources, Result
+from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
+from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -32,6 +35,10 @@ class Job:
     target: Path | str
     format: WritableFormat
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the plan: another process makes the same one."""
+        return {one.name: self.__dict__[one.name] for one in fields(self)}
+
     @property
     def id(self) -> str:
         """The id of the job: an interrupted run is continued by a job with the same id.
@@ -43,6 +50,14 @@ class Job:
     def plan(self) -> Plan:
         """The files that will be written. No tensor is read. Raises `CkptError` if the job cannot succeed."""
         return self._plan
+
+    def shared_plan(self) -> SharedPlan:
+        """What other processes need to write its files. Raises `CkptError` if the job cannot succeed."""
+        return SharedPlan.of(self._plan, self._source, self._format)
+
+    def store_reads(self, resources: Resources = Resources()) -> StoreReads | None:
+        """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
+        return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), resources)
 
     def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete.

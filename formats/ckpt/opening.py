@@ -18,18 +18,20 @@ def open(
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     shapes: Checkpoint | None = None,
+    anonymous: bool = False,
 ) -> Checkpoint:
     """The checkpoint at a path, or at a URL such as `s3://bucket/run`, whatever its format. Reads headers, no tensor.
 
     `rules` is a TOML file, or rules, for how tensor-parallel tensors are sharded. `order` lists the parameters that
     an optimizer numbers; `orders` does so for several, by their places in the file. `shapes` is another checkpoint
-    of the model, for files that hold flat slices without their shapes. A state of a chain is `run.chain@1234`.
+    of the model, for files that hold flat slices without their shapes. `anonymous`: ask a store without credentials,
+    for what is public. A state of a chain is `run.chain@1234`.
 
     Raises `CkptError` of the kind that fits: `NotFound`, `Corrupt`, `Incomplete`, `Unsafe`, `Unsupported`, `BadRules`.
     """
     read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
-    return open_checkpoint(source_path(path), ReadOptions(read, tuple(order), numbered, shapes))
+    return open_checkpoint(source_path(path, anonymous), ReadOptions(read, tuple(order), numbered, shapes))
 
 
 def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable, TabulatedParameters, table_of
-from ckpt_formats.core.tensor import Blob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
 from ckpt_formats.registry.encoded import may_be_encoded, uses_codecs
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def row_name(parameter: Parameter, state: str) -> str:
 
 def stored(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
     """The bytes that a tensor of a checkpoint takes in its file, and its codecs."""
+    if isinstance(tensor.fragments, ComputedFragments) and tensor.fragments.fill(tensor.shape, tensor.dtype):
+        return tensor.nbytes, (PLAIN,)
     nbytes, codecs = 0, []
     for fragment in tensor.fragments:
         blob = fragment.blob

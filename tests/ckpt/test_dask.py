@@ -16,6 +16,7 @@ from ckpt.pipeline import Resources
 from ckpt.pipeline.attempts import SharedFolder
 from ckpt.pipeline.cluster import connect, distribute
 from ckpt.pipeline.cluster.worker import WorkerJob, write_task
+from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.errors import Corrupt, OutputError, Unsupported
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
@@ -147,17 +148,18 @@ def test_another_version_is_refused_by_name(cluster: DaskProcesses, model: Path,
 
 def test_what_a_worker_cannot_see_is_named(model: Path, tmp_path: Path) -> None:
     source = library.open(model)
-    plan = library.Universal(pack_nbytes=1).plan(source)
+    format = library.Universal(pack_nbytes=1)
+    shared = SharedPlan.of(format.plan(source), source, format)
     away = SharedFolder(tmp_path / "away", "token")
-    outcome = write_task(WorkerJob(library.Universal(), plan.files, source.identities, 1 << 20, away), (0,))
+    outcome = write_task(WorkerJob(shared, source.identities, 1 << 20, away), (0,))
     assert outcome.failure is not None
     assert "does not see the folder in which the target is written" in str(outcome.failure.error)
     elsewhere = {tmp_path / "gone.pt": next(iter(source.identities.values()))}
-    outcome = write_task(WorkerJob(library.Universal(), plan.files, elsewhere, 1 << 20, away), (0,))
+    outcome = write_task(WorkerJob(shared, elsewhere, 1 << 20, away), (0,))
     assert outcome.failure is not None
     assert isinstance(outcome.failure.error, OutputError)
     assert "does not see the source" in str(outcome.failure.error)
-    late = write_task(WorkerJob(library.Universal(), plan.files, {}, 1 << 20, away, "0.0.1"), (0,))
+    late = write_task(WorkerJob(shared, {}, 1 << 20, away, "0.0.1"), (0,))
     assert late.failure is not None
     assert "the job is of ckpt 0.0.1" in str(late.failure.error)
     assert list(tmp_path.iterdir()) == []

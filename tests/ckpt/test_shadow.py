@@ -138,7 +138,7 @@ def test_damage_in_the_log_ends_the_steps_before_it(run: Path) -> None:
     assert settle(shadow)[-1] == (last, bits(restored(run, last)))
     assert shadow.status.waiting is not None
     done = ckpt("shadow", run, "--once")
-    assert f"step {last}" in done.err, done
+    assert f"step {last}" in done.out, done
 
 
 def restored_last(run: Path) -> int:

@@ -62,6 +62,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "decompress": [["c", "back"]],
     "doctor": [[]],
     "commit": [["u"]],
+    "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
     "clean": [["x"]],
     "formats": [[]],
     "completion": [["fish"]],
@@ -72,6 +73,7 @@ RUNS: dict[str, list[list[Any]]] = {
 
 WRONG: dict[str, list[Any]] = {
     "convert": ["gone", "x"],
+    "copy": ["gone", "x"],
     "reshard": [ZERO1, "x", "--dp", "0"],
     "inspect": ["gone"],
     "verify": ["gone"],

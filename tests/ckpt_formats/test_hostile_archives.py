@@ -14,7 +14,8 @@ import torch
 
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckpt_formats.core.files import Reader, crc32, seal_is_valid
+from ckpt_formats.core.files import Reader, crc32
+from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import read
 
 Typed = (Corrupt, Unsafe, Unsupported)

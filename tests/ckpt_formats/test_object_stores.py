@@ -1,23 +1,29 @@
 """Checkpoints in buckets: every sample from real servers, with few requests; and what must be refused."""
 
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt as library
+from ckpt_formats.core import prefetch
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.stores import object_store
+from ckpt_formats.stores import object_store, read_ahead
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, reached, seaweedfs
+from object_stores import BUCKET, KEY, SECRET, StoreServer, faulty, moto, observed, reached, seaweedfs
 
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir() and path.name != "damaged")
 MANY_FILES = {name: sum(1 for one in (SAMPLES / name).rglob("*") if one.is_file()) for name in NAMES}
@@ -59,17 +65,63 @@ def contents(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick(4)
 def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_path: Path, requests: list[str]) -> None:
-    """With a listing, and at most a request for each file; those of compressed ones are read in more places."""
-    url = f"s3://{BUCKET}/samples/{name}"
+    """To verify it, to say what a conversion reads, and to convert it each take a listing and a request for a file."""
+    url, to = f"s3://{BUCKET}/samples/{name}", ("--to", "safetensors" if name.startswith("universal") else "universal")
+
+    def check_requests() -> None:
+        gets = requests.count("get")
+        assert gets <= MANY_FILES[name] + 2
+        assert len(requests) - gets <= 8  # what lies below, and the folders above where siblings are looked for
+        requests.clear()
+
     assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
-    gets = requests.count("get")
-    assert gets <= MANY_FILES[name] + 2
-    assert len(requests) - gets <= 8  # listings: what lies below, and the folders above where siblings are looked for
-    to = ("--to", "safetensors" if name.startswith("universal") else "universal")
-    for source, target in ((SAMPLES / name, "local"), (url, "store")):
-        done = ckpt("convert", source, tmp_path / target, *to)
+    check_requests()
+    done = ckpt("convert", url, tmp_path / "store", *to, "--dry-run")
+    assert re.search(r"would read about [\d.]+ (B|KiB|MiB) in \d+ requests? and write", done.out)
+    check_requests()
+    done = ckpt("convert", url, tmp_path / "store", *to)
+    assert done.code == 0, done.err
+    assert re.search(r"note: reads about [\d.]+ (B|KiB|MiB) in \d+ requests? from the store", done.err)
+    check_requests()
+    assert ckpt("convert", SAMPLES / name, tmp_path / "local", *to).code == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "local")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick(3)
+def test_what_is_requested_ahead_gives_the_same(
+    name: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for large files: blocks of small ones are not used, and requests are small, so that there are many of them.
+
+    The plan names what is read: of what is requested ahead, nothing stays unread, and only padding was not named.
+    """
+    requested, planned = list[int](), list[int]()
+    get, read_into = object_store.ObjectStore.get, prefetch.Prefetch.read_into
+
+    def counted(store: object_store.ObjectStore, key: str, offset: int, nbytes: int) -> memoryview:
+        if threading.current_thread().name.startswith("ckpt-prefetch"):
+            requested.append(nbytes)
+        return get(store, key, offset, nbytes)
+
+    def noted(ahead: prefetch.Prefetch, *rest: Any) -> int:
+        planned.append(read_into(ahead, *rest))
+        return planned[-1]
+
+    monkeypatch.setattr(object_store.ObjectStore, "get", counted)
+    monkeypatch.setattr(prefetch.Prefetch, "read_into", noted)
+    monkeypatch.setattr(read_ahead.ReadAhead, "has", lambda *_: False)
+    for limit, value in (("_GAP", 64), ("_MAX_REQUEST", 5000), ("_MIN_REQUEST", 1000)):
+        monkeypatch.setattr(prefetch, limit, value)
+    url = f"s3://{BUCKET}/samples/{name}"
+    command = ("reshard", "--tp", "4") if name.startswith("megatron") else ("convert", "--to", "torch")
+    for source, target in ((url, "store"), (SAMPLES / name, "local")):
+        done = ckpt(command[0], source, tmp_path / target, *command[1:])
         assert done.code == 0, done.err
     assert contents(tmp_path / "store") == contents(tmp_path / "local")
+    assert sum(planned) > 0.9 * sum(requested) > 0
+    assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
+    assert ckpt("diff", url, SAMPLES / name).code == 0
 
 
 @pytest.mark.slow
@@ -98,6 +150,47 @@ def test_a_chain_in_a_bucket_is_listed_and_restored(user: StoreServer, tmp_path:
         assert ckpt("restore", source, tmp_path / target, "--step", 5).code == 0
     assert ckpt("diff", tmp_path / "store", tmp_path / "local").code == 0
     assert ckpt("diff", f"{url}@5", tmp_path / "local").code == 0
+
+
+def test_a_dry_run_reads_no_tensors(server: StoreServer, tmp_path: Path, requests: list[str]) -> None:
+    """Nor does it take requests for each tensor: what it says is computed from the headers."""
+    weights = {f"layer.{number}": np.full((1 << 19,), number, np.float32) for number in range(8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    url = server.put("dry.safetensors", tmp_path / "model.safetensors")
+    with reached(server):
+        done = ckpt("convert", url, tmp_path / "out", "--dry-run", "--json")
+        assert json.loads(done.out)["store_reads"] == {"nbytes": 16 << 20, "requests": 2}
+        assert requests.count("get") <= 2
+        requests.clear()
+        assert ckpt("convert", url, tmp_path / "out").code == 0
+        assert requests.count("get") <= 4
+
+
+def test_a_dry_run_counts_what_checksums_need(user: StoreServer, tmp_path: Path) -> None:
+    """One parameter is a few bytes of a partition, but the checksum is of all of it."""
+    url, name = f"s3://{BUCKET}/samples/deepspeed-0.19-zero1-bf16-dp2", "blocks.0.norm1.bias"
+    parameter = library.open(url)[name]
+    seals = {raw.seal for tensor in parameter.states.values() for raw in tensor.sources() if raw.seal is not None}
+    done = ckpt("convert", url, tmp_path / "out", "--dry-run", "--json", "--only", name)
+    assert json.loads(done.out)["store_reads"]["nbytes"] >= sum(seal.nbytes for seal in seals) > 3 * parameter.nbytes
+
+
+def test_what_was_replaced_is_read_anew_when_it_is_opened_again(user: StoreServer, tmp_path: Path) -> None:
+    """In one process: nothing of the store is kept from one opening to the next."""
+    for number in (1.0, 2.0):
+        save_file({"w": np.full((300,), number, np.float32)}, tmp_path / "model.safetensors")
+        library.save(library.open(tmp_path / "model.safetensors"), tmp_path / f"{number}.ucp", library.Universal())
+        url = user.put("replaced.ucp", tmp_path / f"{number}.ucp")
+        assert library.open(url)["w"][0] == number
+
+
+def test_a_truncated_object_is_reported_as_a_truncated_file(user: StoreServer, tmp_path: Path) -> None:
+    url = user.put("truncated", SAMPLES / "damaged" / "truncated-shard")
+    there, here = (ckpt("convert", one, tmp_path / "out") for one in (url, SAMPLES / "damaged" / "truncated-shard"))
+    assert (there.code, there.err.replace(url, "")) == (
+        here.code,
+        here.err.replace(str(SAMPLES / "damaged" / "truncated-shard"), ""),
+    )
 
 
 def test_a_single_object_is_a_file(user: StoreServer, tmp_path: Path) -> None:
@@ -155,16 +248,14 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path) -
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
         (("convert", SAMPLES / "universal-1-plain", "ftp://host/x"), "s3://BUCKET/KEY"),
         (("convert", SAMPLES / "universal-1-plain", "s3://no-such-bucket/x"), "404 Not Found"),
-        (("append", f"s3://{BUCKET}/run", SAMPLES / "universal-1-plain"), "ckpt only reads from stores"),
         (
             ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),
-            "ckpt only reads from stores",
+            "is followed only there",
         ),
-        (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "ckpt only reads from stores"),
-        (("compact", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "ckpt only reads from stores"),
+        (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "is followed only there"),
         (
             ("diff", f"s3://{BUCKET}/samples/universal-1-plain", SAMPLES / "universal-1-coded", "-o", "delta"),
-            "a local delta cannot have a parent in a store",
+            "a delta and its parent are in one file system",
         ),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
@@ -232,6 +323,29 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(library.Unsupported, match="need the package obstore") as refused:
         source_path("s3://bucket/x")
     assert "ckpt-suite[cloud]" in str(refused.value.hint)
+
+
+def test_anonymous_requests_are_not_signed(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/samples/universal-1-plain"
+    user.publish("samples/universal-1-plain")
+    user.publish("samples/recorded-1")
+    with observed(user) as (proxy, signed), reached(proxy):
+        assert ckpt("inspect", url).code == 0
+        assert signed
+        assert all(signed)
+        signed.clear()
+        assert ckpt("diff", url, SAMPLES / "universal-1-plain", "--anonymous").code == 0
+        assert library.open(url, anonymous=True).step == library.open(SAMPLES / "universal-1-plain").step
+        assert ckpt("log", f"s3://{BUCKET}/samples/recorded-1/run.chain", "--anonymous").code == 0
+        assert signed
+        assert not any(signed)
+
+
+def test_an_account_of_azure_is_not_its_container() -> None:
+    for anonymous in (False, True):
+        config = object_store.client_of("az://account/container", anonymous=anonymous).config
+        assert (config["account_name"], config["container_name"]) == ("account", "container")
+        assert config.get("skip_signature") == ("true" if anonymous else None)
 
 
 def test_a_key_that_leads_out_is_no_escape(user: StoreServer) -> None:

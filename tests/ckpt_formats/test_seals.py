@@ -1,6 +1,7 @@
 """Bytes are read once, in any order and by anybody, and no flipped bit passes."""
 
 import os
+import pickle
 import zlib
 from dataclasses import replace
 from itertools import pairwise
@@ -14,20 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.pipeline.folder_staging import open_folder
+from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt_formats.core import files
+from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.evidence import Evidence, evidence_of, seal_number
 from ckpt_formats.core.files import (
-    Evidence,
+    LazySeals,
     Leaves,
     Reader,
     Seal,
     crc32,
     crc32_combine,
-    seal_is_valid,
-    verify_seals,
     write_sealed,
 )
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.joined_seals import JoinedSeals
+from ckpt_formats.core.seal_checks import ListedSeals, SealChecks, seal_is_valid, verify_seals
 from ckpt_formats.engines.torch_save import Torch
 from held import flip, folder
 
@@ -49,12 +53,19 @@ def sealed(path: Path, kind: Sealing, data: bytes, before: int = 0, after: int =
     return Seal(path, before, len(data), kind, digest, "the range")
 
 
-def see(seal: Seal, *ranges: tuple[int, int]) -> tuple[Evidence, ...]:
+def see(seal: Seal, *ranges: tuple[int, int]) -> Evidence:
     """What one reader learns from these ranges, in this order."""
     with Reader() as reader:
         for start, stop in ranges:
             reader.read_into(seal.path, seal.offset + start, memoryview(bytearray(stop - start)), seal)
         return reader.evidence()
+
+
+def with_digest(evidence: Evidence, digest: int) -> Evidence:
+    """The same with another checksum of the first range."""
+    table = evidence.table.copy()
+    table["digest"][0] = digest
+    return replace(evidence, ranges=table.tobytes())
 
 
 def ranges(nbytes: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -79,7 +90,7 @@ def test_what_anybody_reads_in_any_order_settles(kind: Sealing, data: st.DataObj
     readers = data.draw(st.lists(st.one_of(ranges(len(content)), partitions(len(content))), min_size=1, max_size=4))
     with folder() as at:
         seal = sealed(at / "file", kind, content, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)))
-        evidence = [piece for one in readers for piece in see(seal, *one)]
+        evidence = [see(seal, *one) for one in readers]
         assert list(verify_seals(data.draw(st.permutations(evidence)))) == []
 
 
@@ -92,8 +103,8 @@ def test_a_flipped_bit_is_found_whatever_was_read(kind: Sealing, data: st.DataOb
     with folder() as at:
         seal = sealed(at / "file", kind, content, 3, 3)
         flip(seal.path, 3 + wrong // 8, wrong % 8)
-        evidence = [piece for one in readers for piece in see(seal, *one)]
-        assert list(verify_seals(evidence)) == ([seal] if evidence else [])
+        evidence = [see(seal, *one) for one in readers]
+        assert list(verify_seals(evidence)) == ([seal] if any(evidence) else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,7 +114,7 @@ def test_every_single_bit_of_a_small_range_counts_and_none_beside_it(kind: Seali
         flip(seal.path, bit // 8, bit % 8)
         inside = 5 <= bit // 8 < 45
         for read in ([(0, 40)], [(0, 13), (13, 40)], [(20, 40), (0, 10)]):
-            assert list(verify_seals(see(seal, *read))) == ([seal] if inside else [])
+            assert list(verify_seals([see(seal, *read)])) == ([seal] if inside else [])
         with Reader() as reader:
             assert seal_is_valid(seal, reader) != inside
         flip(seal.path, bit // 8, bit % 8)
@@ -119,14 +130,15 @@ def test_only_the_broken_of_many_seals_are_named(kind: Sealing, tmp_path: Path) 
         for start, stop in ((0, 20), (20, 64)):
             for seal in seals:
                 reader.read_into(seal.path, start, memoryview(bytearray(stop - start)), seal)
-        assert set(verify_seals(reader.evidence())) == set(broken)
+        assert set(verify_seals([reader.evidence()])) == set(broken)
 
 
 def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
     """The evidence suffices: it holds although the file is gone."""
     crc = sealed(tmp_path / "crc", "crc32", os.urandom(90))
     xxh = sealed(tmp_path / "xxh", "xxh3-128", os.urandom(90))
-    evidence = see(crc, (60, 90), (0, 30), (30, 60)) + see(xxh, (0, 30), (30, 60), (60, 90))
+    evidence = [see(crc, part) for part in ((60, 90), (0, 30), (30, 60))]
+    evidence.append(see(xxh, (0, 30), (30, 60), (60, 90)))
     crc.path.unlink()
     xxh.path.unlink()
     assert list(verify_seals(evidence)) == []
@@ -143,19 +155,19 @@ def test_chunks_that_were_read_in_any_runs_are_not_read_again(tmp_path: Path) ->
         file.write(bytes(5 * CHUNK))
         file.seek(6 * CHUNK)
         file.write(bytes(seal.nbytes - 6 * CHUNK))
-    assert list(verify_seals([*first, *second])) == []
+    assert list(verify_seals([first, second])) == []
     flip(seal.path, 5 * CHUNK)
-    assert list(verify_seals([*first, *second])) == [seal]
-    assert list(verify_seals([replace(first[0], digest=0), *second])) == [seal]
+    assert list(verify_seals([first, second])) == [seal]
+    assert list(verify_seals([with_digest(first, 0), second])) == [seal]
 
 
 def test_reads_that_overlap_are_put_together_backwards_too(tmp_path: Path) -> None:
     """Some read whole rows, others a part of them: what both have read is taken off again, not read a second time."""
     seal = sealed(tmp_path / "file", "crc32", os.urandom(90))
-    evidence = [*see(seal, (0, 60)), *see(seal, (50, 60)), *see(seal, (50, 90)), *see(seal, (50, 60))]
+    evidence = [see(seal, part) for part in ((0, 60), (50, 60), (50, 90), (50, 60))]
     seal.path.unlink()
     assert list(verify_seals(evidence)) == []
-    wrong = replace(evidence[1], digest=evidence[1].digest ^ 1)
+    wrong = with_digest(evidence[1], int(evidence[1].table["digest"][0]) ^ 1)
     assert list(verify_seals([evidence[0], wrong, evidence[2]])) == [seal]
 
 
@@ -163,12 +175,12 @@ def test_thousands_of_scattered_reads_still_settle(tmp_path: Path) -> None:
     """Beyond some number of pieces nothing more is remembered, and what is forgotten is read again."""
     seal = sealed(tmp_path / "file", "crc32", os.urandom(10_000))
     single = [(i, i + 1) for i in range(0, 10_000, 2)]
-    assert list(verify_seals(see(seal, *single))) == []
+    assert list(verify_seals([see(seal, *single)])) == []
     flip(seal.path, 9_999)
-    assert list(verify_seals(see(seal, *single))) == [seal]
+    assert list(verify_seals([see(seal, *single)])) == [seal]
     flip(seal.path, 9_999)
     flip(seal.path, 9_998)
-    assert list(verify_seals(see(seal, *single))) == [seal]
+    assert list(verify_seals([see(seal, *single)])) == [seal]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +189,7 @@ def test_a_truncated_file_is_corrupt_not_a_wrong_checksum(kind: Sealing, tmp_pat
     seen = see(seal, (0, 20))
     os.truncate(seal.path, 30)
     with pytest.raises(Corrupt, match="ends at byte 30"):
-        list(verify_seals(seen))
+        list(verify_seals([seen]))
     with pytest.raises(Corrupt, match="ends at byte 30"), Reader() as reader:
         seal_is_valid(seal, reader)
 
@@ -219,12 +231,15 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
         seals = st.builds(
             Seal, names.map(Path), st.integers(0, 2**60), st.integers(0, 2**60), st.sampled_from(KINDS), digests, names
         )
-        pieces = st.builds(Evidence, seals, st.integers(0, 2**60), st.integers(0, 2**60), digests)
-        evidence = tuple(data.draw(st.lists(pieces, max_size=3)))
+        pieces = st.builds(Piece, st.integers(0, 2**60), st.integers(0, 2**60), digests)
+        read = data.draw(st.lists(st.tuples(seals, st.lists(pieces, max_size=3)), max_size=3, unique_by=lambda r: r[0]))
+        evidence = evidence_of(read)
         entry = {"a": [1, None, "text"], "b": {"c": 0.5}}
         receipt = Receipt("part", len(content), (written,), entry, evidence)
         stage.note(receipt)
-        assert list(stage.receipts(Torch())) == [receipt]
+        (found,) = stage.receipts(Torch())
+        assert np.array_equal(np.sort(found.evidence.table), np.sort(evidence.table))
+        assert replace(found, evidence=replace(found.evidence, ranges=evidence.ranges)) == receipt
 
 
 def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:
@@ -233,7 +248,7 @@ def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:
         out = np.empty(3, np.uint8)
         reader.read_into(seal.path, 0, out.data, seal)
         assert out.tobytes() == b"abc"
-        assert reader.evidence() == ()
+        assert not reader.evidence()
 
 
 def test_a_buffer_larger_than_the_cache_is_kept_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +272,62 @@ def test_a_reason_that_the_system_does_not_number_is_an_error_all_the_same() -> 
     found = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
     assert isinstance(found, NotFound)
     assert "cannot be read" in str(found)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_evidence_that_arrives_in_any_order_becomes_intervals(is_damaged: bool, tmp_path: Path) -> None:
+    """Of neighbouring pieces from as many readers, no more are kept than have no neighbour yet."""
+    content = os.urandom(5000)
+    seal = sealed(tmp_path / "file", "crc32", content)
+    seal.path.unlink()  # nothing is read again
+    listed = ListedSeals([[seal]])
+    order = np.random.default_rng(0).permutation(5000).tolist()
+    parts = [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in order[:2500]]
+    parts[0] = with_digest(parts[0], 7) if is_damaged else parts[0]
+    parts += [evidence_of([(seal, [Piece(i, i + 1, zlib.crc32(content[i : i + 1]))])]) for i in sorted(order[2500:])]
+    checks, counts = SealChecks(listed), list[int]()
+    for part in parts:
+        sent = part.without_seals(listed)
+        assert not sent.seals
+        assert checks.knows(sent)
+        checks.add(sent)
+        counts.append(checks.intervals)
+    assert (list(checks.damaged()), len(checks)) == ([seal] * is_damaged, 1)
+    assert max(counts) <= 2600, "as many intervals as pieces without a neighbour before them"
+    assert counts[-1] == 0
+
+
+def test_evidence_takes_32_bytes_a_range(tmp_path: Path) -> None:
+    """In memory, pickled, and in the journal: the seals of a thousand files, of each of which ten parts were read."""
+    random = np.random.default_rng(0)
+    seals, read = [], []
+    for number in range(1000):
+        path = tmp_path / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
+        seals.append(Seal(path, 4096 * number, 1 << 30, "crc32", int(random.integers(1 << 32)), "archive/data/0"))
+        starts = np.sort(random.integers(0, 1 << 28, 10)) * 4
+        read.append((seals[-1], [Piece(int(at), int(at) + 4, int(random.integers(1 << 32))) for at in starts]))
+    evidence = evidence_of(read).without_seals(ListedSeals([seals]))
+    receipt = Receipt("part", 0, (), {}, evidence)
+    small = Receipt("part", 0, (), {})
+    assert len(evidence.ranges) == 32 * 10_000
+    assert len(pickle.dumps(receipt)) - len(pickle.dumps(small)) <= 32 * 10_000 + 100
+    assert len(to_line(receipt)) - len(to_line(small)) <= 32 * 10_000
+    (found,) = from_lines([to_line(receipt)])
+    checks = SealChecks(ListedSeals([seals]))
+    assert checks.knows(found.evidence)
+    assert not SealChecks().knows(found.evidence)
+
+
+def test_seals_that_would_have_to_be_read_are_not_listed() -> None:
+    class Unread(LazySeals):
+        def listed(self) -> list[Seal]:
+            return [known]
+
+        def __len__(self) -> int:
+            raise AssertionError("read")
+
+        def __getitem__(self, index: object) -> Seal:
+            raise AssertionError("read")
+
+    known = Seal(Path("/a"), 0, 9, "crc32", 1, "a")
+    assert dict(ListedSeals([JoinedSeals([Unread()])])) == {seal_number(known): known}

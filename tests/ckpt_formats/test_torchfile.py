@@ -39,7 +39,8 @@ from ckpt_formats.containers.torchfile.expanded_size import repeated_size
 from ckpt_formats.containers.torchfile.numpy_arrays import dtype_of
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, seal_is_valid
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 from effort import examples

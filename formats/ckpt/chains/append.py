@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ckpt.chains.block_changes import save_partially
 from ckpt.chains.partial import is_mixed
+from ckpt.chains.places import changed
 from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
@@ -14,7 +15,6 @@ from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, Unsupported
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, Kind, Member
 from ckpt_formats.universal.chain.members import open_member, open_one
@@ -38,10 +38,12 @@ def append(
     """
     check_complete(source)
     check_not_suspicious(source)
-    with folder.locked(run, create=True, locks=resources.locks) as chain:
+    with changed(run, resources, create=True) as place:
+        run, chain, resources = place.run, place.chain, place.resources
         step, notes = _step(source, step, chain, run)
         name = folder_name(step)
-        notes += remove_leftovers(run, chain, name)
+        notes += place.remove_leftovers(name)
+        run = place.run
         if chain is None or policy.needs_base(chain, _raw_nbytes(source)):
             unchanged, unopened = last_base(run, () if chain is None else chain.members)
             written = write_base(source, run / name, step, policy, resources, progress, unchanged=unchanged)
@@ -61,9 +63,9 @@ def append(
         if member.kind == "delta" and earlier is not None and (policy.tip or not member.exact):
             tip = write_tip(run, member, source, earlier, resources)
         source_path = appended_from(run, source, member)
-        folder.replace(run, ChainIndex((*before.members, member), before.segments, source_path, tip))
+        place.replace(ChainIndex((*before.members, member), before.segments, source_path, tip))
         if before.tip is not None:
-            folder.remove([path for path in [run / before.tip.folder] if path.exists()])
+            place.remove([run / before.tip.folder])
     return replace(written, notes=(*notes, *written.notes))
 
 
@@ -141,14 +143,6 @@ def plan_append(
         before = next(states_before(run, chain, source, parent))
         return step, "delta", before.checkpoint, (*notes, *before.notes)
     return step, "delta", open_member(run, chain, chain.members[-1]), notes
-
-
-def remove_leftovers(run: Path, chain: ChainIndex | None, continued: str | None = None) -> tuple[Notice, ...]:
-    """Remove what interrupted runs left in a chain's folder, except the folder `continued`. Returns a note for each."""
-    leftovers = folder.leftovers(run, chain, continued)
-    folder.remove(leftovers)
-    names = (printable(str(path.relative_to(run))) for path in leftovers)
-    return tuple(Notice(f"removed {name}, which an interrupted run left behind") for name in names)
 
 
 def folder_name(step: int) -> str:

@@ -14,8 +14,10 @@ from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import NoSpace, OutputError
-from ckpt_formats.core.files import Evidence, Reader, verify_seals
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.transfer import as_bytes
 from ckpt_formats.universal.entry import ALIGNMENT
@@ -72,7 +74,7 @@ def _write(
     checkpoint: Checkpoint,
     resources: Resources,
 ) -> None:
-    evidence = list[Evidence]()
+    checks = SealChecks()
     with (
         path.open("wb", buffering=0) as out,
         interruptible(lambda nbytes: None) as count,
@@ -91,7 +93,7 @@ def _write(
                     write_at(out.fileno(), as_bytes(states[state]).data, blob.offset + begin * blob.dtype.itemsize)
                 count(sum(array.nbytes for array in states.values()))
 
-        def write_all(tasks: list[tuple[StoredDelta, Mapping[str, FileBlob]]]) -> tuple[Evidence, ...]:
+        def write_all(tasks: list[tuple[StoredDelta, Mapping[str, FileBlob]]]) -> Evidence:
             with Reader(max_files=resources.files, identities=checkpoint.identities) as reader:
                 for task in tasks:
                     write(task, reader)
@@ -99,8 +101,8 @@ def _write(
 
         work = batches((sum(blob.span for blob in task[1].values()), task) for task in tasks)
         for one in run_tasks(pool, write_all, work, 2 * resources.workers):
-            evidence += one
-    broken = list(verify_seals(evidence, Reader(check=False, identities=checkpoint.identities)))
+            checks.add(one)
+    broken = list(checks.damaged(Reader(check=False, identities=checkpoint.identities)))
     if broken:
         raise seals_error(broken)
 

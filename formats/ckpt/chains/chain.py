@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ckpt.chains.append import append
 from ckpt.chains.compact import CompactResult, Retention, compact
+from ckpt.chains.places import as_now
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
@@ -13,7 +14,7 @@ from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.format import ReadOptions, WritableFormat
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import source_path, target_path
 from ckpt_formats.universal.chain import file, states
 from ckpt_formats.universal.chain.file import ChainIndex
 
@@ -25,11 +26,17 @@ class Chain(Mapping[int, Checkpoint]):
     extends meanwhile shows its new steps.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = source_path(path)
+    def __init__(self, path: Path | str, *, anonymous: bool = False) -> None:
+        """`anonymous`: ask a store without credentials, for what is public."""
+        self._path = source_path(path, anonymous)
+
+    @property
+    def path(self) -> Path:
+        """The folder, or where the chain is in a store: as it is now."""
+        return as_now(self._path)
 
     def __repr__(self) -> str:
-        return f"<Chain {self.path}: {len(self)} steps>"
+        return f"<Chain {self._path}: {len(self)} steps>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -40,27 +47,33 @@ class Chain(Mapping[int, Checkpoint]):
     @property
     def index(self) -> ChainIndex:
         """The list of members and segments. Raises `CkptError` if it cannot be read."""
-        return file.read(self.path) if self.path.exists() else ChainIndex(())
+        return _index(self.path)
 
     def __getitem__(self, step: int | None) -> Checkpoint:
         """The state of a step. None, the step of a checkpoint that states none, is in no chain: `KeyError`."""
-        if step is None or step not in self:
+        path = self.path
+        chain = _index(path)
+        if step is None or not any(step in steps for steps in states.step_ranges(path, chain)):
             raise KeyError(step)
-        return states.open_state(self.path, self.index, step)
+        return states.open_state(path, chain, step)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(states.all_steps(self.path, self.index))
+        path = self.path
+        return iter(states.all_steps(path, _index(path)))
 
     def __len__(self) -> int:
-        return len(states.all_steps(self.path, self.index))
+        path = self.path
+        return len(states.all_steps(path, _index(path)))
 
     def __contains__(self, step: object) -> bool:
-        return any(step in steps for steps in states.step_ranges(self.path, self.index))
+        path = self.path
+        return any(step in steps for steps in states.step_ranges(path, _index(path)))
 
     @property
     def last(self) -> int | None:
         """The last step; None if there is none."""
-        return max((steps.stop - 1 for steps in states.step_ranges(self.path, self.index)), default=None)
+        path = self.path
+        return max((steps.stop - 1 for steps in states.step_ranges(path, _index(path))), default=None)
 
     def append(
         self,
@@ -93,10 +106,12 @@ class Chain(Mapping[int, Checkpoint]):
 
         Raises `CkptError`; if a delta is damaged, its hint names the last step before it that can be restored.
         """
-        if not self.path.exists():
-            raise NotFound("there is no chain at this path", where=self.path)
-        state = open_step(self.path, step, ReadOptions())
-        return restore(state, Path(target), format, resources or Resources(), progress)
+        path = self.path
+        if not path.exists():
+            raise NotFound("there is no chain at this path", where=path)
+        return restore(
+            open_step(path, step, ReadOptions()), target_path(target), format, resources or Resources(), progress
+        )
 
     def verify(
         self, *, replay: bool = False, resources: Resources | None = None, progress: Progress | None = None
@@ -114,3 +129,7 @@ class Chain(Mapping[int, Checkpoint]):
     ) -> CompactResult:
         """Remove states, and write states again that depend on them. A state that stays keeps all its bits."""
         return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources(), progress)
+
+
+def _index(path: Path) -> ChainIndex:
+    return file.read(path) if path.exists() else ChainIndex(())

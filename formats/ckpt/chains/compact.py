@@ -1,14 +1,14 @@
 """Compact a chain: remove members, and replace deltas by bases. A state that stays does not change."""
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.chains.append import folder_name, last_base, remove_leftovers
+from ckpt.chains.append import folder_name, last_base
 from ckpt.chains.carried import CarriedState, carry
+from ckpt.chains.places import ChainPlace, changed
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress, load_kernels
 from ckpt.pipeline import Resources
@@ -107,28 +107,29 @@ def compact(
     run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: Progress | None = None
 ) -> CompactResult:
     """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
-    with folder.locked(run, locks=resources.locks) as chain:
-        assert chain is not None  # `locked` raises if there is none
-        notes = remove_leftovers(run, chain)
-        planned = plan(run, chain, retention, policy)
-        members = _written(run, chain, planned, policy, resources, progress)
-        after, packs_before = chain.with_members(tuple(members), planned.segments), folder.kept_nbytes(run, chain)
+    with changed(run, resources) as place:
+        chain = place.chain
+        assert chain is not None  # `changed` raises if there is none
+        notes = place.remove_leftovers()
+        planned = plan(place.look(), chain, retention, policy)
+        members = _written(place, chain, planned, policy, progress)
+        after, packs_before = chain.with_members(tuple(members), planned.segments), folder.kept_nbytes(place.run, chain)
         if after != chain:
-            folder.replace(run, after)
-            folder.remove(folder.leftovers(run, after))
-            _drop_later_records(run, after)
-        packs_after = folder.kept_nbytes(run, after)
+            place.replace(after)
+            place.remove(place.leftovers(after))
+            _drop_later_records(place, after)
+        packs_after = folder.kept_nbytes(place.look(), after)
     return CompactResult(chain, after, notes, (packs_before, packs_after))
 
 
-def _drop_later_records(run: Path, chain: ChainIndex) -> None:
+def _drop_later_records(place: ChainPlace, chain: ChainIndex) -> None:
     """Truncate files after the end of a segment. The list states already that these records do not count."""
     for one in chain.segments:
         if one.step is not None:
-            segment = open_steps(run, one)
+            segment = open_steps(place.run, one)
             for rank, log in enumerate(segment.logs):
                 if segment.nbytes_upto(rank, one.step) < log.path.stat().st_size:
-                    os.truncate(log.path, segment.nbytes_upto(rank, one.step))
+                    place.truncate(log.path, segment.nbytes_upto(rank, one.step))
 
 
 def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
@@ -157,12 +158,7 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
 
 
 def _written(
-    run: Path,
-    chain: ChainIndex,
-    planned: CompactPlan,
-    policy: DeltaPolicy,
-    resources: Resources,
-    progress: Progress | None,
+    place: ChainPlace, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: Progress | None
 ) -> list[Member]:
     """The members that the chain has afterwards, of which those are written that are not there.
 
@@ -177,8 +173,9 @@ def _written(
         for one in (state, before if state.how == "delta" else None)
         if one is not None and one.member is not None
     }
+    run, values = place.run, place.temporary
     opened = open_members(run, chain) if needed else None
-    is_carried = len(needed) > 1 and _has_room(run, states)
+    is_carried = len(needed) > 1 and _has_room(values, states)
     last: CarriedState | None = None
     if is_carried:
         load_kernels()
@@ -189,29 +186,29 @@ def _written(
             if opened is not None and state.member is not None and state.step in needed:
                 source = _open(run, chain, opened, state.member)
                 if is_carried:
-                    path = run / folder.REPLAYED.format(number)
-                    last = carry(source, before, path, resources)
+                    path = values / folder.REPLAYED.format(number)
+                    last = carry(source, before, path, place.resources)
                     source = last.checkpoint
             if state.how == "as it is" and state.member is not None:
                 members.append(state.member)
             else:
-                members.append(_rewritten(run, chain, state, source, earlier, members, policy, resources, progress))
+                members.append(_rewritten(place, chain, state, source, earlier, members, policy, progress))
             if before is not None and before is not last:
                 before.path.unlink()
             earlier = source
     finally:
         for number in range(len(states)):
-            (run / folder.REPLAYED.format(number)).unlink(missing_ok=True)
+            (values / folder.REPLAYED.format(number)).unlink(missing_ok=True)
     return members
 
 
-def _has_room(run: Path, states: Sequence[KeptMember]) -> bool:
+def _has_room(values: Path, states: Sequence[KeptMember]) -> bool:
     """Is there space for the values of two states besides what is written? Else each state is replayed from its base.
 
     Then no file of theirs is needed, and deltas are decoded once for each state that stands on them.
     """
     most = max(state.member.raw_nbytes for state in states if state.member is not None)
-    return shutil.disk_usage(run).free > (2 + len(states)) * most
+    return shutil.disk_usage(values).free > (2 + len(states)) * most
 
 
 def _open(run: Path, chain: ChainIndex, opened: OpenedMembers, member: Member) -> Checkpoint:
@@ -223,21 +220,21 @@ def _open(run: Path, chain: ChainIndex, opened: OpenedMembers, member: Member) -
 
 
 def _rewritten(
-    run: Path,
+    place: ChainPlace,
     chain: ChainIndex,
     state: KeptMember,
     source: Checkpoint | None,
     earlier: Checkpoint | None,
     before: list[Member],
     policy: DeltaPolicy,
-    resources: Resources,
     progress: Progress | None,
 ) -> Member:
     """Write the same state, bit for bit, to a new folder: as a base, or as a delta against the last one that stays.
 
     `source`: the state, None for one of the log. `earlier`: the last one that stays, None for one of the log.
     """
-    member, target = state.member, _unused_folder(run, state.step)
+    run, resources, member = place.look(), place.resources, state.member
+    target = _unused_folder(run, state.step)
     unchanged = _unchanged(run, state, before)
     if member is None or source is None:
         source = open_state(run, chain, state.step)

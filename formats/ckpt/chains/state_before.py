@@ -7,16 +7,19 @@ where it was read.
 """
 
 import os
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ckpt.chains.places import as_now
 from ckpt.chains.tip import open_tip
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, OutputError, Unsupported
+from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
@@ -25,6 +28,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, Member, step_of
+from ckpt_formats.universal.chain.folder import PACKS
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.checked import KnownBlob, KnownTensor, StateDiffers
 from ckpt_formats.universal.entry import ParameterEntry
@@ -86,7 +90,9 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
     if not member.exact or len(source.history) != 1 or not isinstance(source.history[0], Opened):
         return None
     path = source.path  # not that of a folder with several checkpoints, of which another may be the last one soon
-    if isinstance(path, StorePath) or not path.exists() or os.path.samefile(path, run):
+    if isinstance(path, StorePath) and isinstance(run, StorePath) and path.store.url == run.store.url:
+        return AppendedFrom(member.content, posixpath.relpath(path.resolve().key, run.resolve().key))
+    if isinstance(path, StorePath) or isinstance(run, StorePath) or not path.exists() or os.path.samefile(path, run):
         return None  # the path that is noted is relative to the chain
     return AppendedFrom(member.content, os.path.relpath(path.resolve(), run.resolve()))
 
@@ -94,15 +100,25 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
 def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> Checkpoint | None:
     """The checkpoint that the last member was appended from; None if it is not there any more."""
     path, options = run / noted.path, _options(source)
+    try:
+        path = as_now(path.resolve()) if isinstance(path, StorePath) else path
+    except CkptError:
+        return None
     if noted.content != last.content or options is None or not path.exists():
         return None
-    if not isinstance(source.path, StorePath) and source.path.exists() and os.path.samefile(path, source.path):
+    if _is_same(path, source.path):
         return None  # it was written again: the new state is there
     try:
         found = open_checkpoint(path, options)
     except CkptError:
         return None
     return found if found.step in (None, last.step) else None
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if isinstance(path, StorePath) or isinstance(other, StorePath):
+        return path == other
+    return other.exists() and os.path.samefile(path, other)
 
 
 def _options(source: Checkpoint) -> ReadOptions | None:
@@ -173,7 +189,7 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
 
 def _files(folder: Path) -> tuple[SourceFile, ...]:
     """The packs of a member. They are not read, but must not change while the next member is written against it."""
-    return _source_files(sorted(folder.glob("packs/*")))
+    return _source_files(sorted((folder / PACKS).glob("*")))
 
 
 def _source_files(paths: Iterable[Path]) -> tuple[SourceFile, ...]:
@@ -182,7 +198,7 @@ def _source_files(paths: Iterable[Path]) -> tuple[SourceFile, ...]:
 
 def _check_members(run: Path, chain: ChainIndex) -> None:
     """Raise `Incomplete` if the folder of a member is missing that the last one needs. Nothing is read of them."""
-    there = {entry.name for entry in os.scandir(run) if entry.is_dir()}
+    there = {entry.name for entry in entries_of(run) if entry.is_dir()}
     for name in sorted(chain.folders_of(chain.members[-1]) - there):
         raise Incomplete(f"the folder of step {step_of(name)} is missing", where=run / name)
 

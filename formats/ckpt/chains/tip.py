@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.chains.places import as_now
 from ckpt.findings import Finding
 from ckpt.job import Job
 from ckpt.pipeline import Resources
@@ -25,10 +26,11 @@ def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint
 
     Of an exact member, the values are those of `source`; of an approximate one, they are what it decodes to.
     """
-    state = source if member.exact else _decoded(run / member.folder, earlier)
+    state = source if member.exact else _decoded(as_now(run / member.folder), earlier)
     target = run / f"tip-{member.step:010d}"
     Job(state, target, Universal(codec=AUTO, content=member.content)).run(resources)
-    return Tip(target.name, member.content, sum(path.stat().st_size for path in target.rglob("*") if path.is_file()))
+    files = [path for path in as_now(target).rglob("*") if path.is_file()]
+    return Tip(target.name, member.content, sum(path.stat().st_size for path in files))
 
 
 def open_tip(run: Path, chain: ChainIndex, member: Member) -> Checkpoint | None:

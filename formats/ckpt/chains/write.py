@@ -1,6 +1,7 @@
 """Write one state as a member of a chain, or as a delta on its own."""
 
 import os
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Literal
 
 from ckpt import pipeline
 from ckpt.chains import costs
+from ckpt.chains.places import as_now
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
@@ -226,17 +228,25 @@ def _write_coded(
         fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)
     if policy.evaluation is None or not isinstance(fitted, Subspace):
         return write(fitted, target)
+    if isinstance(target, StorePath):
+        raise Unsupported(
+            "states are evaluated beside a chain in the file system, not in a store",
+            where=target.parent,
+            hint="Give another bound than `max_increase` (--max-loss-increase), or append to a local chain.",
+        )
     chosen, accepted = search_step(fitted, policy.evaluation, target, source, write, resources)
     return replace(write(chosen, target), accepted=accepted)
 
 
 def _parent(folder: Path, content: str, target: Path) -> Parent:
     """The parent as the manifest names it, by a relative path. Raises `Unsupported` if there is none."""
-    if isinstance(folder, StorePath):
+    if isinstance(folder, StorePath) and isinstance(target, StorePath) and folder.store.url == target.store.url:
+        return Parent(content, posixpath.relpath(folder.resolve().key, target.resolve().key))
+    if isinstance(folder, StorePath) or isinstance(target, StorePath):
         raise Unsupported(
-            "a local delta cannot have a parent in a store",
+            "a delta and its parent are in one file system, or in one bucket",
             where=folder,
-            hint="Convert the parent to a local folder first.",
+            hint="Copy the parent first (`ckpt copy`), or convert it.",
         )
     return Parent(content, os.path.relpath(folder.resolve(), target.parent.resolve() / target.name))
 
@@ -245,7 +255,8 @@ def _write(
     source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: Progress | None
 ) -> AppendResult:
     result = Job(source, target, format).run(resources, progress)
-    return AppendResult(_member(target, manifest.load(target / manifest.NAME), step), result)
+    written = as_now(target)
+    return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result)
 
 
 def _member(folder: Path, written: Manifest, step: int) -> Member:

@@ -169,7 +169,7 @@ def _average_notices(sources: Sequence[Checkpoint], parameters: Mapping[str, Par
     counters = [
         name
         for name, p in parameters.items()
-        for f in p.weight.fragments
+        for f in p.weight.examples()
         if isinstance(f.blob, EqualBlob) and f.blob.largest
     ]
     if counters:

@@ -7,7 +7,9 @@ that a model computes with is a state of its own where there is a master too.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from ckpt.compare.sums import DiffSums, diff_sums
@@ -16,9 +18,11 @@ from ckpt.compare.values import values
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -131,18 +135,25 @@ def compare(
             equal = TablePairs.of(first_tensors, second_tensors).equal(resources, count)
             pairs += [TensorDiff(*key, "equal", "", DiffSums(size)) for key, size in equal.items()]
 
-        def compared(batch: list[tuple[Key, Tensor, Tensor]]) -> list[TensorDiff]:
+        files = [*both.first.identities, *both.second.identities]
+        own = resources.beside_prefetch() if reads_from_stores(files) else resources
+
+        def compared(task: tuple[list[tuple[Key, Tensor, Tensor]], PlannedReads | None]) -> list[TensorDiff]:
+            batch, planned = task
             with (
-                Reader(check=False, max_files=resources.files) as reader,
-                Transfer(reader, resources.slab, count) as transfer,
+                planned or nullcontext(),
+                Reader(check=False, max_files=resources.files, planned=planned) as reader,
+                Transfer(reader, own.slab, count) as transfer,
             ):
                 return [_pair(*key, a, b, transfer) for key, a, b in batch]
 
         both_have = (key for key in first_tensors if key in second_tensors and key not in equal)
         found = ((key, first_tensors[key], second_tensors[key]) for key in both_have)
-        work = batches((a.nbytes + b.nbytes, (key, a, b)) for key, a, b in found)
-        with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-            pairs += [pair for some in run_tasks(pool, compared, work, 2 * resources.workers) for pair in some]
+        work = list(batches((a.nbytes + b.nbytes, (key, a, b)) for key, a, b in found))
+        plan = [chain.from_iterable(ranges_together((a, b)) for _, a, b in batch) for batch in work]
+        with prefetched(plan, files, resources) as planned, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+            tasks = zip(work, planned, strict=True)
+            pairs += [pair for some in run_tasks(pool, compared, tasks, 2 * resources.workers) for pair in some]
     order = {key: number for number, key in enumerate(dict.fromkeys((*first_tensors, *second_tensors)))}
     pairs.sort(key=lambda pair: order[pair.name, pair.state])
     if tensors_only:

@@ -29,6 +29,7 @@ class Package:
 NEEDED = {
     "click": ("click", "the command line"),
     "isal": ("isal", "checksums"),
+    "jinja2": ("jinja2", "pages: --html"),
     "ml-dtypes": ("ml_dtypes", "bfloat16 and float8"),
     "numpy": ("numpy", "all values"),
     "rich": ("rich", "tables and progress"),
@@ -40,6 +41,9 @@ NEEDED = {
 OPTIONAL = {
     "obstore": ("obstore", "checkpoints in stores: s3://, gs://, az://", _EXTRAS.format("cloud")),
     "boto3": ("boto3", "the profiles in ~/.aws, for s3://", "pip install boto3"),
+    "distributed": ("distributed", "workers of Dask: --executor dask://", _EXTRAS.format("dask")),
+    "huggingface_hub": ("huggingface_hub", "models on the hub: hf://", _EXTRAS.format("hf")),
+    "ray": ("ray", "workers of Ray: --executor ray://", _EXTRAS.format("ray")),
     "torch": ("torch", "recording a run, and replay by torch's own optimizer", _EXTRAS.format("recorder")),
 }
 """Likewise, with the command that installs it."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +15,16 @@ from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable, damaged_chunks, seal_is_valid
+from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
+from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
+from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
@@ -57,6 +63,8 @@ class Finding:
 
 _Check = Callable[[Transfer], list[Finding]]
 """What is checked of one thing. It reads by a transfer that others use after it."""
+_Item = tuple[_Check, Iterator[ObjectRange]]
+"""A check, and what it reads of objects in stores."""
 
 
 @dataclass(frozen=True)
@@ -133,28 +141,43 @@ def _examine(
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     findings += contradictions(checkpoint)
-    work: list[tuple[int, _Check]] = [
-        (seal.nbytes, partial(_seal, seal, tensors, count))
+    work: list[tuple[int, _Item]] = [
+        (seal.nbytes, (partial(_seal, seal, tensors, count), sealed_range(seal)))
         for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
     ]
     work += [
-        (nbytes, partial(_agreement, parameter))
+        (nbytes, (partial(_agreement, parameter), _compared_ranges(parameter)))
         for parameter in _with_copies(checkpoint)
         if (nbytes := _compared(parameter))
         and (parameter.name,) not in damaged
         and parameter.name not in replayed.compared
     ]
     work += [
-        (sum(parameter.states[state].nbytes for state in states), partial(_values, parameter, states))
+        (
+            sum(parameter.states[state].nbytes for state in states),
+            (partial(_values, parameter, states), ranges_together(parameter.states[state] for state in states)),
+        )
         for parameter, states in _together(checkpoint)
     ]
+    tasks = list(batches(work))
+    own = resources.beside_prefetch() if reads_from_stores(checkpoint.identities) else resources
 
-    def examine(checks: list[_Check]) -> list[Finding]:
-        with Reader(check=False) as reader, Transfer(reader, resources.slab, count_bytes) as transfer:
-            return [finding for check in checks for finding in check(transfer)]
+    def examine(task: tuple[list[_Item], PlannedReads | None]) -> list[Finding]:
+        checks, planned = task
+        with (
+            planned or nullcontext(),
+            Reader(check=False, planned=planned) as reader,
+            Transfer(reader, own.slab, count_bytes) as transfer,
+        ):
+            return [finding for check, _ in checks for finding in check(transfer)]
 
-    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
-        results = [f for fs in run_tasks(pool, examine, batches(work), 2 * resources.workers) for f in fs]
+    plan = [chain.from_iterable(ranges for _, ranges in task) for task in tasks]
+    with (
+        prefetched(plan, checkpoint.identities, resources) as planned,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
+        with_reads = zip(tasks, planned, strict=True)
+        results = [f for fs in run_tasks(pool, examine, with_reads, 2 * resources.workers) for f in fs]
     results += replayed.findings
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
@@ -301,13 +324,23 @@ def _compared(parameter: Parameter) -> int:
     return total
 
 
+def _compared_ranges(parameter: Parameter) -> Iterator[ObjectRange]:
+    """What `_agreement` reads of objects in stores."""
+    for tensor in parameter.states.values():
+        if tensor.replicas:
+            yield from ranges_together((tensor,))
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is not None and copy is not None and is_copy(copy, master):
+        yield from ranges_together((replace(master, replicas=()), replace(copy, replicas=())))
+
+
 def is_copy(copy: Tensor, master: Tensor) -> bool:
     """Is the copy stored separately, and can it be the master, rounded?"""
     return _stored(copy) and master.shape == copy.shape and Rounded.can_round(master.dtype, copy.dtype)
 
 
 def _stored(tensor: Tensor) -> bool:
-    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.fragments)
+    return not any(isinstance(fragment.blob, DerivedBlob) for fragment in tensor.examples())
 
 
 def _agreement(parameter: Parameter, transfer: Transfer) -> list[Finding]:

@@ -16,7 +16,8 @@ from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.safetensors import read_header
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.errors import CkptError, Corrupt
-from ckpt_formats.core.files import Reader, open_regular, read_whole, seal_is_valid
+from ckpt_formats.core.files import Reader, open_regular, read_whole
+from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 

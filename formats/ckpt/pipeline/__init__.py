@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckpt.pipeline import staging
+from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.targets import check_target, open_staging, opened_again
 from ckpt.pipeline.write_files import CountBytes
-from ckpt.pipeline.writers import check_absolute, check_scales_out, connected, write_missing
+from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
-from ckpt_formats.core.files import Reader, Seal, unreadable, verify_seals
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
@@ -35,11 +38,12 @@ __all__ = [
     "check_not_suspicious",
     "identities_of",
     "job_id",
+    "listed_seals",
     "plan",
+    "raise_if_damaged",
     "seals_error",
     "space_needed",
     "system_error",
-    "verify_receipts",
     "write",
 ]
 
@@ -96,6 +100,8 @@ def write(
         return write_shard(plan, source, target, format, resources, resources.shard, count_bytes)
     parts, started = plan.files, time.monotonic()
     identities = identities_of(source, format)
+    listed = listed_seals(source, format)
+    checks = SealChecks(listed)
     if resources.executor is not None:
         check_scales_out(plan, format)
         check_absolute(identities)
@@ -106,18 +112,26 @@ def write(
     ):
         try:
             stage.begin(job_id(source, identities, format), [part.file for part in parts])
-            done = {receipt.file: receipt for receipt in stage.receipts(format)}
+            done = dict[str, Receipt]()
+
+            def note(receipt: Receipt) -> None:
+                checks.add(receipt.evidence)
+                done[receipt.file] = replace(receipt, evidence=Evidence())
+
+            for receipt in stage.receipts(format):
+                evidence = at_paths(receipt.evidence, identities)
+                if checks.knows(evidence):
+                    note(replace(receipt, evidence=evidence))
             resumed = len(done)
             count_bytes(sum(part.nbytes for part in parts if part.file in done))
-            for receipt in write_missing(
-                cluster, stage, plan, done, format, resources, identities, stop, count_bytes, show_status
-            ):
+            work = FileWork(source, format, plan, resources, identities, listed)
+            for receipt in write_missing(cluster, stage, work, done, stop, count_bytes, show_status):
                 stage.note(receipt)
-                done[receipt.file] = receipt
+                note(receipt)
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
-            checksums = verify_receipts(receipts, identities)
+            raise_if_damaged(checks, identities)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -134,7 +148,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(opened_again(target), count, nbytes, resumed, checksums, time.monotonic() - started)
+    return Result(opened_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
@@ -188,13 +202,16 @@ def _min_nbytes(part: FilePlan) -> int:
     return part.nbytes - sum(copies)
 
 
-def verify_receipts(receipts: Iterable[Receipt], identities: Identities) -> int:
-    """Compare what was read with every checksum of the source. Returns their number. Raises `Corrupt`."""
-    evidence = [item for receipt in receipts for item in receipt.evidence]
-    broken = list(verify_seals(evidence, Reader(check=False, identities=identities)))
+def listed_seals(source: Checkpoint, format: WritableFormat) -> ListedSeals:
+    """The checksums of all checkpoints that are read, as far as they are known without reading."""
+    return ListedSeals(one.seals for one in (source, *format.inputs()))
+
+
+def raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
+    """Compare what was read with every checksum of the source. Raises `Corrupt`."""
+    broken = list(checks.damaged(Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
-    return len({item.seal for item in evidence})
 
 
 def seals_error(broken: list[Seal]) -> Corrupt:

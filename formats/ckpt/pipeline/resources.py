@@ -19,7 +19,8 @@ class Resources:
 
     workers: int = 2
     memory: int = 256 << 20
-    """Bytes of tensor data that all workers together hold in memory."""
+    """Bytes of tensor data that all workers together hold in memory. Of what is read from stores, half of it is for
+    ranges that were requested before they are read, and a quarter for blocks that small reads share."""
     locks: bool = True
     """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
     scratch: Path | None = None
@@ -53,6 +54,20 @@ class Resources:
     def slab(self) -> int:
         # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
+
+    @property
+    def prefetch(self) -> int:
+        """Bytes of objects in stores that are requested before they are read."""
+        return self.memory // 2
+
+    @property
+    def block_cache(self) -> int:
+        """Bytes of objects in stores that small reads share."""
+        return self.memory // 4
+
+    def beside_prefetch(self) -> "Resources":
+        """The resources, with the memory that is left for values beside what is read from stores."""
+        return replace(self, memory=self.memory - self.prefetch - self.block_cache)
 
     def shared(self, files: int, ranks: int) -> "Resources":
         """The resources of one worker, shared by so many files of so many ranks that are written in step.

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckpt_formats.core.errors import Locked, OutputError
@@ -12,6 +12,7 @@ from ckpt_formats.core.locking import lock, unwritable
 
 _PREFIX = "ckpt-scratch-"
 _LOCK = ".lock"
+_TRIES = 10
 
 
 @contextmanager
@@ -19,17 +20,32 @@ def scratch_folder(place: Path | None) -> Iterator[Path]:
     """A new folder in `place`, or where the system has temporary files; removed at the end. Raises `OutputError`."""
     where = Path(tempfile.gettempdir()) if place is None else place
     _sweep(where)
+    with ExitStack() as stack:
+        for left in reversed(range(_TRIES)):
+            try:
+                data = _locked_folder(where, stack)
+                break
+            except Locked:  # another process has just swept it, before it was locked
+                if not left:
+                    raise
+        yield data
+
+
+def _locked_folder(where: Path, stack: ExitStack) -> Path:
+    """The part for data of a new folder, which is removed, and then unlocked, when the stack is left."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
-        data = folder / "data"
-        data.mkdir()
+        (folder / "data").mkdir()
     except OSError as error:
         raise unwritable(error, where) from error
+    locked = Locked("another process uses this folder", where=folder)
     try:
-        with lock(folder / _LOCK, Locked("another process uses this folder", where=folder), required=False):
-            yield data
-    finally:
+        stack.enter_context(lock(folder / _LOCK, locked, required=False))
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        raise
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder / "data"
 
 
 def _sweep(place: Path) -> None:

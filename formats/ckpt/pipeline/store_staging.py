@@ -33,7 +33,7 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.bucket import Bucket
-from ckpt_formats.stores.object_store import StoredObject
+from ckpt_formats.stores.listed_store import StoredObject
 
 _LEASE, _JOB, _JOURNAL, _COMMITTED, _PUBLISHED = "lease", "job", "journal", "committed", "published"
 _BATCH = 64

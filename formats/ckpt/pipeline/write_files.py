@@ -2,14 +2,16 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.groups import Group, ranks
 from ckpt.pipeline.interrupts import raise_if_interrupted
+from ckpt.pipeline.planned_reads import prefetched, ranges_of, reads_from_stores
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Sink
 from ckpt_formats.core.bands import Band
@@ -17,6 +19,7 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 
@@ -30,65 +33,79 @@ def write_files(
     groups: Iterable[Group],
     resources: Resources,
     identities: Identities,
+    listed: Container[int],
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> Iterable[Receipt]:
     """Write the files, with as many threads at work as there are workers; others wait for the disk or for a band.
 
-    The receipts of a group come together, when the sink has persisted all its files.
+    The receipts of a group come together, when the sink has persisted all its files. The seals of the numbers in
+    `listed` are not in their evidence.
     """
     working = threading.Semaphore(resources.workers)
+    in_order, whole = list(groups), resources
+    if reads_from_stores(identities):
+        resources = resources.beside_prefetch()
 
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
         count_bytes(nbytes)
 
-    def write(part: FilePlan, share: Resources, band: Band | None = None) -> Receipt:
+    def write(part: FilePlan, share: Resources, planned: PlannedReads | None, band: Band | None = None) -> Receipt:
         with working:
             try:
-                receipt = write_values(part, share, band)
+                receipt = write_values(part, share, planned, band)
             finally:
                 if band is not None:
                     band.leave()
             staging.reached("written")
         return receipt
 
-    def write_values(part: FilePlan, share: Resources, band: Band | None) -> Receipt:
+    def write_values(part: FilePlan, share: Resources, planned: PlannedReads | None, band: Band | None) -> Receipt:
         with (
-            Reader(max_files=share.files, identities=identities, band=band) as reader,
+            Reader(max_files=share.files, identities=identities, band=band, planned=planned) as reader,
             Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                return format.write(sink.data, part, transfer)
+                receipt = format.write(sink.data, part, transfer)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
+        return replace(receipt, evidence=receipt.evidence.without_seals(listed))
 
-    def write_group(group: Group) -> tuple[list[Receipt], BaseException | None]:
+    def write_group(group: Group, planned: PlannedReads | None) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""
         if len(group) == 1:
-            return [write(group[0], resources)], None
+            return [write(group[0], resources, planned)], None
         share = resources.shared(len(group), ranks(group))
         with (
-            Reader(max_files=share.files, identities=identities) as reader,
+            Reader(max_files=share.files, identities=identities, planned=planned) as reader,
             ThreadPoolExecutor(len(group), "ckpt") as members,
         ):
             band = Band(reader, len(group), resources.band, lambda: _released(working))
-            written = [members.submit(write, part, share, band) for part in group]
+            written = [members.submit(write, part, share, planned, band) for part in group]
         errors = [one.exception() for one in written]
         receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
         return receipts, next(filter(None, errors), None)
 
-    def written(pool: ThreadPoolExecutor) -> Iterator[Receipt]:
-        for receipts, error in run_tasks(pool, write_group, groups, 2 * resources.workers):
+    def write_item(item: tuple[Group, PlannedReads | None]) -> tuple[list[Receipt], BaseException | None]:
+        group, planned = item
+        with planned or nullcontext():
+            return write_group(group, planned)
+
+    def written(pool: ThreadPoolExecutor, items: Iterable[tuple[Group, PlannedReads | None]]) -> Iterator[Receipt]:
+        for receipts, error in run_tasks(pool, write_item, items, 2 * resources.workers):
             yield from receipts
             if error is not None:
                 raise error
 
-    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+    with (
+        prefetched([ranges_of(group) for group in in_order], identities, whole) as planned,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
         try:
-            yield from _persist_all(sink, written(pool))
+            yield from _persist_all(sink, written(pool, zip(in_order, planned, strict=True)))
         except BaseException:
             stop.set()
             raise

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,11 @@ from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.write_files import CountBytes, write_files
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.format import Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.seal_checks import ListedSeals
 
 if TYPE_CHECKING:
     from ckpt.pipeline.cluster import Cluster
@@ -51,44 +54,55 @@ def check_absolute(files: Iterable[Path]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class FileWork:
+    """The files of a plan, and what all who write them need."""
+
+    source: Checkpoint
+    format: WritableFormat
+    plan: Plan
+    resources: Resources
+    identities: Identities
+    """Of all files that are read."""
+    listed: ListedSeals
+    """The checksums that all processes know."""
+
+
 def write_missing(
     cluster: "Cluster | None",
     stage: Staging,
-    plan: Plan,
+    work: FileWork,
     written: Collection[str],
-    format: WritableFormat,
-    resources: Resources,
-    identities: Identities,
     stop: threading.Event,
     count_bytes: CountBytes,
     show_status: "Callable[[ClusterStatus], None] | None" = None,
 ) -> Iterable[Receipt]:
     """Write the files of a plan that are not `written` yet. Gives their receipts as they are complete."""
     if cluster is None:
-        groups = _without(written, in_step(plan.files, resources.group))
-        return write_files(stage, format, groups, resources, identities, stop, count_bytes)
-    return _write_on(cluster, stage, plan, set(written), format, resources, identities, stop, count_bytes, show_status)
+        groups = _without(written, in_step(work.plan.files, work.resources.group))
+        return write_files(stage, work.format, groups, work.resources, work.identities, work.listed, stop, count_bytes)
+    return _write_on(cluster, stage, work, set(written), stop, count_bytes, show_status)
 
 
 def _write_on(
     cluster: "Cluster",
     stage: Staging,
-    plan: Plan,
+    work: FileWork,
     written: Collection[str],
-    format: WritableFormat,
-    resources: Resources,
-    identities: Identities,
     stop: threading.Event,
     count_bytes: CountBytes,
     show_status: "Callable[[ClusterStatus], None] | None",
 ) -> Iterator[Receipt]:
     from ckpt.pipeline.cluster.distribute import groups_for, write_on_cluster
     from ckpt.pipeline.cluster.worker import WorkerJob
+    from ckpt.pipeline.shared_plan import SharedPlan
 
-    groups = _without(written, groups_for(plan.files, cluster.slots(), resources.group))
+    files, resources = work.plan.files, work.resources
+    groups = _without(written, groups_for(files, cluster.slots(), resources.group))
     nbytes = {part.file: part.nbytes for group in groups for part in group}
     with stage.shared() as target:
-        job = WorkerJob(format, plan.files, identities, resources.memory, target)
+        shared = SharedPlan.of(work.plan, work.source, work.format)
+        job = WorkerJob(shared, work.identities, resources.memory, target)
         for receipt in write_on_cluster(cluster, job, groups, stop, show_status or (lambda status: None)):
             count_bytes(nbytes[receipt.file])
             yield receipt

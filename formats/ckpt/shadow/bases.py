@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckpt.chains.append import folder_name, remove_leftovers
+from ckpt.chains.append import folder_name
+from ckpt.chains.places import FolderPlace
 from ckpt.chains.write import DeltaPolicy, write_base
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def add_base(
     path = run / folder_name(step)
     with _locked(run) as chain:
         _check_place(run, chain, step, segment)
-        remove_leftovers(run, chain, path.name)
+        FolderPlace(run, chain, resources).remove_leftovers(path.name)
     written = write_base(source, path, step, DeltaPolicy(), resources)
     try:
         with _in_use(path / manifest.NAME):

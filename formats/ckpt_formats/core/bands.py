@@ -6,7 +6,7 @@ needs other rows, too, or has left. Then the band moves: at that moment nobody u
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.files import Evidence, Seal
+    from ckpt_formats.core.evidence import Evidence
+    from ckpt_formats.core.files import Seal
 
 BAND = 1 << 22
 """Bytes of a band: few enough to stay in a core's cache, and many enough that there are few reads."""
@@ -56,8 +57,8 @@ class FileReader(Protocol):
     def file_nbytes(self, path: Path) -> int:
         """The length of a file."""
 
-    def evidence(self) -> "Iterable[Evidence]":
-        """The checksums of what was read."""
+    def evidence(self, of: "Container[Seal] | None" = None) -> "Evidence":
+        """The checksums of what was read under these seals."""
 
 
 class BytesInMemory:
@@ -158,10 +159,10 @@ class Band:
             self._present -= 1
             self._move_if_all_wait()
 
-    def evidence(self, seals: "Container[Seal]") -> "list[Evidence]":
+    def evidence(self, seals: "Container[Seal]") -> "Evidence":
         """The checksums of what was read under these seals, whoever asked for it."""
         with self._changed:
-            return [one for one in self._reader.evidence() if one.seal in seals]
+            return self._reader.evidence(seals)
 
     def _move_if_all_wait(self) -> None:
         if not self._requests or len(self._requests) < self._present:

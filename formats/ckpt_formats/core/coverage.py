@@ -46,6 +46,21 @@ def steps_over(nbytes: int, pieces: Iterable[Piece]) -> list[Step]:
     return list(_back(arrived, nbytes))[::-1]
 
 
+def union(pieces: Iterable[Piece]) -> list[Piece]:
+    """The ranges that the pieces cover, disjoint and in order, without checksums (0).
+
+    >>> [(one.start, one.stop) for one in union([Piece(3, 9, 1), Piece(0, 5, 1), Piece(9, 9, 1), Piece(10, 12, 1)])]
+    [(0, 9), (10, 12)]
+    """
+    result = list[Piece]()
+    for piece in sorted(pieces, key=lambda one: one.start):
+        if result and piece.start <= result[-1].stop:
+            result[-1] = Piece(result[-1].start, max(result[-1].stop, piece.stop), 0)
+        else:
+            result.append(Piece(piece.start, piece.stop, 0))
+    return result
+
+
 def _steps_by_start(nbytes: int, pieces: Iterable[Piece]) -> dict[int, list[Step]]:
     """All steps over a piece, and between neighbouring ends of pieces, in both directions."""
     pieces = list(pieces)

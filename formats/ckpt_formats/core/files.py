@@ -1,10 +1,9 @@
-"""Read ranges of files, and verify their checksums with the same reads.
+"""Read ranges of files, and compute their checksums from the same reads.
 
 A `Seal` is a checksum that a file promises for a range of its own bytes. A `Reader`
 computes these checksums, as far as possible, from the bytes that it reads for its
 caller. The results are `Evidence`: plain data, which another process may send back.
-`verify_seals` combines all evidence, reads only what nobody has read, and yields
-the seals that are not valid. So bytes are read once, not twice.
+`SealChecks` puts the evidence of all readers together.
 """
 
 import errno
@@ -12,8 +11,8 @@ import os
 import resource
 import stat
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
@@ -27,11 +26,13 @@ from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
-from ckpt_formats.core.coverage import Piece, steps_over
+from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
+from ckpt_formats.core.evidence import Evidence, evidence_of, joined
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
-from ckpt_formats.core.store_path import ObjectFile
+from ckpt_formats.core.prefetch import PlannedReads
+from ckpt_formats.core.store_path import ObjectFile, StorePath
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -81,8 +82,19 @@ class Seal:
     """The checksums of the chunks, if they are known."""
 
 
-class SealTable(Sequence[Seal]):
+class LazySeals(Sequence[Seal]):
+    """Seals some of which are made, or read from files, when they are asked for."""
+
+    @abstractmethod
+    def listed(self) -> Iterable[Seal]:
+        """Those that are known without reading anything: the same ones in every process that opens the checkpoint."""
+
+
+class SealTable(LazySeals):
     """Seals that are columns, so that many are compared at once. None is made before it is asked for."""
+
+    def listed(self) -> Iterable[Seal]:
+        return self.alone()
 
     @property
     @abstractmethod
@@ -125,16 +137,6 @@ class SealPart(Protocol):
         """The numbers of the seals in `SealTable.of` that do not match, or whose bytes cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The checksum of bytes `start` to `stop` of a sealed range, computed from what was read."""
-
-    seal: Seal
-    start: int
-    stop: int
-    digest: int
-
-
 class Reader:
     """Reads ranges of files, and collects evidence of what it read. Threads must not share one."""
 
@@ -145,12 +147,15 @@ class Reader:
         max_files: int | None = None,
         identities: Identities | None = None,
         band: Band | None = None,
+        planned: PlannedReads | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
         if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
+        `planned`: what it will read of objects in stores, so that it is requested before.
         """
+        self._planned = planned
         self._band = band
         self._seals_of_band: set[Seal] = set()
         self._in_memory = BytesInMemory()
@@ -158,7 +163,7 @@ class Reader:
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, OpenFile] = {}
-        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves] = {}
+        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
 
@@ -185,7 +190,7 @@ class Reader:
         try:
             file = self._open(path)
             while done < len(out):
-                got = file.read_into(offset + done, view)
+                got = self._read_planned(path, offset + done, view) or file.read_into(offset + done, view)
                 if got == 0:
                     raise Corrupt(
                         f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
@@ -196,8 +201,21 @@ class Reader:
                 view = out[done:]
         except OSError as error:
             raise unreadable(error, path) from error
-        if seal is not None and self._check:
-            self._checksum(seal).note(offset - seal.offset, out)
+        if seal is not None:
+            self.note_sealed(seal, offset - seal.offset, out)
+
+    def note_sealed(self, seal: Seal, start: int, data: memoryview) -> None:
+        """Add bytes of a sealed range, from its byte `start` on, to its checksum: the caller has read them otherwise.
+
+        `data`: (nbytes,) uint8.
+        """
+        if self._check:
+            self._checksum(seal).note(start, data)
+
+    def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
+        if self._planned is None or not isinstance(path, StorePath):
+            return 0
+        return self._planned.read_into(path, offset, view)
 
     @contextmanager
     def without_checksums(self) -> Iterator[None]:
@@ -268,10 +286,11 @@ class Reader:
     def _cached_nbytes(self) -> int:
         return sum(self._buffers.get(key, array).nbytes for key, array in self._cache.items())
 
-    def evidence(self) -> tuple[Evidence, ...]:
-        """The evidence of everything that was read so far of sealed ranges."""
-        own = [one for checksum in self._checksums.values() for one in checksum.evidence()]
-        return (*own, *(self._band.evidence(self._seals_of_band) if self._band is not None else ()))
+    def evidence(self, of: Container[Seal] | None = None) -> Evidence:
+        """The evidence of everything that was read so far of sealed ranges: of all, or of these only."""
+        read = ((seal, one.pieces()) for seal, one in self._checksums.items() if of is None or seal in of)
+        own = evidence_of(read)
+        return own if self._band is None else joined((own, self._band.evidence(self._seals_of_band)))
 
     def _open(self, path: Path) -> OpenFile:
         if path not in self._files:
@@ -280,43 +299,15 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves":
+    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven":
         if seal not in self._checksums:
             if seal.kind == "crc32":
-                self._checksums[seal] = _RunningCrc(seal)
+                self._checksums[seal] = _RunningCrc()
+            elif seal.leaves is not None and not seal.chunk_nbytes:
+                self._checksums[seal] = _RunningUneven(seal, seal.leaves.nbytes)
             else:
-                self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash(seal)
+                self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash()
         return self._checksums[seal]
-
-
-def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
-    """Yield the seals that are not valid, among those of which there is evidence.
-
-    The CRC-32s of two neighbouring ranges combine into the CRC-32 of both, and chunks that have checksums
-    are valid one by one, so only the gaps are read here. For others, only evidence of the whole range is used.
-    """
-    by_seal: dict[Seal, list[Evidence]] = {}
-    for one in evidence:
-        by_seal.setdefault(one.seal, []).append(one)
-    with reader or Reader(check=False) as reader:
-        for seal, of_seal in by_seal.items():
-            if not _is_valid(seal, of_seal, reader):
-                yield seal
-
-
-def seal_is_valid(seal: Seal, reader: Reader) -> bool:
-    """Read the whole range, and compare its checksum."""
-    return _is_valid(seal, [], reader)
-
-
-def damaged_chunks(seal: Seal, reader: Reader) -> list[int]:
-    """The numbers of the chunks of a range that do not match their checksums; none if the range has no chunks."""
-    if seal.leaves is None:
-        return []
-    width = _WIDTHS[seal.kind]
-    actual, expected = b"".join(_leaves(seal, reader)), seal.leaves.digests
-    numbers = range(len(expected) // width)
-    return [i for i in numbers if actual[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]]
 
 
 def files_each(sharers: int) -> int:
@@ -426,115 +417,12 @@ _HINTS = {
 
 def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
     """The error for a file that the system did not let us read, with the reason."""
+    if isinstance(path, StorePath):
+        return NotFound(f"cannot be read: {error.strerror}", where=path)
     if error.errno == errno.EIO:
         return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0
     return NotFound(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
-
-
-def _is_valid(seal: Seal, evidence: list[Evidence], reader: Reader) -> bool:
-    for one in evidence:
-        if (one.start, one.stop) == (0, seal.nbytes):
-            return one.digest == seal.digest
-    if seal.chunk_nbytes and seal.leaves is not None:
-        return _chunks_are_valid(seal, seal.leaves.digests, evidence, reader)
-    return _digest(seal, evidence, reader) == seal.digest
-
-
-def _chunks_are_valid(seal: Seal, expected: bytes, evidence: Iterable[Evidence], reader: Reader) -> bool:
-    """Whether all chunks match their checksums, (chunks x 16) bytes: by the evidence, and by what is read besides."""
-    if xxhash.xxh3_128_intdigest(expected) != seal.digest:
-        return False
-    chunk = seal.chunk_nbytes
-    is_known = np.zeros(-(-seal.nbytes // chunk), bool)
-    for one in evidence:
-        first, last = one.start // chunk, -(-one.stop // chunk)
-        if one.start % chunk == 0 and (one.stop % chunk == 0 or one.stop == seal.nbytes):
-            if xxhash.xxh3_128_intdigest(expected[16 * first : 16 * last]) != one.digest:
-                return False
-            is_known[first:last] = True
-    most = max(1, _BLOCK // chunk)
-    missing = np.flatnonzero(~is_known)
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1):
-        for i in range(0, len(run), most):
-            first, last = int(run[i]), int(run[min(i + most, len(run)) - 1]) + 1
-            buffer = np.empty(min(last * chunk, seal.nbytes) - first * chunk, np.uint8).data
-            reader.read_into(seal.path, seal.offset + first * chunk, buffer)
-            actual = b"".join(xxhash.xxh3_128_digest(buffer[at : at + chunk]) for at in range(0, len(buffer), chunk))
-            if actual != expected[16 * first : 16 * last]:
-                return False
-    return True
-
-
-def _digest(seal: Seal, evidence: list[Evidence], reader: Reader) -> int:
-    """The actual digest of a sealed range: from the evidence, and from what must be read besides."""
-    if seal.kind == "crc32":
-        return _crc(seal, evidence, reader)
-    if seal.chunk_nbytes or seal.leaves is not None:
-        return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
-    state = xxhash.xxh3_128()
-    for block in _blocks(seal, 0, seal.nbytes, reader):
-        state.update(block)
-    return int(state.intdigest())
-
-
-def _crc(seal: Seal, evidence: Iterable[Evidence], reader: Reader) -> int:
-    """The CRC-32 of a sealed range: that of its first `n` bytes, for n from 0 to the end.
-
-    Several readers may have read the same bytes, so a step may also go back.
-    """
-    total = 0
-    for step in steps_over(seal.nbytes, (Piece(one.start, one.stop, one.digest) for one in evidence)):
-        low, high = sorted((step.start, step.stop))
-        crc = step.checksum
-        if crc is None:
-            crc = 0
-            for block in _blocks(seal, low, high, reader):
-                crc = crc32(block, crc)
-        total = (crc32_combine if step.start == low else crc32_without)(total, crc, high - low)
-    return total
-
-
-def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memoryview]:
-    buffer = np.empty(min(_BLOCK, max(stop - start, 0)), np.uint8).data
-    for at in range(start, stop, _BLOCK):
-        view = buffer[: min(_BLOCK, stop - at)]
-        reader.read_into(seal.path, seal.offset + at, view)
-        yield view
-
-
-_WIDTHS = {"xxh3-128": 16, "xxh3-64": 8}
-"""Bytes of a checksum of a chunk."""
-
-
-def _leaves(seal: Seal, reader: Reader) -> Iterator[bytes]:
-    """The actual checksums of the chunks of a range."""
-    digest = xxhash.xxh3_128_digest if seal.kind == "xxh3-128" else xxhash.xxh3_64_digest
-    for block in _joined(seal):
-        buffer = np.empty(sum(block[1]), np.uint8).data
-        reader.read_into(seal.path, seal.offset + block[0], buffer)
-        at = 0
-        for nbytes in block[1]:
-            yield digest(buffer[at : at + nbytes])
-            at += nbytes
-
-
-def _joined(seal: Seal) -> Iterator[tuple[int, list[int]]]:
-    """The chunks of a range, several at once: where they begin, and their lengths."""
-    if seal.leaves is not None:
-        lengths = seal.leaves.nbytes.tolist()
-    else:
-        lengths = [seal.chunk_nbytes] * (seal.nbytes // seal.chunk_nbytes)
-        lengths += [seal.nbytes % seal.chunk_nbytes] if seal.nbytes % seal.chunk_nbytes else []
-    begin, block, total = 0, list[int](), 0
-    for nbytes in lengths:
-        if block and total + nbytes > _BLOCK:
-            yield begin, block
-            begin, block, total = begin + total, [], 0
-        block.append(nbytes)
-        total += nbytes
-    if block:
-        yield begin, block
 
 
 class _RunningLeaves:
@@ -556,11 +444,9 @@ class _RunningLeaves:
             self._runs.append(run)
         run.extend(data)
 
-    def evidence(self) -> Iterator[Evidence]:
-        if self._runs:
-            yield from (run.evidence() for run in self._runs)
-        else:  # evidence of no bytes: it says that the range was read, and so must be verified
-            yield Evidence(self._seal, 0, 0, int(xxhash.xxh3_128_intdigest(b"")))
+    def pieces(self) -> list[Piece]:
+        # A piece of no bytes says that the range was read, and so must be verified.
+        return [run.piece() for run in self._runs] or [Piece(0, 0, int(xxhash.xxh3_128_intdigest(b"")))]
 
 
 class _ChunkRun:
@@ -591,16 +477,15 @@ class _ChunkRun:
                 self._leaves += self._state.digest()
                 self._state = None
 
-    def evidence(self) -> Evidence:
+    def piece(self) -> Piece:
         whole = min(self._start + len(self._leaves) // 16 * self._seal.chunk_nbytes, self._seal.nbytes)
-        return Evidence(self._seal, self._start, whole, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
+        return Piece(self._start, whole, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
 
 
 class _RunningCrc:
     """The CRC-32s of the ranges that were read. A range that begins where the last one ended extends it."""
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    def __init__(self) -> None:
         self._ranges: list[list[int]] = []
         """Of each: start, stop, CRC-32."""
 
@@ -611,16 +496,14 @@ class _RunningCrc:
         elif len(self._ranges) < _MAX_RANGES:
             self._ranges.append([start, start + len(data), crc32(data)])
 
-    def evidence(self) -> Iterator[Evidence]:
-        for start, stop, digest in self._ranges:
-            yield Evidence(self._seal, start, stop, digest)
+    def pieces(self) -> list[Piece]:
+        return [Piece(*one) for one in self._ranges]
 
 
 class _RunningHash:
     """The hash of the range, as far as it was read front to back."""
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self._stop = 0
 
@@ -629,5 +512,35 @@ class _RunningHash:
             self._state.update(data)
             self._stop += len(data)
 
-    def evidence(self) -> Iterator[Evidence]:
-        yield Evidence(self._seal, 0, self._stop, int(self._state.intdigest()))
+    def pieces(self) -> list[Piece]:
+        return [Piece(0, self._stop, int(self._state.intdigest()))]
+
+
+class _RunningUneven:
+    """The hashes of chunks of several lengths, as far as the range was read front to back."""
+
+    def __init__(self, seal: Seal, lengths: _Array) -> None:
+        self._seal, self._lengths = seal, deque[int](lengths.tolist())
+        self._hash = xxhash.xxh3_128 if seal.kind == "xxh3-128" else xxhash.xxh3_64
+        self._state, self._left = self._hash(), self._lengths.popleft() if self._lengths else 0
+        self._digests, self._stop = bytearray(), 0
+
+    def note(self, start: int, data: memoryview) -> None:
+        if start != self._stop:
+            return
+        self._stop += len(data)
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._state.update(part)
+            self._left -= len(part)
+            if self._left:
+                return
+            self._digests += self._state.digest()
+            if not self._lengths:
+                return
+            self._state, self._left = self._hash(), self._lengths.popleft()
+
+    def pieces(self) -> list[Piece]:
+        is_whole = self._stop == self._seal.nbytes and not self._lengths and not self._left
+        digests = bytes(self._digests) if is_whole else b""  # of a part: a piece of no bytes, as above
+        return [Piece(0, self._stop if is_whole else 0, int(xxhash.xxh3_128_intdigest(digests)))]

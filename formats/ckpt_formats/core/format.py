@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.files import Evidence, Reader, Seal, seal_is_valid
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.seal_checks import seal_is_valid
+from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
 
 if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
@@ -155,7 +157,8 @@ class Receipt:
     nbytes: int
     seals: tuple[Seal, ...]
     entry: Mapping[str, Any]
-    evidence: tuple[Evidence, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
+    """Of what was read of the source's seals."""
     e_tag: str = ""
     """What a store calls this version of the object; empty if the file is in a file system."""
 
@@ -247,4 +250,22 @@ def _files(checkpoint: Checkpoint) -> Iterator[Path]:
     yield from (file.path for file in checkpoint.files)
     if isinstance(checkpoint.seals, (tuple, list)):
         yield from (seal.path for seal in checkpoint.seals)
-        yield from (blob.path for *_, tensor in checkpoint.tensors() for blob in tensor.sources())
+        known = dict[int, object]()
+        for *_, tensor in checkpoint.tensors():
+            yield from _paths(tensor, known)
+
+
+def _paths(blob: Blob, known: dict[int, object]) -> Iterator[Path]:
+    """The files that a blob is in; those of computed slices once for each source, of which `known` are done."""
+    if isinstance(blob, DerivedBlob):
+        yield from _paths(blob.base, known)
+    elif not isinstance(blob, Tensor):
+        yield from (raw.path for raw in blob.sources())
+    else:
+        for copy in (blob, *blob.replicas):
+            if not isinstance(copy.fragments, ComputedFragments):
+                for fragment in copy.fragments:
+                    yield from _paths(fragment.blob, known)
+            elif id(copy.fragments.source) not in known:
+                known[id(copy.fragments.source)] = copy.fragments.source
+                yield from copy.fragments.paths()

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.files import LazySeals, Seal
 
 
-class JoinedSeals(Sequence[Seal]):
+class JoinedSeals(LazySeals):
     """The seals of all parts, without those of some files. They are evaluated when needed: some are read from files."""
 
     def __init__(self, parts: Sequence[Sequence[Seal]], without: frozenset[Path] = frozenset()) -> None:
@@ -18,6 +18,10 @@ class JoinedSeals(Sequence[Seal]):
 
     def __iter__(self) -> Iterator[Seal]:
         return (seal for part in self._parts for seal in part if seal.path not in self._without)
+
+    def listed(self) -> Iterator[Seal]:
+        parts = (part.listed() if isinstance(part, LazySeals) else part for part in self._parts)
+        return (seal for part in parts for seal in part if seal.path not in self._without)
 
     @overload
     def __getitem__(self, index: int) -> Seal: ...

@@ -216,7 +216,7 @@ def table_of(
         _numbers([len(tensor.shape) for tensor in tensors]),
         np.array(sizes, object if max((total, *sizes)) >= _MAX_SUM else np.int64),
         _numbers([len(tensor.fragments) for tensor in tensors]),
-        np.array([any(isinstance(f.blob, DerivedBlob) for f in tensor.fragments) for tensor in tensors], np.bool_),
+        np.array([any(isinstance(f.blob, DerivedBlob) for f in tensor.examples()) for tensor in tensors], np.bool_),
         uses_codecs,
         coding,
     )

@@ -53,6 +53,18 @@ class Store(Protocol):
         Raises `OSError` if the object is not the one that was listed.
         """
 
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of an object, in one request. Raises as `read_into`."""
+
+    def request(self, key: str, offset: int, nbytes: int) -> None:
+        """Request a small range that `read_into` will read soon, and do not wait for it."""
+
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        """Whether `read_into` will give this range without a request, or with one that is on its way."""
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at most so many bytes of blocks that small reads share."""
+
 
 class StorePath(PosixPath):
     """The path of an object, or of a folder of objects, in a store."""
@@ -197,8 +209,9 @@ class StorePath(PosixPath):
 
 
 def _pure(store: Store, key: str) -> str:
-    """The path that `pathlib` computes names and suffixes from."""
-    return f"/{store.url}/{key}"
+    """The path that `pathlib` computes names and suffixes from: a revision is no part of a repository's name."""
+    place, _, revision = store.url.partition("@")
+    return f"/{revision}/{place}/{key}"
 
 
 class ObjectFile:

@@ -286,6 +286,29 @@ class Fragment:
         return None if common is None else Fragment(common, self.blob.crop(common.within(self.box)))
 
 
+class ComputedFragments(Sequence[Fragment]):
+    """Fragments that are computed when they are asked for. All are places in files: their blobs are `FileBlob`s."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def around(self, box: Box) -> Iterator[Fragment]:
+        """Those that have elements of a block of the tensor, and maybe others."""
+
+    @abstractmethod
+    def fill(self, shape: Shape, dtype: DType) -> bool:
+        """Whether they cover a tensor of this shape exactly once, and hold its dtype. None of them is computed."""
+
+    @abstractmethod
+    def paths(self) -> Iterator[Path]:
+        """The files that they are in."""
+
+    @property
+    @abstractmethod
+    def source(self) -> object:
+        """What tensors in the same files share."""
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Tensor(Blob):
     """A whole tensor, however it was cut up.
@@ -297,7 +320,8 @@ class Tensor(Blob):
 
     shape: Shape
     dtype: DType
-    fragments: tuple[Fragment, ...]
+    fragments: Sequence[Fragment]
+    """A tuple, or `ComputedFragments`."""
     replicas: tuple["Tensor", ...] = ()
 
     @classmethod
@@ -331,7 +355,9 @@ class Tensor(Blob):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def crop(self, box: Box) -> "Tensor":
-        cropped = (fragment.crop(box) for fragment in self.fragments)
+        if type(self.fragments) is not tuple and box == Box.whole(self.shape):
+            return self
+        cropped = (fragment.crop(box) for fragment in self._around(box))
         return Tensor(
             box.shape,
             self.dtype,
@@ -341,9 +367,17 @@ class Tensor(Blob):
 
     def placed(self, local: Box, whole: Box) -> Iterator[Fragment]:
         """The fragments of block `local`, moved to where block `whole` of another tensor is."""
-        for fragment in self.fragments:
+        for fragment in self._around(local):
             if part := fragment.crop(local):
                 yield Fragment(part.box.within(local).shift(whole.start), part.blob)
+
+    def examples(self) -> Sequence[Fragment]:
+        """Fragments whose blobs are of all kinds that there are: one, if all are alike."""
+        return self.fragments if type(self.fragments) is tuple else self.fragments[:1]
+
+    def _around(self, box: Box) -> Iterable[Fragment]:
+        """The fragments that have elements of a block, and maybe others."""
+        return self.fragments.around(box) if isinstance(self.fragments, ComputedFragments) else self.fragments
 
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`: an array of this shape and dtype. Blocks without a fragment stay as they are: check `problems`.
@@ -361,8 +395,16 @@ class Tensor(Blob):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the fragments, in words. No data is read."""
+        if not isinstance(self.fragments, ComputedFragments) or not self.fragments.fill(self.shape, self.dtype):
+            yield from self._problems_of_fragments()
+        for replica in self.replicas:
+            if (replica.shape, replica.dtype) != (self.shape, self.dtype):
+                yield f"a replica has shape {list(replica.shape)} and type {replica.dtype.name}"
+            yield from replica.problems()
+
+    def _problems_of_fragments(self) -> Iterator[str]:
         whole, outside = Box.whole(self.shape), False
-        if len(self.fragments) == 1 and not self.replicas:
+        if len(self.fragments) == 1:
             box, blob = self.fragments[0].box, self.fragments[0].blob
             if box == whole and (blob.shape, blob.dtype) == (self.shape, self.dtype):
                 yield from blob.problems()
@@ -384,10 +426,6 @@ class Tensor(Blob):
                 yield f"no file holds block {gap} of shape {list(self.shape)}"
         for i, j in pairs:
             yield f"blocks {boxes[i]} and {boxes[j]} overlap"
-        for replica in self.replicas:
-            if (replica.shape, replica.dtype) != (self.shape, self.dtype):
-                yield f"a replica has shape {list(replica.shape)} and type {replica.dtype.name}"
-            yield from replica.problems()
 
 
 def read(blob: Blob, reader: Reader | None = None) -> Array:

@@ -9,7 +9,7 @@ def uses_codecs(checkpoint: Checkpoint) -> bool:
     """Whether any state is stored encoded."""
     if isinstance(checkpoint.parameters, TabulatedParameters):
         return checkpoint.parameters.table.uses_codecs()
-    blobs = (fragment.blob for _, _, tensor in checkpoint.tensors() for fragment in tensor.fragments)
+    blobs = (fragment.blob for _, _, tensor in checkpoint.tensors() for fragment in tensor.examples())
     if not any(map(may_be_encoded, blobs)):
         return False
     from ckpt_formats.universal import encoded

@@ -1,5 +1,6 @@
 """The checkpoint to which a path leads, and its format."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ def checkpoints_in(path: Path) -> list[Path]:
     """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
     if _state_of_chain(path) is not None or not path.is_dir():
         return []
+    if isinstance(path, StorePath) and is_unfinished(path):
+        return []  # `locate` says what it is
     try:
         format = _of_folder(path)
     except CkptError:
@@ -73,12 +76,15 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 _OF_FILES = ("hf", "safetensors", "torch-folder")
 """Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
+_SHARD = re.compile(r"-\d+-of-\d+\.")
+"""In the name of a file that is a part of a model."""
 
 
 def _models_in(path: Path, format: Format) -> list[Path]:
     """The single files in a folder, if each is a checkpoint of its own; else none."""
-    files = [path / name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
-    if len(files) > 1:
+    names = [name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
+    files = [path / name for name in names]
+    if len(files) > 1 and not any(map(_SHARD.search, names)):
         try:
             format.read(path, ReadOptions())
         except NotFound:  # which is meant is not said
@@ -137,7 +143,7 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
-    if isinstance(path, StorePath) and _is_unfinished(path / STAGED):
+    if isinstance(path, StorePath) and is_unfinished(path):
         raise Incomplete(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),
@@ -145,8 +151,9 @@ def _check_there(path: Path) -> None:
         )
 
 
-def _is_unfinished(staged: StorePath) -> bool:
+def is_unfinished(target: Path) -> bool:
     """Whether a job has begun to write a target in a store, and has not published it."""
+    staged = target / STAGED
     return (staged / "job").is_file() and not (staged / "published").is_file()
 
 

@@ -1,10 +1,12 @@
 """The index of the checkpoint at a path, with notices about the files next to it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile import check_repeated
+import numpy as np
+
+from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
@@ -26,6 +28,10 @@ _OURS = ("universal", "chain")
 """Formats of ours: their files state the original format."""
 
 
+_ROW_NBYTES = 13
+"""What a parameter takes at least in an index of columns: each has a row, although many share their values."""
+
+
 @gc_paused()
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """The index of the checkpoint at a path, of any format. Reads headers only.
@@ -44,7 +50,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         [group.options for group in checkpoint.groups],
         _values(checkpoint.parameters),
     ]
-    check_repeated(written, printable(str(path)))  # here, so that every command gives the same answer
+    # Here, so that every command gives the same answer.
+    check_repeated(written, printable(str(path)), *_rows_and_repeats(checkpoint.parameters))
     notices = (*located.notices, *checkpoint.notices)
     if format.name not in _OURS:
         notices = (
@@ -69,13 +76,24 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
 
 
-def _values(parameters: Mapping[str, Parameter]) -> list[Mapping[str, Value]]:
-    """The values of all parameters. Raises what a parameter raises that cannot be made."""
+def _values(parameters: Mapping[str, Parameter]) -> Sequence[Mapping[str, Value]]:
+    """The values of all parameters; those of a table once. Raises what a parameter raises that cannot be made."""
     if not isinstance(parameters, TabulatedParameters):
         return [parameter.values for parameter in parameters.values()]
     parameters.check()
     table = parameters.table
-    return [table.values[number] for number in table.value.tolist()]
+    return [table.values[number] for number in np.unique(table.value).tolist()]
+
+
+def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
+    """What a table of parameters takes in its file, at least, and what is written again of values that many have."""
+    if not isinstance(parameters, TabulatedParameters):
+        return 0, 0
+    table = parameters.table
+    numbers, counts = np.unique(table.value, return_counts=True)
+    repeats = zip(numbers.tolist(), counts.tolist(), strict=True)
+    again = sum((count - 1) * written_size(table.values[number]) for number, count in repeats if count > 1)
+    return _ROW_NBYTES * len(parameters), again
 
 
 def _read(located: Located, options: ReadOptions) -> Checkpoint:

@@ -138,7 +138,7 @@ def _is_rounded(parameter: Parameter) -> bool:
     """Whether the model's copy is the rounded master in all its fragments."""
     from ckpt_codecs import Rounded
 
-    blobs = [fragment.blob for fragment in parameter.states[MODEL].fragments if isinstance(fragment, Fragment)]
+    blobs = [fragment.blob for fragment in parameter.states[MODEL].examples() if isinstance(fragment, Fragment)]
     return bool(blobs) and all(isinstance(blob, DerivedBlob) and isinstance(blob.codec, Rounded) for blob in blobs)
 
 

@@ -23,7 +23,8 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from ckpt_formats.stores.object_store import StoredObject, client_of, described, error_text
+from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.object_store import client_of, described, error_text
 
 T = TypeVar("T")
 
@@ -140,12 +141,11 @@ class Bucket:
         `check` is called before an upload in parts is completed, and may raise: no store makes that conditional.
         Each of `parts_at_once` takes 8 MiB of memory, and more for files of more than 70 GB.
         """
-        nbytes = file.stat().st_size
-        if nbytes <= _SINGLE_REQUEST:
+        part = part_nbytes(file.stat().st_size)
+        if not part:
             return self.create(key, file.read_bytes()).e_tag or ""
         if self.head(key) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}")
-        part = max(_PART, -(-nbytes // _MAX_PARTS))
 
         def upload() -> str:
             stored = obstore.put(
@@ -236,6 +236,11 @@ class Bucket:
             time.sleep(pause)
             pause *= 2
         raise AssertionError
+
+
+def part_nbytes(nbytes: int) -> int:
+    """The bytes of each part in which `Bucket.upload` puts a file of `nbytes`; 0 if it takes one request."""
+    return 0 if nbytes <= _SINGLE_REQUEST else max(_PART, -(-nbytes // _MAX_PARTS))
 
 
 def _version(stored: Any) -> Version:

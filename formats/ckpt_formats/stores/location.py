@@ -10,7 +10,9 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
+_REPOSITORY_KINDS = {"datasets": "dataset", "spaces": "space"}
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
+_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH]"
 
 
 def is_url(text: str) -> bool:
@@ -18,11 +20,13 @@ def is_url(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
-def source_path(place: Path | str) -> Path:
+def source_path(place: Path | str, anonymous: bool = False) -> Path:
     """The path of a checkpoint that is read: a path as it is, or what a text names. One in a store is listed, once.
 
+    `anonymous`: without credentials, for what is public.
+
     Raises:
-        Unsupported: The URL is of a store that ckpt does not know, or `obstore` is not installed.
+        Unsupported: The URL is of a store that ckpt does not know, or the package for it is not installed.
         NotFound: The store cannot be reached, or refuses.
     """
     if isinstance(place, Path):
@@ -31,21 +35,50 @@ def source_path(place: Path | str) -> Path:
     if scheme is None:
         return Path(place)
     kind, parts = scheme[1].lower(), place[scheme.end() :].split("/")
-    count = _CONTAINER_PARTS.get(kind)
-    if count is None or len(parts) < count or not all(parts[:count]):
-        raise Unsupported("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_FORMS}.")
     if ".." in parts or "." in parts:
         raise NotFound("no object has a part `..` or `.` in its key", where=printable(place))
+    if kind == "hf":
+        return _hub_path(place, parts, anonymous)
+    count = _CONTAINER_PARTS.get(kind)
+    if count is None or len(parts) < count or not all(parts[:count]):
+        raise _unknown(place)
     key = "/".join(part for part in parts[count:] if part)
     try:
         from ckpt_formats.stores.object_store import open_store
     except ModuleNotFoundError as error:
-        raise Unsupported(
-            f"object stores need the package {error.name}",
-            where=printable(place),
-            hint="Install it: pip install 'ckpt-suite[cloud]'.",
-        ) from None
-    return open_store(f"{kind}://{'/'.join(parts[:count])}", key)
+        raise _missing(error, "cloud", place) from None
+    return open_store(f"{kind}://{'/'.join(parts[:count])}", key, anonymous)
+
+
+def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:
+    """The path of what is in a repository of the Hugging Face Hub: `hf://[datasets/]ORG/MODEL[@REV][/SUB]`."""
+    from urllib.parse import unquote
+
+    repository = _REPOSITORY_KINDS.get(parts[0], "model")
+    owner, *rest = parts[1:] if repository != "model" else parts
+    name, _, revision = (rest or [""])[0].partition("@")
+    if not owner or not name:
+        raise _unknown(place)
+    key = "/".join(part for part in rest[1:] if part)
+    try:
+        from ckpt_formats.stores.hub import open_hub
+    except ModuleNotFoundError as error:
+        raise _missing(error, "hf", place) from None
+    # A slash in the name of a branch is written as %2F.
+    return open_hub(repository, f"{owner}/{name}", unquote(revision), key, anonymous)
+
+
+def _unknown(place: str) -> Unsupported:
+    return Unsupported("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_READ}.")
+
+
+def _missing(error: ModuleNotFoundError, extra: str, place: str) -> Unsupported:
+    what = "repositories of the Hugging Face Hub" if extra == "hf" else "object stores"
+    return Unsupported(
+        f"{what} need the package {error.name}",
+        where=printable(place),
+        hint=f"Install it: pip install 'ckpt-suite[{extra}]'.",
+    )
 
 
 def target_path(place: Path | str) -> Path:
@@ -59,11 +92,11 @@ def target_path(place: Path | str) -> Path:
 
 
 def local_path(text: str) -> Path:
-    """The path of what is written or followed. Raises `Unsupported` for a URL: that must be in the file system."""
+    """The path of a chain whose log is followed. Raises `Unsupported` for a URL: it must be in the file system."""
     if is_url(text):
         raise Unsupported(
-            "must be in the file system: ckpt only reads from stores",
+            "must be in the file system: the log of a run is followed only there",
             where=printable(text),
-            hint="Name a local folder; the tools of your store copy it.",
+            hint="Name the folder of the chain. From a store, copy it first: ckpt copy URL FOLDER.",
         )
     return Path(text)

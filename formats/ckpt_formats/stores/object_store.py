@@ -6,17 +6,14 @@ Each range is requested with the e_tag of the listing, so an object that changes
 import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 import obstore
 from obstore.exceptions import (
@@ -28,172 +25,117 @@ from obstore.exceptions import (
 )
 
 from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
-from ckpt_formats.core.store_path import FolderEntry, StorePath
-from ckpt_formats.stores.read_ahead import ReadAhead
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.joined import joined
+from ckpt_formats.stores.listed_store import ListedStore, StoredObject
+from ckpt_formats.stores.repetition import Repetition, Transient
 
 _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
 _RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=45)}
 """Of the library, with exponential backoff, where a request is answered with an error of the server."""
 _ATTEMPTS = 4
-"""How often a range is requested whose body was cut."""
+"""How often a listing is requested whose body was cut."""
 _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long."""
+_LIST = "chain.json"
+"""An object that is replaced, while those beside it stay."""
+_MAX_LIST = 1 << 28
+_ONCE: Any = {"max_retries": 0}
+"""Ranges are repeated here, because the library does not say that a store complains."""
+_THROTTLED = ("429", "503")
+"""Status codes by which a store says that there are too many requests."""
 _MAX_TEXT = 300
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
 _CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """What a listing says of an object."""
+class ObjectStore(ListedStore):
+    """A bucket."""
 
-    nbytes: int
-    e_tag: str
-    modified: float
-    """Seconds since 1970."""
-
-    def condition(self) -> dict[str, Any]:
-        """What a request demands, so that it is refused if the object is another one now."""
-        if self.e_tag:
-            return {"if_match": self.e_tag}
-        return {"if_unmodified_since": datetime.fromtimestamp(self.modified, timezone.utc)}
-
-    def status(self) -> os.stat_result:
-        """As of a file. Its identity is that of the content, by the e_tag."""
-        number = crc32(self.e_tag.encode())
-        return os.stat_result(
-            (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, self.nbytes, self.modified, self.modified, self.modified)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StoredName:
-    """A name in a folder of a store."""
-
-    name: str
-    folder: bool
-
-    def is_dir(self) -> bool:
-        return self.folder
-
-    def is_file(self) -> bool:
-        return not self.folder
-
-    def is_symlink(self) -> bool:
-        return False
-
-
-class ObjectStore:
-    """A bucket, of which the objects below one prefix are known. Threads may share it."""
-
-    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str) -> None:
-        """`objects`: all of those below the key `root`, or that object itself."""
-        self._url, self._root = url, root
-        self._objects = dict(objects)
-        self._folders: dict[str, dict[str, bool]] = {}
-        self._siblings: dict[str, dict[str, bool]] = {}
-        self._lock = Lock()
-        self._client = client_of(url)
-        self._ahead = ReadAhead(self._get)
-        for key in objects:
-            _note(self._folders, key)
+    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str, anonymous: bool = False) -> None:
+        """`anonymous`: requests are not signed."""
+        super().__init__(url, objects, root)
+        self.anonymous = anonymous
+        self._client = client_of(url, anonymous=anonymous, retries=_ONCE)
+        self._repeated = Repetition()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._objects, self._root)
+        return type(self), (self._url, self._objects, self._root, self.anonymous)
 
-    @property
-    def url(self) -> str:
-        return self._url
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
+        return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
 
-    def stat(self, key: str) -> os.stat_result:
-        is_folder = not key or self._is_folder(key)
-        if (known := self._objects.get(key)) is not None:
-            return known.status()
-        if is_folder:
-            return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
-
-    def entries(self, key: str) -> list[FolderEntry]:
-        if key in self._objects:
-            raise NotADirectoryError(errno.ENOTDIR, "is an object, not a folder", f"{self._url}/{key}")
-        names = self._names(key)
-        if not names and key:
-            raise FileNotFoundError(errno.ENOENT, "there is no such folder", f"{self._url}/{key}")
-        return [StoredName(name, folder) for name, folder in sorted(names.items())]
-
-    def read_into(self, key: str, offset: int, view: memoryview) -> int:
-        return self._ahead.read_into(key, self._objects[key].nbytes, offset, view)
-
-    def _is_folder(self, key: str) -> bool:
-        if self._has_listed(key):
-            return key in self._folders
-        if self._root.startswith(f"{key}/"):
-            return True
-        above, _, name = key.rpartition("/")
-        return self._names(above).get(name, False)
-
-    def _has_listed(self, key: str) -> bool:
-        return not self._root or key == self._root or key.startswith(f"{self._root}/")
-
-    def _names(self, key: str) -> dict[str, bool]:
-        """The names in a folder, and whether each is a folder. One beside the checkpoint is listed when it is asked."""
-        if self._has_listed(key):
-            return self._folders.get(key, {})
-        with self._lock:
-            if key not in self._siblings:
-                self._siblings[key] = self._list_level(key)
-            return self._siblings[key]
-
-    def _list_level(self, key: str) -> dict[str, bool]:
-        with store_errors(self._url):
-            found = obstore.list_with_delimiter(self._client, f"{key}/" if key else None)
-        objects = {meta["path"]: described(meta) for meta in found["objects"]}
-        self._objects |= {path: one for path, one in objects.items() if path not in self._objects}
-        names = {path.rpartition("/")[2]: False for path in objects}
-        return names | {path.rstrip("/").rpartition("/")[2]: True for path in found["common_prefixes"]}
-
-    def _get(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
-        where, pause = f"{self._url}/{key}", _FIRST_PAUSE
+    def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of an object. Raises `Transient`, `Corrupt`, `Incomplete` or `OSError`."""
+        where = f"{self._url}/{key}"
         options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}
-        for attempt in range(_ATTEMPTS):
-            try:
-                data = memoryview(obstore.get(self._client, key, options=options).bytes())
-            except PreconditionError:
-                raise Corrupt(
-                    "was changed or replaced while it was read",
-                    where=where,
-                    hint="Read it when no process writes it any more.",
-                ) from None
-            except (NotFoundError, FileNotFoundError):
-                raise Incomplete("was removed while it was read", where=where) from None
-            except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise PermissionError(errno.EACCES, error_text(error), where) from None
-            except (BaseError, OSError) as error:
-                if attempt + 1 == _ATTEMPTS:
-                    raise OSError(errno.EIO, error_text(error), where) from None
-            else:
-                if data.nbytes == nbytes:
-                    return data
-            time.sleep(pause)
-            pause *= 2
-        raise OSError(errno.EIO, f"the store answers with fewer than {nbytes} bytes", where)
+        try:
+            data = memoryview(obstore.get(self._client, key, options=options).bytes())
+        except PreconditionError:
+            raise Corrupt(
+                "was changed or replaced while it was read",
+                where=where,
+                hint="Read it when no process writes it any more.",
+            ) from None
+        except (NotFoundError, FileNotFoundError):
+            raise Incomplete("was removed while it was read", where=where) from None
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, error_text(error), where) from None
+        except (BaseError, OSError) as error:
+            status = re.search(r"status code: (\d+)", str(error))
+            raise Transient(error_text(error), status is not None and status[1] in _THROTTLED) from None
+        if data.nbytes != nbytes:
+            raise Transient(f"the store answers with fewer than {nbytes} bytes")
+        return data
+
+    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+        with store_errors(self._url):
+            client = client_of(self._url, anonymous=self.anonymous)
+            found = obstore.list_with_delimiter(client, f"{key}/" if key else None)
+        objects = {meta["path"]: described(meta) for meta in found["objects"]}
+        return objects, [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
 
-def open_store(url: str, key: str) -> StorePath:
+def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
     """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(Corrupt, Incomplete):  # it was replaced since it was listed
+            return _open_once(url, key, anonymous)
+    return _open_once(url, key, anonymous)
+
+
+def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
     with store_errors(f"{url}/{key}"):
-        client, root = client_of(url), key
+        client, root = client_of(url, anonymous=anonymous), key
         objects = _listed(client, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
             objects = _listed(client, url, root)
-    return StorePath(ObjectStore(url, objects, root), key)
+        sizes = {path: one.nbytes for path, one in objects.items()}
+        store = joined(ObjectStore(url, objects, root, anonymous), sizes)
+        # The list of a chain is read at once, so that it is of the same moment as the listing.
+        list_key = f"{root}/{_LIST}"
+        if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
+            StorePath(store, list_key).read_bytes()
+    return StorePath(store, key)
 
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
+    pause = _FIRST_PAUSE
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _listed_once(client, url, key)
+        except BaseError as error:
+            if "response body" not in str(error):
+                raise  # the library repeats requests, but not if the body of an answer was cut
+        time.sleep(pause)
+        pause *= 2
+    return _listed_once(client, url, key)
+
+
+def _listed_once(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     objects: dict[str, StoredObject] = {}
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
         objects |= {meta["path"]: described(meta) for meta in page}
@@ -213,34 +155,26 @@ def described(meta: Any) -> StoredObject:
     return StoredObject(int(meta["size"]), meta["e_tag"] or "", meta["last_modified"].timestamp())
 
 
-def _note(folders: dict[str, dict[str, bool]], key: str) -> None:
-    """Add an object, and the folders that its key implies."""
-    above, _, name = key.rpartition("/")
-    folders.setdefault(above, {})[name] = False
-    while above:
-        above, _, name = above.rpartition("/")
-        names = folders.setdefault(above, {})
-        if names.get(name):
-            return
-        names[name] = True
-
-
-def client_of(url: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def client_of(
+    url: str, options: Mapping[str, Any] = MappingProxyType({}), *, anonymous: bool = False, retries: Any = _RETRIES
+) -> Any:
     """The client of a bucket. Its credentials come from the environment, as those of the store's own tools.
 
-    `options`: those of `obstore` for HTTP, such as timeouts.
+    `options`: those of `obstore` for HTTP, such as timeouts. `anonymous`: without credentials, for a public bucket.
     """
     client_options: Any = dict(options)
     if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
         client_options["allow_http"] = True
     more: dict[str, Any] = {}
-    if url.startswith("s3://") and _needs_boto3():
+    if anonymous:
+        more["skip_signature"] = True
+    elif url.startswith("s3://") and _needs_boto3():
         more["credential_provider"] = _of_boto3()
     if url.startswith("az://"):
         account, _, container = url.removeprefix("az://").partition("/")
         more["account_name"] = account
-        return obstore.store.AzureStore(container, client_options=client_options, retry_config=_RETRIES, **more)
-    return obstore.store.from_url(url, client_options=client_options, retry_config=_RETRIES, **more)
+        return obstore.store.AzureStore(container, client_options=client_options, retry_config=retries, **more)
+    return obstore.store.from_url(url, client_options=client_options, retry_config=retries, **more)
 
 
 def _needs_boto3() -> bool:
@@ -257,7 +191,7 @@ def _of_boto3() -> Any:
     except ModuleNotFoundError as error:
         raise Unsupported(
             f"the profiles of AWS need the package {error.name}",
-            hint="Install it (pip install boto3), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
+            hint="Install it (pip install 'ckpt-suite[aws]'), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         ) from None
     return Boto3CredentialProvider()
 

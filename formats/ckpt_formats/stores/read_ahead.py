@@ -17,8 +17,11 @@ _MAX_RUN = 8
 """Blocks of one request."""
 _MAX_AHEAD = 4
 """Requests for what comes after a read."""
-_MAX_BLOCKS = 160
-"""Blocks that are kept, and requested: the memory of a process."""
+_MAX_NBYTES = 64 * BLOCK
+"""Of blocks that are kept, and requested: the memory of a process."""
+_MIN_NBYTES = 2 * BLOCK
+_MAX_BLOCKS = 1 << 14
+"""Blocks that are kept: those of small objects have few bytes."""
 _MAX_STREAMS = 64
 """Reads that go on, of which the places are kept."""
 _REQUESTS = 16
@@ -36,6 +39,8 @@ class _Run:
 
     first: int
     data: "Future[memoryview]"
+    share: int
+    """Bytes of each of its blocks; a little more of the last one of an object."""
 
 
 @dataclass(slots=True)
@@ -53,10 +58,16 @@ class ReadAhead:
 
     def __init__(self, get: Get) -> None:
         self._get = get
+        self._most, self._cached_nbytes = _MAX_NBYTES, 0
         self._lock = Lock()
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
         self._streams: OrderedDict[tuple[str, int], _ReadStream] = OrderedDict()
         """By object and the last block that was read."""
+
+    def keep(self, nbytes: int) -> None:
+        """Keep at most so many bytes of blocks, those on their way included."""
+        with self._lock:
+            self._most = max(_MIN_NBYTES, min(_MAX_NBYTES, nbytes))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -71,13 +82,27 @@ class ReadAhead:
                 self._copy(key, number, run, begin, end, view[begin - offset : end - offset])
         return max(0, stop - offset)
 
+    def request(self, key: str, length: int, offset: int, nbytes: int) -> None:
+        """Request the blocks of a small range of an object of `length` bytes, and do not wait for them."""
+        stop = min(offset + nbytes, length, offset + BLOCK)
+        if offset < stop:
+            with self._lock:
+                self._request(key, length, offset // BLOCK, (stop - 1) // BLOCK + 1)
+
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        """Whether all blocks of a range are here, or on their way."""
+        with self._lock:
+            blocks = range(offset // BLOCK, (offset + nbytes - 1) // BLOCK + 1)
+            return all((key, number) in self._runs for number in blocks)
+
     def _copy(self, key: str, number: int, run: _Run, begin: int, end: int, view: memoryview) -> None:
         """Copy what a block has of a range."""
         try:
             data = run.data.result()
         except BaseException:
             with self._lock:
-                self._runs.pop((key, number), None)  # the next read requests it again
+                if self._runs.pop((key, number), None) is not None:  # the next read requests it again
+                    self._cached_nbytes -= run.share
             raise
         start, stop = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
         view[start - begin : stop - begin] = data[start - run.first * BLOCK : stop - run.first * BLOCK]
@@ -93,8 +118,8 @@ class ReadAhead:
             needed = {number: self._runs[key, number] for number in range(first, last + 1)}
             for number in needed:
                 self._runs.move_to_end((key, number))
-            while len(self._runs) > _MAX_BLOCKS:
-                self._runs.popitem(last=False)
+            while self._cached_nbytes > self._most or len(self._runs) > _MAX_BLOCKS:
+                self._cached_nbytes -= self._runs.popitem(last=False)[1].share
         return needed
 
     def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
@@ -109,8 +134,8 @@ class ReadAhead:
         if before is None or before == last:
             return None  # headers are many small reads of one block
         active = max(1, sum(one.run > 1 for one in self._streams.values()))
-        stream.run = max(1, min(2 * stream.run, _MAX_RUN, _MAX_BLOCKS // (4 * active)))
-        ahead = stream.run * max(1, min(_MAX_AHEAD, _MAX_BLOCKS // (2 * stream.run * active)))
+        stream.run = max(1, min(2 * stream.run, _MAX_RUN, self._most // BLOCK // (4 * active)))
+        ahead = stream.run * max(1, min(_MAX_AHEAD, self._most // BLOCK // (2 * stream.run * active)))
         if stream.requested - last - 1 > ahead - stream.run:
             return None  # in whole runs, so that requests are large
         stream.requested = min(blocks, last + 1 + ahead)
@@ -127,6 +152,7 @@ class ReadAhead:
             while end < stop and end - number < _MAX_RUN and (key, end) not in self._runs:
                 end += 1
             nbytes = min(end * BLOCK, length) - number * BLOCK
-            run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes))
+            run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes), -(-nbytes // (end - number)))
             self._runs |= {(key, block): run for block in range(number, end)}
+            self._cached_nbytes += run.share * (end - number)
             number = end

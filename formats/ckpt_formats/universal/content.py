@@ -20,7 +20,7 @@ def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str]
     It is computed over columns in the order of names, so that a million states take less than a second.
     """
     columns, tables = index.columns, index.tables
-    encoded = [name.encode("utf-8", "surrogatepass") for name in index.names]
+    encoded = index.encoded_names()
     order = sorted(range(len(encoded)), key=encoded.__getitem__)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))

@@ -59,6 +59,10 @@ class Index(Sequence[ParameterEntry]):
     """By the names of `TYPES`. Each is a vector, but `chunk.values` has 16 bytes in each row."""
     tables: Tables
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is computed from the columns."""
+        return {"columns": self.columns, "tables": self.tables}
+
     def __len__(self) -> int:
         return len(self.columns["parameter.ends"])
 
@@ -76,8 +80,16 @@ class Index(Sequence[ParameterEntry]):
     @cached_property
     def names(self) -> list[str]:
         """The names of all parameters."""
+        blob = self.columns["parameter.names"].tobytes()
+        if blob.isascii():
+            text, ends = blob.decode("ascii"), self.columns["parameter.ends"].tolist()
+            return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return [name.decode("utf-8", "surrogatepass") for name in self.encoded_names()]
+
+    def encoded_names(self) -> list[bytes]:
+        """The names of all parameters, as they are stored."""
         blob, ends = self.columns["parameter.names"].tobytes(), self.columns["parameter.ends"].tolist()
-        return [blob[a:b].decode("utf-8", "surrogatepass") for a, b in zip([0, *ends], ends, strict=False)]
+        return [blob[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def numbers(self) -> dict[str, int]:

@@ -50,6 +50,11 @@ class StoredParameters(TabulatedParameters):
         parent = self.parent.get(name) if needs_parent else None
         return self._created.setdefault(name, read_parameter(self.files, entry, parent))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was created, and without names that follow from the index."""
+        names = None if len(self.names) == len(self.index) else frozenset(self.names)
+        return _stored_parameters, (self.files, self.index, names, self.parent)
+
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
@@ -80,6 +85,13 @@ class StoredParameters(TabulatedParameters):
         for number in _kinds(self.index):
             if names[number] in self.names:
                 self[names[number]]
+
+
+def _stored_parameters(
+    files: PackFiles, index: Index, names: Collection[str] | None, parent: Mapping[str, Parameter]
+) -> StoredParameters:
+    """What was pickled; `names` None: all of the index."""
+    return StoredParameters(files, index, index.numbers.keys() if names is None else names, parent)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,7 @@ class _Coordination:
         self, cluster: Cluster, job: WorkerJob, groups: Sequence[Group], show_status: Callable[[ClusterStatus], None]
     ) -> None:
         self._cluster, self._groups, self._show_status = cluster, groups, show_status
-        position = {file.file: number for number, file in enumerate(job.files)}
+        position = {file.file: number for number, file in enumerate(job.shared.planned)}
         self._files = [tuple(position[file.file] for file in group) for group in groups]
         self._nbytes = [max(1, nbytes(group)) for group in groups]
         self._waiting = deque(range(len(groups)))

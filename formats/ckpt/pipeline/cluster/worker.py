@@ -11,12 +11,15 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+from ckpt.pipeline import listed_seals
 from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.shared_plan import SharedPlan, Task
 from ckpt.pipeline.staging import SharedTarget
 from ckpt.pipeline.write_files import write_files
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.format import FilePlan, Receipt, WritableFormat
+from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.identity import Identities, Identity
+from ckpt_formats.core.seal_checks import ListedSeals
 from ckpt_formats.core.version import VERSION
 
 
@@ -24,13 +27,17 @@ from ckpt_formats.core.version import VERSION
 class WorkerJob:
     """All that the tasks of a job share. It is sent to each worker process once."""
 
-    format: WritableFormat
-    files: tuple[FilePlan, ...]
+    shared: SharedPlan
     identities: Identities
     memory: int
     """Bytes of tensor data that one task holds in memory."""
     target: SharedTarget
     version: str = VERSION
+
+    @cached_property
+    def listed(self) -> ListedSeals:
+        """The checksums that all processes know."""
+        return listed_seals(self.shared.source, self.shared.format)
 
     @cached_property
     def local_identities(self) -> Identities:
@@ -64,10 +71,10 @@ def write_task(job: WorkerJob, numbers: tuple[int, ...]) -> Outcome:
         check_version(job.version)
         _check_source(job.identities)
         with job.target.attempt() as sink:
-            files = tuple(job.files[number] for number in numbers)
-            resources = Resources(1, job.memory)
+            files, format = job.shared.files(Task(numbers)), job.shared.format
+            resources, watch = Resources(1, job.memory), _Watch(job.target)
             written = write_files(
-                sink, job.format, [files], resources, job.local_identities, threading.Event(), _Watch(job.target)
+                sink, format, [files], resources, job.local_identities, job.listed, threading.Event(), watch
             )
             receipts.extend(written)
     except Exception as error:

@@ -8,10 +8,12 @@ import heapq
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.pipeline import staging
+from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.groups import Group, in_step, nbytes
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
@@ -21,11 +23,12 @@ from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.targets import opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
-from ckpt.pipeline.writers import check_scales_out
+from ckpt.pipeline.writers import FileWork, check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Incomplete
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, check_unchanged
+from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 
@@ -54,14 +57,18 @@ def write_shard(
     files = [part.file for part in plan.files]
     job = ShardJob.of(pipeline.job_id(source, identities, format), source.path, target, format.name, files, shard)
     stage = _open(target, job, shard, format, resources)
+    listed = pipeline.listed_seals(source, format)
+    checks = SealChecks(listed)
     with deferred_interrupts() as stop:
         try:
-            before = stage.receipts()
+            before = _usable(stage.receipts(), checks, identities)
             own = [part for group in deal(plan.files, shard) for part in group]
             resumed = sum(part.file in before for part in own)
             count_bytes(sum(part.nbytes for part in plan.files if part.file in before or part not in own))
-            fresh = _write(stage, plan, before, format, resources, shard, identities, stop, count_bytes)
-            receipts = {**before, **{receipt.file: receipt for receipt in fresh}, **stage.receipts()}
+            work = FileWork(source, format, plan, resources, identities, listed)
+            fresh = _write(stage, work, before, shard, stop, count_bytes)
+            others = _usable(stage.receipts(), checks, identities)
+            receipts = {**before, **{receipt.file: receipt for receipt in fresh}, **others}
             missing = [part for part in plan.files if part.file not in receipts]
             if missing:
                 pending = _missing(missing, plan.files, shard, stage)
@@ -75,7 +82,10 @@ def write_shard(
                 if holder is not None:
                     pending = f"all files are written; {holder} publishes the target"
                 elif not stage.is_published():
-                    checksums = pipeline.verify_receipts(in_order, identities)
+                    for receipt in in_order:
+                        checks.add(receipt.evidence)
+                    pipeline.raise_if_damaged(checks, identities)
+                    checksums = len(checks)
                     staging.reached("settled")
                     raise_if_interrupted(stop)
 
@@ -147,27 +157,32 @@ def _dealt(files: Sequence[FilePlan], count: int) -> Iterator[tuple[Group, int]]
 
 def _write(
     stage: ShardStaging,
-    plan: Plan,
+    work: FileWork,
     written: Mapping[str, Receipt],
-    format: WritableFormat,
-    resources: Resources,
     shard: Shard,
-    identities: Identities,
     stop: threading.Event,
     count_bytes: CountBytes,
 ) -> list[Receipt]:
     """Write the files of this shard that nobody has written yet. Gives their receipts."""
-    groups = (tuple(part for part in group if part.file not in written) for group in deal(plan.files, shard))
+    groups = (tuple(part for part in group if part.file not in written) for group in deal(work.plan.files, shard))
     todo = [group for group in groups if group]
     fresh: list[Receipt] = []
     if todo:
         with stage.attempt() as sink:
-            for receipt in write_files(sink, format, todo, resources, identities, stop, count_bytes):
+            for receipt in write_files(
+                sink, work.format, todo, work.resources, work.identities, work.listed, stop, count_bytes
+            ):
                 stage.note(receipt)
                 fresh.append(receipt)
                 staging.reached("journalled")
                 raise_if_interrupted(stop)
     return fresh
+
+
+def _usable(receipts: Mapping[str, Receipt], checks: SealChecks, identities: Identities) -> dict[str, Receipt]:
+    """Those of which the evidence is about checksums of this source, at the paths of this process."""
+    placed = (replace(one, evidence=at_paths(one.evidence, identities)) for one in receipts.values())
+    return {one.file: one for one in placed if checks.knows(one.evidence)}
 
 
 def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardStaging) -> str:

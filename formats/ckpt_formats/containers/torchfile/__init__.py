@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_formats.containers.torchfile.expanded_size import check_repeated
+    from ckpt_formats.containers.torchfile.expanded_size import check_repeated, written_size
     from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
     from ckpt_formats.containers.torchfile.pickle_writer import Template, emit
     from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
@@ -39,7 +39,7 @@ STARTS = (b"PK", b"\x80")
 """The possible first bytes of a file of `torch.save`: those of a zip archive, and of a pickle."""
 
 _NAMES = {
-    "expanded_size": ("check_repeated",),
+    "expanded_size": ("check_repeated", "written_size"),
     "file_window": ("ByteSource", "Window"),
     "pickle_writer": ("Template", "emit"),
     "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
@@ -87,6 +87,7 @@ __all__ = [
     "reading_chunks",
     "tensor_of",
     "write_file",
+    "written_size",
 ]
 
 

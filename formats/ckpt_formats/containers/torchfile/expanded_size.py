@@ -60,9 +60,17 @@ def repeated_size(value: Value) -> int:
             total += inside
 
 
-def check_repeated(value: Value, where: str, nbytes: int = 0) -> None:
-    """Raise `Unsafe` for a value that repeats its parts far too often for its `nbytes` in a file."""
-    if repeated_size(value) > max(MAX_REPEATED, _PER_BYTE * nbytes):
+def written_size(value: Value) -> int:
+    """The number of containers that are written for a value, also if it was written before: see `repeated_size`."""
+    return repeated_size([value, value]) - repeated_size([value])
+
+
+def check_repeated(value: Value, where: str, nbytes: int = 0, more: int = 0) -> None:
+    """Raise `Unsafe` for a value that repeats its parts far too often for its `nbytes` in a file.
+
+    `more`: how many containers are repeated besides.
+    """
+    if repeated_size(value) + more > max(MAX_REPEATED, _PER_BYTE * nbytes):
         raise Unsafe(
             "repeats its own parts so often that it would exhaust memory when written out",
             where=where,

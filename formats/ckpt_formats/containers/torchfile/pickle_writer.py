@@ -466,12 +466,19 @@ def _dtype(value: "np.dtype[Any]") -> Record:
     return Record(Global("numpy", "dtype"), (code, *flags), state=state)
 
 
+def _in_order(values: "set[Value] | frozenset[Value]") -> list[Value]:
+    """The elements of a set in an order that is the same in every process: texts are hashed otherwise in each."""
+    if _INTEGERS.issuperset(map(type, values)):
+        return list(values)
+    return sorted(values, key=lambda one: (type(one).__name__, repr(one)))
+
+
 _LOWERED: dict[type, Callable[[Any], Record]] = {
     bytes: _bytes,
     bytearray: lambda value: Record(Global("__builtin__", "bytearray"), (bytes(value),)),
     complex: lambda value: Record(Global("__builtin__", "complex"), (value.real, value.imag)),
-    set: lambda value: Record(Global("__builtin__", "set"), (list(value),)),
-    frozenset: lambda value: Record(Global("__builtin__", "frozenset"), (list(value),)),
+    set: lambda value: Record(Global("__builtin__", "set"), (_in_order(value),)),
+    frozenset: lambda value: Record(Global("__builtin__", "frozenset"), (_in_order(value),)),
     StdDict: _std_dict,
     np.ndarray: _array,
 }

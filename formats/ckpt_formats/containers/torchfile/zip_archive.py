@@ -20,6 +20,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckpt_formats.core.files import Seal, crc32
+from ckpt_formats.core.store_path import StorePath
 
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 MAX_MEMBERS = 1 << 22
@@ -131,6 +132,10 @@ class Archive:
         begin = f"{self.stem}/data/"
         after = len(begin)
         self._storages = {name[after:]: number for name, number in self.index.items() if name.startswith(begin)}
+        if isinstance(self.path, StorePath):
+            # Each is far from the others, and needed soon: so they take the time of one request.
+            for header in self.directory.headers[:_MIN_AHEAD].tolist():
+                self.path.store.request(self.path.key, self.base + header, _LOCAL_DTYPE.itemsize)
 
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index

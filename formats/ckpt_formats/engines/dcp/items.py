@@ -14,7 +14,7 @@ from typing import overload
 from ckpt_formats.containers.torchfile import ParsedTemplate, TensorRef, Window, open_item, tensor_of
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
-from ckpt_formats.core.files import Reader, Seal, open_regular
+from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
@@ -162,12 +162,16 @@ class ItemBlob(Blob):
         return blob if self.part is None else blob.crop(self.part)
 
 
-class ItemSeals(Sequence[Seal]):
+class ItemSeals(LazySeals):
     """The checksums of all items. They are inside the items, which are opened at the first access."""
 
     def __init__(self, blocks: Sequence[ItemBlob], object_seals: Sequence[Seal]) -> None:
         self._blocks, self._object_seals = blocks, object_seals
         self._opened: tuple[Seal, ...] | None = None
+
+    def listed(self) -> Sequence[Seal]:
+        """Those of the objects, which are opened with the checkpoint."""
+        return self._object_seals
 
     @property
     def _all(self) -> tuple[Seal, ...]:

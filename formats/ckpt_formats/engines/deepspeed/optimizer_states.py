@@ -9,6 +9,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Group
+from ckpt_formats.core.coming_reads import requested
 from ckpt_formats.core.errors import Corrupt
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Tensor, read
@@ -122,7 +123,7 @@ def check_count(kind: str, count: int, expected: int, file: TorchFile) -> None:
 
 def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile]) -> None:
     with Reader(check=False) as reader:
-        arrays = [read(one, reader) for one in tensors]
+        arrays = [read(one, reader) for one in requested(tensors, lambda tensor: (tensor,))]
     if any(array.tobytes() != arrays[0].tobytes() for array in arrays):
         raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
 

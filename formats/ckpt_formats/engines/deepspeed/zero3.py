@@ -6,6 +6,7 @@ from math import prod
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.even_slices import even_tensor
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor
@@ -51,27 +52,30 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
                 hint=MIXED,
             )
     for s, shapes in enumerate(sub_groups):
-        masters = [
+        masters = tuple(
             vector(get(get(root, "fp32_flat_groups", list, file.path), s, object, file.path), file.path)
             for root, file in zip(outer, optims, strict=True)
-        ]
+        )
         states = [get(root, "state", dict, file.path).get(s, {}) for root, file in zip(inner, optims, strict=True)]
         state = split_state(states, optims)
         length = sum(chunk(prod(shape), len(optims)) for shape in shapes.values())
         vectors = {MASTER: masters}
         for key, values in state.vectors.items():
-            per_rank = [vector(value, file.path) for value, file in zip(values, optims, strict=True)]
+            per_rank = tuple(vector(value, file.path) for value, file in zip(values, optims, strict=True))
             if key not in ELEMENTWISE and any(v.shape[0] != length for v in per_rank):
                 for value, file in zip(values, optims, strict=True):
                     optimizer.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
             else:
                 vectors[key] = per_rank
+        of_one_type = {key for key, by_rank in vectors.items() if len({v.dtype for v in by_rank}) == 1}
         at = 0
         for name, shape in shapes.items():
             size = chunk(prod(shape), len(optims))
             optimizer.states[name] = {
                 **{
-                    key: from_slices(shape, [v.flat(at, at + size) for v in by_rank])
+                    key: even_tensor(shape, by_rank, at, size)
+                    if key in of_one_type
+                    else from_slices(shape, [v.flat(at, at + size) for v in by_rank])
                     for key, by_rank in vectors.items()
                 },
                 **state.scalars,
@@ -104,4 +108,6 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
 def from_slices(shape: Shape, slices: Sequence[FileBlob]) -> Tensor:
     """A tensor of this shape from the slices of all ranks, (n,) each, with padding after the last element."""
     size = slices[0].shape[0]
+    if all((part.shape, part.dtype) == (slices[0].shape, slices[0].dtype) for part in slices):
+        return even_tensor(shape, tuple(slices), 0, size)
     return tensor_in(shape, slices[0].dtype, 0, [FlatPiece(rank * size, part) for rank, part in enumerate(slices)])

@@ -17,6 +17,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures
 from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal.earlier_forms import earlier_form
@@ -34,7 +35,8 @@ TIP_FOLDER = re.compile(r"tip-\d{10,20}")
 """The name of the folder of a tip: the step of its state."""
 PIECES_FOLDER = re.compile(r"pieces-\d{10,20}\.[0-9a-f]{8}")
 """The name of the folder of a base that a recorder copies: the step where it begins, and a part of the run's name."""
-_MAX_BYTES = 1 << 28
+MAX_NBYTES = 1 << 28
+"""Bytes of a list that are read."""
 _MAX_PATH = 4096
 MAX_PACKS = 1 << 32
 """More than the numbers of packs that a row of the index can have."""
@@ -204,7 +206,13 @@ def load(path: Path) -> ChainIndex:
     Raises `Corrupt`, or `Unsupported` for an earlier form or a version that this program does not know.
     """
     with unrecorded():  # a chain may grow while its states are read
-        fields = sealed_json.load(path, _MAX_BYTES, "the list of a chain")
+        content = read_whole(path, MAX_NBYTES)
+    return parse(content, path)
+
+
+def parse(content: bytes, path: Path) -> ChainIndex:
+    """The list in the bytes of a `chain.json`, which is at `path`. Raises as `load`."""
+    fields = sealed_json.parse(content, path, "the list of a chain")
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-chain", "format")
     version = fields.get("version")

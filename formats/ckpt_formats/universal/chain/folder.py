@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.core.text import PARTIAL, STAGED
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, SharedPacks
 
@@ -200,7 +200,8 @@ def _make(run: Path) -> bool:
 def _check_empty(run: Path) -> None:
     if not run.is_dir():
         raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
-    other_names = sorted(entry.name for entry in run.iterdir() if entry.name != LOCK and not _is_of_chain(entry.name))
+    locks = (LOCK, STAGED)
+    other_names = sorted(one.name for one in run.iterdir() if one.name not in locks and not _is_of_chain(one.name))
     if other_names:
         raise OutputError(
             f"the folder is no chain, and contains {other_names[0]!r:.80}",

@@ -318,6 +318,9 @@ class _Cache:
         self._chunks: OrderedDict[tuple[int, int], States] = OrderedDict()
         self._pending: dict[tuple[int, int], threading.Lock] = {}
 
+    def __reduce__(self) -> tuple[type["_Cache"], tuple[int]]:
+        return _Cache, (self._max_nbytes,)
+
     def get(self, key: tuple[int, int], compute: Callable[[], States]) -> States:
         with self._lock:
             pending = self._pending.setdefault(key, threading.Lock())

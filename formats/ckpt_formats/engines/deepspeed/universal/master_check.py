@@ -13,8 +13,9 @@ import numpy as np
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.errors import Corrupt
-from ckpt_formats.core.files import Reader, seal_is_valid
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import slabs
+from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import FileBlob, Tensor, read
 from ckpt_formats.core.text import printable
 

@@ -1,0 +1,100 @@
+"""Copy a checkpoint or a chain as it is."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ckpt import pipeline
+from ckpt.copying.compare import compare_objects
+from ckpt.copying.selection import ChosenFile, ChosenFiles, select
+from ckpt.copying.verbatim import Verbatim
+from ckpt.job import Progress, count_to
+from ckpt.pipeline import Resources, Result
+from ckpt.pipeline.targets import check_target
+from ckpt_formats.core.format import Plan, Receipt
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.location import source_path, target_path
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of a checkpoint or a chain: `plan` returns what will be written, `run` writes it.
+
+    `source` and `target` are in the file system or in stores. An equal copy continues where this one stopped.
+    """
+
+    source: Path | str
+    target: Path | str
+    everything: bool = False
+    """Copy also files that are not part of the checkpoint."""
+
+    def plan(self) -> Plan:
+        """The files that will be written, with notes. Raises `CkptError` if the copy cannot succeed."""
+        return self._plan
+
+    def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
+        """Write the target, which appears when it is complete. `checksums` of the result are those of the source.
+
+        Raises `CkptError`: `Corrupt` if the source is damaged, or if the target is found to have other bytes.
+        """
+        plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[])
+        count_bytes = count_to(selection.nbytes, progress)
+        result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
+        if isinstance(self._target, StorePath):
+            compare_objects(self._target, _in_store(self._target, format.unseen))
+        checksums = sum(map(len, selection.seals.values()))
+        return replace(result, files=len(self.files), nbytes=selection.nbytes, checksums=checksums)
+
+    @property
+    def files(self) -> tuple[ChosenFile, ...]:
+        """The files that are copied, the last ones last."""
+        return (*self._selection.files, *self._selection.last)
+
+    @property
+    def format_name(self) -> str:
+        """The name of the source's format."""
+        return self._selection.source.origin.engine
+
+    @cached_property
+    def _target(self) -> Path:
+        return target_path(self.target)
+
+    @cached_property
+    def _selection(self) -> ChosenFiles:
+        return select(source_path(self.source), self.everything)
+
+    @cached_property
+    def _format(self) -> Verbatim:
+        return Verbatim(selection=self._selection, target=self._target)
+
+    @cached_property
+    def _plan(self) -> Plan:
+        check_target(self._target, self._selection.source.path)
+        return self._format.plan(self._selection.source)
+
+
+def copy(
+    source: Path | str,
+    target: Path | str,
+    *,
+    everything: bool = False,
+    resources: Resources = Resources(),
+    progress: Progress | None = None,
+) -> Result:
+    """Copy a checkpoint or a chain as it is: equal files with equal names, between folders and stores.
+
+    `everything`: also files of the folder that are not part of it. Raises as `Copy`, which can also return the plan.
+    """
+    return Copy(source, target, everything).run(resources, progress)
+
+
+def _in_store(target: StorePath, receipts: list[Receipt]) -> list[Receipt]:
+    """The receipts with the e_tags that their objects have now; empty for one that is not there."""
+    from ckpt_formats.stores.bucket import Bucket  # only if there is a store
+
+    bucket = Bucket(target.store.url)
+    there = bucket.list(target.key)
+    if (alone := None if there else bucket.head(target.key)) is not None:
+        return [replace(one, e_tag=alone.e_tag) for one in receipts]
+    keys = ((one, there.get(f"{target.key}/{one.file}")) for one in receipts)
+    return [replace(one, e_tag="" if found is None else found.e_tag) for one, found in keys]

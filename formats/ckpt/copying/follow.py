@@ -1,0 +1,253 @@
+"""A copy of a chain in a store that is brought to what the chain is now, again and again while a run goes on.
+
+What is new is put first, then the list, and what the list does not name any more is removed. So at any moment the copy
+is a chain that there was. Members are objects as their files are. A log that grows is put in parts: what is new of it
+since the last time, up to its last complete record.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from ckpt.chains.places import StorePlace, as_now, changed
+from ckpt.copying.compare import RunningTag, digest_of
+from ckpt.copying.selection import below
+from ckpt.pipeline import Resources
+from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, OutputError, Unsupported
+from ckpt_formats.core.files import Reader, write_all
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.stores.joined import part_name, parts_of
+from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.stores.object_store import ObjectStore
+from ckpt_formats.universal.chain import file as chain_list
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain.folder import is_growing
+from ckpt_formats.universal.chain.states import open_steps
+
+PART_NBYTES = 64 << 20
+"""Bytes of a log in one object, at most."""
+_BLOCK = 1 << 20
+_PARTS_AT_ONCE = 8
+_HINT = "Choose another target, or remove it first."
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What was new of a chain, and is in its copy now."""
+
+    objects: int
+    nbytes: int
+    last: int | None
+    """The last step of the chain, as far as it was looked at."""
+    grows: bool
+    """Whether a run records into the chain."""
+
+
+def update_copy(source: Path | str, target: Path | str, resources: Resources = Resources()) -> Brought:
+    """Bring a copy of a chain, which is in a store, to what the chain is now. There need not be one yet.
+
+    Raises:
+        NotFound: There is no chain at `source`.
+        Locked: Another process changes the copy.
+        OutputError: At `target` is another chain, or something else.
+        Unsupported: `target` is not in a store.
+    """
+    with _copy_of(target, resources) as copy:
+        return copy.bring(source_path(source))
+
+
+def follow_copy(
+    source: Path | str,
+    target: Path | str,
+    *,
+    every: float = 30.0,
+    stop: threading.Event | None = None,
+    resources: Resources = Resources(),
+    on_update: Callable[[Brought], None] = lambda brought: None,
+) -> None:
+    """Do so each `every` seconds, until the run has ended that records into the chain, or `stop` is set.
+
+    No other process can change the copy meanwhile. Raises as `update_copy`.
+    """
+    path, stop, grew = source_path(source), stop or threading.Event(), False
+    with _copy_of(target, resources) as copy:
+        while True:
+            brought = copy.bring(as_now(path))
+            on_update(brought)
+            if (grew and not brought.grows) or stop.wait(every):
+                return
+            grew |= brought.grows
+
+
+@dataclass
+class _ChainCopy:
+    """The copy of a chain, which this process alone changes."""
+
+    place: StorePlace
+    done: set[str] = field(default_factory=set)
+    """The keys of objects that this process has put or compared."""
+
+    def bring(self, run: Path) -> Brought:
+        """Put what is new. If the chain is changed meanwhile so that files are gone, it is read again."""
+        while True:
+            chain = chain_list.read(run)
+            try:
+                return self._bring(run, chain)
+            except (NotFound, Incomplete, FileNotFoundError):
+                run = as_now(run)
+                if chain_list.read(run) == chain:
+                    raise
+
+    def _bring(self, run: Path, chain: ChainIndex) -> Brought:
+        self._check_same(chain)
+        growing = [one for one in chain.segments if is_growing(run / one.folder)]
+        there = self.place.bucket.list(self.place.run.key)
+        before = set(there)
+        last = chain.members[-1].step if chain.members else None
+        for name in sorted(_folders(chain)):
+            files = [path for _, path in below(run / name)]
+            for path in sorted(files, key=lambda path: (is_mark(path.name), path.name)):
+                self._put_file(run, path, there)
+        segments = list[LoggedSteps]()
+        for one in chain.segments:
+            try:
+                end = self._put_segment(run, one, there)
+            except (Incomplete, Corrupt):
+                if one not in growing or one.folder in self._listed_segments:
+                    raise
+                end = None
+            if end is None:
+                continue  # it has just begun: a rank has written nothing yet
+            segments.append(one)
+            last = end if last is None else max(last, end)
+        # The path that is noted is relative to the other chain.
+        listed = replace(chain, segments=tuple(segments), appended_from=None)
+        if listed != self.place.chain and (listed.members or listed.segments):
+            self.place.replace(listed)
+            self.place.chain = listed
+            self.place.look()
+            self.place.remove(self.place.leftovers(listed))
+        new = [there[key].nbytes for key in there.keys() - before]
+        return Brought(len(new), sum(new), last, bool(growing))
+
+    @property
+    def _listed_segments(self) -> set[str]:
+        return set() if self.place.chain is None else {one.folder for one in self.place.chain.segments}
+
+    def _check_same(self, chain: ChainIndex) -> None:
+        """Raise `OutputError` if the copy is one of another chain."""
+        copied = self.place.chain
+        if copied is None:
+            return
+        contents = {one.folder: one.content for one in chain.members}
+        contents |= {one.folder: f"{one.run} {one.first}" for one in chain.segments}
+        there = {one.folder: one.content for one in copied.members}
+        there |= {one.folder: f"{one.run} {one.first}" for one in copied.segments}
+        common = there.keys() & contents.keys()
+        if not common or any(there[name] != contents[name] for name in common):
+            raise OutputError("there is another chain", where=self.place.run, hint=_HINT)
+
+    def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, StoredObject]) -> int | None:
+        """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
+        segment = open_steps(run, logged)
+        ends = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
+        if not all(ends.values()):
+            return None
+        for _, path in below(run / logged.folder):
+            if path not in ends:
+                self._put_file(run, path, there)
+        for path, end in ends.items():
+            key = self._key(run, path)
+            begins = parts_of({name: one.nbytes for name, one in there.items()}).get(key, [0])
+            for begin, stop in pairwise(begins):  # what was put before this process began
+                if stop <= end:
+                    self._put(path, begin, stop, part_name(key, begin), there)
+            begin = begins[-1]
+            while begin < end:
+                stop = min(end, begin + PART_NBYTES)
+                self._put(path, begin, stop, part_name(key, begin), there)
+                begin = stop
+        return segment.last
+
+    def _put_file(self, run: Path, path: Path, there: dict[str, StoredObject]) -> None:
+        self._put(path, 0, path.stat().st_size, self._key(run, path), there)
+
+    def _put(self, path: Path, begin: int, end: int, key: str, there: dict[str, StoredObject]) -> None:
+        """Put a range of a file as an object, unless this process has done so. One that is there is compared."""
+        if key in self.done and key in there:
+            return
+        is_whole = not isinstance(path, StorePath) and (begin, end) == (0, path.stat().st_size)
+        part = path if is_whole else self.place.temporary / "part"
+        digest, tag = _read(path, begin, end, None if is_whole else part)
+        found = there.get(key)
+        if found is not None and not self._is(key, found, digest, tag):
+            if self._is_named(key):
+                raise OutputError("has other bytes than the chain", where=self._where(key), hint=_HINT)
+            self.place.bucket.delete([key])  # a killed process has put it, of a state that is not named
+            found = None
+        if found is None:
+            e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE)
+            found = StoredObject(end - begin, e_tag, 0.0)
+            if not self._is(key, found, digest, tag):
+                raise Corrupt("the object in the store has other bytes than were read", where=self._where(key))
+            there[key] = found
+        self.done.add(key)
+
+    def _is(self, key: str, found: StoredObject, digest: int, tag: str) -> bool:
+        """Whether an object has the bytes of a checksum, by its e_tag, or because it was read."""
+        if found.e_tag.strip('"') == tag:
+            return True
+        url = self.place.bucket.url
+        return digest_of(StorePath(ObjectStore(url, {key: found}, key), key)) == digest
+
+    def _is_named(self, key: str) -> bool:
+        name = key[len(self.place.run.key) + 1 :].partition("/")[0]
+        return self.place.chain is not None and name in _folders(self.place.chain) | self._listed_segments
+
+    def _key(self, run: Path, path: Path) -> str:
+        return f"{self.place.run.key}/{path.relative_to(run).as_posix()}"
+
+    def _where(self, key: str) -> str:
+        return f"{self.place.bucket.url}/{key}"
+
+
+@contextmanager
+def _copy_of(target: Path | str, resources: Resources) -> Iterator[_ChainCopy]:
+    path = target_path(target)
+    if not isinstance(path, StorePath):
+        raise Unsupported(
+            "only a copy in a store is brought to what a chain is now",
+            where=path,
+            hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",
+        )
+    with changed(path, resources, create=True) as place:
+        assert isinstance(place, StorePlace)
+        yield _ChainCopy(place)
+
+
+def _folders(chain: ChainIndex) -> set[str]:
+    """The folders of members, of packs that others need, and of the tip."""
+    tip = set() if chain.tip is None else {chain.tip.folder}
+    return {one.folder for one in chain.members} | set(chain.shared_packs()) | tip
+
+
+def _read(path: Path, begin: int, end: int, part: Path | None) -> tuple[int, str]:
+    """The XXH3-128 of a range of a file, and the e_tag that most stores give it. It is written to `part`, if given."""
+    digest, tag = xxhash.xxh3_128(), RunningTag(end - begin)
+    buffer = memoryview(bytearray(min(_BLOCK, end - begin)))
+    with Reader(check=False) as reader, open(part or os.devnull, "wb", buffering=0) as out:
+        for at in range(begin, end, _BLOCK):
+            block = buffer[: min(_BLOCK, end - at)]
+            reader.read_into(path, at, block)
+            digest.update(block)
+            tag.update(block)
+            write_all(out, block)
+    return int(digest.intdigest()), tag.text()

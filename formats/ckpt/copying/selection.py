@@ -1,0 +1,246 @@
+"""Which files are copied: those of the checkpoint or chain at a path, and in which order.
+
+What the reader of the format has opened is part of it, and what is beside that without another purpose. Files that
+ckpt names as not read, other checkpoints, texts and logs are not.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
+from ckpt_formats.core.errors import Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.folders import entries_of, is_harmless
+from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.identity import Identities, Identity, unrecorded
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.registry.location import locate
+from ckpt_formats.registry.marks import MARKS, is_mark
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
+from ckpt_formats.universal.chain import file as chain_list
+from ckpt_formats.universal.chain.file import LoggedSteps
+from ckpt_formats.universal.chain.folder import LOCK
+from ckpt_formats.universal.chain.members import open_members
+from ckpt_formats.universal.chain.states import open_steps
+from ckpt_formats.universal.stored import StoredSeals
+
+_OURS = ("universal", "chain")
+_POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+"""Files that name the checkpoint of a run. A run writes them again while its checkpoints stay."""
+_MAX_POINTER = 1 << 16
+_MAX_FILES = 1_000_000
+_MAX_NAMES = 10_000
+"""Names of files that are left out, in the note about them."""
+_TRIES = 5
+"""How often pointers are read that change meanwhile."""
+
+
+@dataclass(frozen=True)
+class ChosenFile:
+    """A file that is copied."""
+
+    name: str
+    """Its path below the source, with slashes."""
+    path: Path
+    nbytes: int
+    """How many of its bytes are copied: of a file that grows, those of complete records."""
+    data: bytes | None = field(default=None, repr=False)
+    """Its content as it was when the copy began, if it may be written again meanwhile."""
+
+
+@dataclass(frozen=True)
+class ChosenFiles:
+    """What is copied of a path."""
+
+    source: Checkpoint
+    """The files with their identities and notices, without parameters."""
+    files: tuple[ChosenFile, ...]
+    last: tuple[ChosenFile, ...]
+    """Those by which the format knows the whole: they are written when all others are there."""
+    seals: Mapping[Path, tuple[Seal, ...]]
+    """The checksums that the files promise, by file."""
+    is_file: bool
+    """Whether the source is one file."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(one.nbytes for one in (*self.files, *self.last))
+
+
+def select(path: Path, everything: bool = False) -> ChosenFiles:
+    """The files of the checkpoint or chain at a path; with `everything`, all files below it.
+
+    Raises as `open_checkpoint`: what ckpt does not know, or what is not complete, is not copied.
+    """
+    located = locate(path)
+    if located.format.name == "chain" and "@" in path.name and not path.exists():
+        raise Unsupported(
+            "is one state of a chain: its files need those of other states",
+            where=path,
+            hint="Copy the chain; or write the state alone: `ckpt restore` or `ckpt convert`.",
+        )
+    if path.is_file():
+        return _of_file(path, located.format.name)
+    found = _Found.of_chain(located.path) if located.format.name == "chain" else _Found.of_checkpoint(path)
+    names = {_name(path, one) for one in found.read}
+    chosen, left_out = list[ChosenFile](), list[str]()
+    for name, file in below(path):
+        if everything or name in names or found.is_part(name):
+            data = found.data.get(file)
+            nbytes = found.nbytes.get(file, file.stat().st_size) if data is None else len(data)
+            chosen.append(ChosenFile(name, file, nbytes, data))
+        else:
+            left_out.append(name)
+    there = {one.name for one in chosen}
+    for missing in sorted(names - there):
+        raise Incomplete("was removed since the checkpoint was opened", where=path / missing)
+    notices = found.notices
+    if left_out:
+        text = "not part of the checkpoint, and not copied (everything, --all, copies them)"
+        notices = (*notices, Notice(text, tuple(left_out[:_MAX_NAMES]), Weight.LOST))
+    moving = {one.path for one in chosen if one.data is not None} | found.nbytes.keys()
+    identities = {
+        one.path: found.identities.get(one.path) or Identity.of(one.path.stat())
+        for one in chosen
+        if one.path not in moving
+    }
+    source = Checkpoint(path, Origin(located.format.name), {}, notices=notices, identities=identities)
+    last = _last(chosen, located.format.name)
+    names_last = {one.name for one in last}
+    files = tuple(one for one in chosen if one.name not in names_last)
+    seals = {path: of_file for path, of_file in _by_file(found.seals).items() if path in identities}
+    return ChosenFiles(source, files, last, seals, False)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the reader of a format found at a path."""
+
+    read: tuple[Path, ...]
+    """The files that are part of it."""
+    identities: Identities
+    seals: Iterable[Seal]
+    notices: tuple[Notice, ...] = ()
+    data: Mapping[Path, bytes] = field(default_factory=dict)
+    nbytes: Mapping[Path, int] = field(default_factory=dict)
+    others: frozenset[str] | None = None
+    """What is beside the files and not part of it: names, those of folders with a slash. None: all else."""
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> "_Found":
+        for _ in range(_TRIES):
+            pointers = _pointers(path)
+            checkpoint = open_checkpoint(path, ReadOptions())
+            if pointers == _pointers(path):
+                break
+        files = [*checkpoint.identities, *(file.path for file in checkpoint.files)]
+        inside = {one: None for one in (*files, *pointers) if one.is_relative_to(path)}
+        others: frozenset[str] | None = None
+        if locate(path).format.name not in _OURS:
+            unread = (notice for notice in checkpoint.notices if notice.text in (UNREAD, OTHER_CHECKPOINTS))
+            others = frozenset(name for notice in unread for name in notice.names)
+        notices = tuple(one for one in checkpoint.notices if one.text not in (UNREAD, OTHER_CHECKPOINTS))
+        suspicions = tuple(Notice(text, weight=Weight.UNSURE) for text in checkpoint.suspicions)
+        return cls(
+            tuple(inside), checkpoint.identities, checkpoint.seals, (*notices, *suspicions), pointers, {}, others
+        )
+
+    @classmethod
+    def of_chain(cls, run: Path) -> "_Found":
+        """The list as it is now, and all that it names."""
+        place = run / chain_list.NAME
+        with unrecorded():
+            data = read_whole(place, chain_list.MAX_NBYTES)
+        chain = chain_list.parse(data, place)
+        members = open_members(run, chain)
+        seals = list[Seal]()
+        for member in chain.members:
+            stored = members.open(member).seals
+            assert isinstance(stored, StoredSeals)
+            seals += StoredSeals(stored.checkpoints[-1:])
+        nbytes, of_segments = dict[Path, int](), list[Path]()
+        for logged in chain.segments:
+            grown, fixed = _segment(run, logged)
+            nbytes |= grown
+            of_segments += fixed
+        folders = {one.folder for one in chain.members} | set(chain.shared_packs())
+        folders |= {chain.tip.folder} if chain.tip else set()
+        in_folders = [file for name in sorted(folders) for _, file in below(run / name)]
+        return cls((place, *in_folders, *of_segments, *nbytes), members.identities, seals, (), {place: data}, nbytes)
+
+    def is_part(self, name: str) -> bool:
+        """Whether a file that no reader opened belongs to the checkpoint."""
+        if self.others is None:
+            return False
+        parts = name.split("/")
+        above = ("/".join(parts[:depth]) + "/" for depth in range(1, len(parts)))
+        return not (name in self.others or any(map(is_harmless, parts)) or any(one in self.others for one in above))
+
+
+def _segment(run: Path, logged: LoggedSteps) -> tuple[dict[Path, int], list[Path]]:
+    """The files of a segment that may grow, each with the bytes of its complete records; and the others."""
+    segment = open_steps(run, logged)
+    files = [file for _, file in below(run / logged.folder)]
+    if logged.step is not None:
+        return {}, files
+    grown = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
+    return grown, [file for file in files if file not in grown]
+
+
+def _of_file(path: Path, format: str) -> ChosenFiles:
+    checkpoint = identified(lambda: open_checkpoint(path, ReadOptions()))
+    only = ChosenFile(path.name, path, path.stat().st_size)
+    identities = {path: checkpoint.identities.get(path) or Identity.of(path.stat())}
+    source = Checkpoint(path, Origin(format), {}, notices=checkpoint.notices, identities=identities)
+    return ChosenFiles(source, (only,), (), _by_file(checkpoint.seals), True)
+
+
+def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:
+    """The files by which a format knows the whole. Where each of several files is one, the smallest of them."""
+    marks = [one for one in files if is_mark(one.name)]
+    if marks:
+        return tuple(marks)
+    patterns = MARKS[format].entries
+    known = [one for one in files if any(fnmatchcase(one.name.lower(), pattern) for pattern in patterns)] or files
+    return (min(known, key=lambda one: (one.nbytes, one.name)),) if known else ()
+
+
+def _by_file(seals: Iterable[Seal]) -> Mapping[Path, tuple[Seal, ...]]:
+    found: dict[Path, dict[tuple[int, int, int], Seal]] = {}
+    for seal in seals:
+        found.setdefault(seal.path, {})[seal.offset, seal.nbytes, seal.digest] = seal
+    return {path: tuple(of_file[key] for key in sorted(of_file)) for path, of_file in found.items()}
+
+
+def _pointers(path: Path) -> dict[Path, bytes]:
+    """The pointers in a folder, and what is in them."""
+    return {path / name: read_whole(path / name, _MAX_POINTER) for name in _POINTERS if (path / name).is_file()}
+
+
+def _name(root: Path, file: Path) -> str:
+    return file.relative_to(root).as_posix()
+
+
+def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+    """All files below a folder: their names with slashes, in order. Not what processes keep there while they write.
+
+    Links to files are followed, links to folders are not. Raises `Unsafe` for names that no folder can have.
+    """
+    try:
+        entries = sorted(entries_of(root), key=lambda entry: entry.name)
+    except OSError as error:
+        raise NotFound(f"cannot be listed: {error.strerror or error}", where=root) from None
+    for entry in entries:
+        path, name = root / entry.name, f"{above}{entry.name}"
+        if entry.name in ("", ".", "..") or "\0" in entry.name:
+            raise Unsafe(f"no file can have the name `{printable(entry.name)}`", where=root)
+        if entry.is_dir() and not entry.is_symlink():
+            if not entry.name.endswith(PARTIAL) and entry.name != STAGED:
+                yield from below(path, f"{name}/")
+        elif entry.is_file() and name != LOCK:
+            yield name, path

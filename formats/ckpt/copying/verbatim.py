@@ -1,0 +1,120 @@
+"""Files as they are: a format whose files are those of a source, byte for byte.
+
+Each file is read once for its checksums: those that the source promises, the e_tag of a store, and one of our own, with
+which the copy is compared. A file of the file system on its way to a store is not copied on the disk; the store gets it
+from where it is.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import xxhash
+
+from ckpt.copying.compare import TAG, RunningTag, compare_objects, digest_of
+from ckpt.copying.selection import ChosenFile, ChosenFiles
+from ckpt.pipeline import seals_error
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.files import Reader, Seal, write_all
+from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.seal_checks import verify_seals
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.transfer import Transfer
+
+_BLOCK = 1 << 20
+"""Bytes that are read at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verbatim(WritableFormat):
+    """The files of a selection, as they are."""
+
+    name: ClassVar[str] = "copy"
+    summary: ClassVar[str] = "the same files"
+    needs_model: ClassVar[bool] = False
+
+    selection: ChosenFiles = field(repr=False)
+    target: Path
+    unseen: list[Receipt] = field(default_factory=list, repr=False)
+    """Receipts of files that were not yet in the store when `commit` was called."""
+
+    def detect(self, path: Path) -> bool:
+        return False
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        raise NotImplementedError("a copy is read as what it is a copy of")
+
+    def identity(self) -> object:
+        files = (*self.selection.files, *self.selection.last)
+        return [(one.name, one.nbytes, one.data) for one in files]
+
+    def plan(self, source: Checkpoint) -> Plan:
+        files = tuple(FilePlan(one.name, size=one.nbytes, content=one) for one in self.selection.files)
+        return Plan(files, notes=source.notices, single_file=files[0].file if self.selection.is_file else None)
+
+    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+        assert isinstance(file.content, ChosenFile)
+        return self._copied(folder, file.content, transfer)
+
+    def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
+        """Compare what is in a store with what was read, then copy the files by which the format knows the whole."""
+        if isinstance(self.target, StorePath):
+            compare_objects(self.target, [receipt for receipt in receipts if receipt.e_tag])
+        self.unseen.extend(receipt for receipt in receipts if not receipt.e_tag)
+        for one in self.selection.last:
+            with Reader(identities=source.identities) as reader, Transfer(reader) as transfer:
+                self.unseen.append(self._copied(folder, one, transfer))
+
+    def _copied(self, folder: Path, one: ChosenFile, transfer: Transfer) -> Receipt:
+        path, digest = folder / one.name, xxhash.xxh3_128()
+        tag = RunningTag(one.nbytes) if isinstance(self.target, StorePath) else None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link would be written through
+        stays = self._is_uploaded_from(one)
+        if stays:
+            path.symlink_to(one.path.absolute())
+        seals = self.selection.seals.get(one.path, ())
+        with open(os.devnull if stays else path, "wb", buffering=0) as out:
+            for block in _blocks(one, seals, transfer):
+                digest.update(block)
+                if tag is not None:
+                    tag.update(block)
+                write_all(out, block)
+        broken = list(verify_seals([transfer.reader.evidence()], transfer.reader)) if seals else []
+        if broken:
+            raise seals_error(broken)
+        seal = Seal(Path(one.name), 0, one.nbytes, "xxh3-128", int(digest.intdigest()), one.name)
+        if not stays and digest_of(path) != seal.digest:
+            raise OutputError("what is on the disk is not what was written", where=path, hint="Check the disk.")
+        return Receipt(one.name, one.nbytes, (seal,), {} if tag is None else {TAG: tag.text()})
+
+    def _is_uploaded_from(self, one: ChosenFile) -> bool:
+        """Whether a store gets the file from where it is, because it is in the file system and copied as a whole."""
+        if one.data is not None or isinstance(one.path, StorePath) or not isinstance(self.target, StorePath):
+            return False
+        return one.path.stat().st_size == one.nbytes
+
+
+def _blocks(one: ChosenFile, seals: Sequence[Seal], transfer: Transfer) -> Iterator[memoryview]:
+    """The bytes of a file, once; those of sealed ranges are added to their checksums. `seals`: by their offsets."""
+    if one.data is not None:
+        transfer.count(one.nbytes)
+        yield memoryview(one.data)
+        return
+    buffer, waiting, active = memoryview(bytearray(min(_BLOCK, one.nbytes))), deque(seals), list[Seal]()
+    for begin in range(0, one.nbytes, _BLOCK):
+        block = buffer[: min(_BLOCK, one.nbytes - begin)]
+        end = begin + len(block)
+        transfer.reader.read_into(one.path, begin, block)
+        while waiting and waiting[0].offset < end:
+            active.append(waiting.popleft())
+        for seal in active:
+            low, high = max(begin, seal.offset), min(end, seal.offset + seal.nbytes)
+            transfer.reader.note_sealed(seal, low - seal.offset, block[low - begin : high - begin])
+        active = [seal for seal in active if seal.offset + seal.nbytes > end]
+        transfer.count(len(block))
+        yield block

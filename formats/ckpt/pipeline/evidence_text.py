@@ -1,0 +1,56 @@
+"""Evidence as text for a line of the journal: about 30 characters a range."""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_formats.core.evidence import RANGE, Evidence
+from ckpt_formats.core.files import Seal
+
+
+def to_text(evidence: Evidence) -> list[str]:
+    """Three texts: the ranges, the seals that match, and the seals that are not listed."""
+    table = np.sort(evidence.table, order=("seal", "start"))
+    columns = table.view(np.uint8).reshape(-1, RANGE.itemsize).T  # equal bytes side by side: most are zeros
+    seals = json.dumps([seal_json(seal) for seal in evidence.seals], separators=(",", ":")) if evidence.seals else ""
+    return [_packed(columns.tobytes()), _packed(evidence.matched), _packed(seals.encode())]
+
+
+def from_text(text: list[str]) -> Evidence:
+    """The evidence of these texts; the ranges are in the order of their seals."""
+    columns, matched, seals = map(_unpacked, text)
+    ranges = np.frombuffer(columns, np.uint8).reshape(RANGE.itemsize, -1).T.tobytes()
+    return Evidence(ranges, matched, tuple(map(seal_from_json, json.loads(seals))) if seals else ())
+
+
+def at_paths(evidence: Evidence, paths: Iterable[Path]) -> Evidence:
+    """The same with these paths in the place of those that text became: a path in a store is more than its text."""
+    if not evidence.seals:
+        return evidence
+    known = {Path(str(path)): path for path in paths}
+    return replace(evidence, seals=tuple(replace(one, path=known.get(one.path, one.path)) for one in evidence.seals))
+
+
+def seal_json(seal: Seal) -> list[Any]:
+    """A seal without the checksums of its chunks."""
+    return [str(seal.path), seal.offset, seal.nbytes, seal.kind, str(seal.digest), seal.label, seal.chunk_nbytes]
+
+
+def seal_from_json(fields: list[Any]) -> Seal:
+    """The seal of these fields. Its path is one in the file system: see `at_paths`."""
+    path, offset, nbytes, kind, digest, label, chunk_nbytes = fields
+    return Seal(Path(path), offset, nbytes, kind, int(digest), label, chunk_nbytes)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode("ascii") if data else ""
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text)) if text else b""

@@ -1,0 +1,56 @@
+"""Which ranges of objects in stores are read for values, and small reads of many objects at once."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from ckpt_formats.core.files import Seal
+from ckpt_formats.core.prefetch import ObjectRange
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.tensor import Blob
+
+T = TypeVar("T")
+
+_AHEAD = 32
+"""Items of which the values are requested before they are needed."""
+
+
+def object_ranges(blobs: Iterable[Blob]) -> Iterator[ObjectRange]:
+    """The ranges of objects that the values of blobs come from. No data is read."""
+    nbytes: dict[StorePath, int] = {}
+    for blob in blobs:
+        for raw in blob.sources():
+            path = raw.path
+            if isinstance(path, StorePath):
+                if path not in nbytes:
+                    nbytes[path] = _nbytes(path)
+                yield ObjectRange(path, raw.offset, min(raw.offset + raw.span, nbytes[path]))
+
+
+def sealed_range(seal: Seal) -> Iterator[ObjectRange]:
+    """The range of a seal, if its file is in a store."""
+    if isinstance(seal.path, StorePath):
+        yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
+
+
+def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Iterator[T]:
+    """The items in their order. The blobs of the next ones are small; those in stores are requested before.
+
+    So a few values from each of many objects take the time of one request, and not of one for each object.
+    """
+    waiting = deque[T]()
+    for item in items:
+        for one in object_ranges(blobs(item)):
+            one.path.store.request(one.path.key, one.start, one.stop - one.start)
+        waiting.append(item)
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _nbytes(path: StorePath) -> int:
+    """The length of an object; 0 if there is none, which is reported when it is read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,145 @@
+"""A store of which all objects below one path were listed: what formats ask of paths needs no further request."""
+
+import errno
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from threading import Lock
+from typing import Any
+from zlib import crc32
+
+from ckpt_formats.core.store_path import FolderEntry
+from ckpt_formats.stores.read_ahead import ReadAhead
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What a listing says of an object."""
+
+    nbytes: int
+    e_tag: str
+    modified: float
+    """Seconds since 1970."""
+
+    def condition(self) -> dict[str, Any]:
+        """What a request demands, so that it is refused if the object is another one now."""
+        if self.e_tag:
+            return {"if_match": self.e_tag}
+        return {"if_unmodified_since": datetime.fromtimestamp(self.modified, timezone.utc)}
+
+    def status(self) -> os.stat_result:
+        """As of a file. Its identity is that of the content, by the e_tag."""
+        number = crc32(self.e_tag.encode())
+        return os.stat_result(
+            (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, self.nbytes, self.modified, self.modified, self.modified)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredName:
+    """A name in a folder of a store."""
+
+    name: str
+    folder: bool
+
+    def is_dir(self) -> bool:
+        return self.folder
+
+    def is_file(self) -> bool:
+        return not self.folder
+
+    def is_symlink(self) -> bool:
+        return False
+
+
+class ListedStore(ABC):
+    """A `Store`, of which the objects below one prefix are known. Threads may share it."""
+
+    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str) -> None:
+        """`objects`: all of those below the key `root`, or that object itself."""
+        self._url, self._root = url, root
+        self._objects = dict(objects)
+        self._folders: dict[str, dict[str, bool]] = {}
+        self._siblings: dict[str, dict[str, bool]] = {}
+        self._lock = Lock()
+        self._ahead = ReadAhead(self.get)
+        for key in objects:
+            _note(self._folders, key)
+
+    @abstractmethod
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
+
+    @abstractmethod
+    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+        """The objects in a folder that was not listed, and the names of the folders in it."""
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def stat(self, key: str) -> os.stat_result:
+        is_folder = not key or self._is_folder(key)
+        if (known := self._objects.get(key)) is not None:
+            return known.status()
+        if is_folder:
+            return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
+
+    def entries(self, key: str) -> list[FolderEntry]:
+        if key in self._objects:
+            raise NotADirectoryError(errno.ENOTDIR, "is an object, not a folder", f"{self._url}/{key}")
+        names = self._names(key)
+        if not names and key:
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder", f"{self._url}/{key}")
+        return [StoredName(name, folder) for name, folder in sorted(names.items())]
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> int:
+        return self._ahead.read_into(key, self._objects[key].nbytes, offset, view)
+
+    def request(self, key: str, offset: int, nbytes: int) -> None:
+        self._ahead.request(key, self._objects[key].nbytes, offset, nbytes)
+
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        return self._ahead.has(key, offset, nbytes)
+
+    def keep(self, nbytes: int) -> None:
+        self._ahead.keep(nbytes)
+
+    def _is_folder(self, key: str) -> bool:
+        if self._has_listed(key):
+            return key in self._folders
+        if self._root.startswith(f"{key}/"):
+            return True
+        above, _, name = key.rpartition("/")
+        return self._names(above).get(name, False)
+
+    def _has_listed(self, key: str) -> bool:
+        return not self._root or key == self._root or key.startswith(f"{self._root}/")
+
+    def _names(self, key: str) -> dict[str, bool]:
+        """The names in a folder, and whether each is a folder. One beside the checkpoint is listed when it is asked."""
+        if self._has_listed(key):
+            return self._folders.get(key, {})
+        with self._lock:
+            if key not in self._siblings:
+                objects, folders = self._level(key)
+                self._objects |= {path: one for path, one in objects.items() if path not in self._objects}
+                names = {path.rpartition("/")[2]: False for path in objects}
+                self._siblings[key] = names | dict.fromkeys(folders, True)
+            return self._siblings[key]
+
+
+def _note(folders: dict[str, dict[str, bool]], key: str) -> None:
+    """Add an object, and the folders that its key implies."""
+    above, _, name = key.rpartition("/")
+    folders.setdefault(above, {})[name] = False
+    while above:
+        above, _, name = above.rpartition("/")
+        names = folders.setdefault(above, {})
+        if names.get(name):
+            return
+        names[name] = True

@@ -1,0 +1,204 @@
+"""A copy in a bucket that follows a chain: members and the log as they come, in parts, and never half of either."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import obstore
+import pytest
+
+import ckpt as library
+import growing_log
+from ckpt.chains.places import changed
+from ckpt.copying import follow
+from ckpt.pipeline import Resources
+from ckpt_formats.core.errors import CkptError, Corrupt, Locked, OutputError, Unsupported
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.joined import joined, part_name, parts_of
+from ckpt_formats.stores.location import source_path
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.states import open_steps
+from damage import SAMPLES, ckpt
+from object_stores import BUCKET, StoreServer, moto, reached
+
+RECORDED = SAMPLES / "recorded-1" / "run.chain"
+THERE = f"s3://{BUCKET}/a/run.chain"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with moto() as running:
+        yield running
+
+
+@pytest.fixture
+def user(server: StoreServer) -> Iterator[StoreServer]:
+    with reached(server):
+        yield server
+    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
+    obstore.delete(server.client, objects)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A chain whose log has come to step 4, and to half of the record of step 5. `grow` adds the rest."""
+    shutil.copytree(RECORDED, tmp_path / "run.chain")
+    segment = open_steps(tmp_path / "run.chain", index.read(RECORDED).segments[-1])
+    for rank, log in enumerate(segment.logs):
+        os.truncate(log.path, segment.nbytes_upto(rank, 4) + 100)
+    return tmp_path / "run.chain"
+
+
+def grow(run: Path) -> None:
+    shutil.copytree(RECORDED, run, dirs_exist_ok=True)
+
+
+def keys(server: StoreServer) -> list[str]:
+    return sorted(meta["path"] for page in obstore.list(server.client, "a/") for meta in page)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (one for one in folder.rglob("*") if one.is_file() and one.name not in ("chain.lock", "chain.json"))
+    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in found}
+
+
+def test_a_log_is_followed_in_parts(
+    user: StoreServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "PART_NBYTES", 20_000)
+    first = library.update_copy(run, THERE)
+    assert first.last == 4
+    assert list(library.Chain(THERE)) == list(library.Chain(run)) == [0, 1, 2, 3, 4]
+    assert library.update_copy(run, THERE).objects == 0
+    grow(run)
+    done = json.loads(ckpt("copy", run, THERE, "--update", "--json").out)
+    assert done["last"] == 6
+    assert 0 < done["objects"] < first.objects
+    assert list(library.Chain(THERE)) == [0, 1, 2, 3, 4, 5, 6]
+    for step in (2, 4, 6):
+        assert ckpt("diff", f"{THERE}@{step}", f"{RECORDED}@{step}").code == 0
+    assert ckpt("verify", THERE, "--replay").code == 0
+    sizes = [meta["size"] for page in obstore.list(user.client, "a/") for meta in page if ".part-" in meta["path"]]
+    assert len(sizes) > 8
+    assert max(sizes) <= 20_000
+    library.copy(THERE, tmp_path / "back")
+    assert files(tmp_path / "back") == files(RECORDED)
+
+
+def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:
+    seen: list[follow.Brought] = []
+    rank = (run / "gradients-0000000003" / "rank-00001.ckg").open("rb")
+    fcntl.flock(rank, fcntl.LOCK_EX)  # as a recorder does
+
+    def note(brought: follow.Brought) -> None:
+        seen.append(brought)
+        with pytest.raises(Locked), changed(source_path(THERE), Resources()):
+            pass  # nobody else changes it
+        if len(seen) == 1:
+            grow(run)
+        else:
+            rank.close()
+
+    library.follow_copy(run, THERE, every=0.01, stop=threading.Event(), on_update=note)
+    assert [(one.last, one.grows) for one in seen] == [(4, True), (6, True), (6, False)]
+    assert not any("/.ckpt/" in key for key in keys(user))
+
+
+@pytest.mark.slow
+def test_at_each_moment_of_a_log_that_grows_the_copy_has_its_steps(user: StoreServer, tmp_path: Path) -> None:
+    run, seen = tmp_path / "run.chain", set[int]()
+    for _ in growing_log.grow(RECORDED, run, seed=1, pieces=8):
+        try:
+            steps = list(library.Chain(run))
+        except CkptError:
+            continue  # a rank has no head of its file yet
+        if any(not one.stat().st_size for one in run.rglob("*.ckg")):
+            continue
+        library.update_copy(run, THERE)
+        assert list(library.Chain(THERE)) == steps
+        if steps[-1] not in seen:
+            seen.add(steps[-1])
+            assert ckpt("diff", THERE, run).code == 0
+    assert len(seen) > 3
+    library.copy(THERE, tmp_path / "back")
+    assert files(tmp_path / "back") == files(RECORDED)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_a_signal(user: StoreServer, run: Path) -> None:
+    command = [sys.executable, "-m", "ckpt_cli", "copy", str(run), THERE, "--follow", "--every", "0.2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        said = [json.loads(following.stdout.readline())]
+        grow(run)
+        while said[-1]["last"] < 6:
+            said.append(json.loads(following.stdout.readline()))
+        following.send_signal(signal.SIGINT)
+        assert following.wait(30) == 0
+    assert said[0]["last"] == 4
+    assert ckpt("diff", f"{THERE}@6", f"{RECORDED}@6").code == 0
+    assert not any("/.ckpt/" in key for key in keys(user))
+
+
+def test_what_the_chain_has_no_more_is_removed_and_what_a_kill_left_is_used(
+    user: StoreServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def killed(place: follow.StorePlace, chain: index.ChainIndex) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:  # before the list was put
+        patch.setattr(follow.StorePlace, "replace", killed)
+        with pytest.raises(OutputError):
+            library.update_copy(run, THERE)
+    left = keys(user)
+    assert f"a/run.chain/{index.NAME}" not in left
+    assert library.update_copy(run, THERE).objects == 0  # all was there, but for the list
+    assert sorted([*left, f"a/run.chain/{index.NAME}"]) == keys(user)
+    library.Chain(run).compact(library.Retention(("all",), gradients=1))
+    library.update_copy(run, THERE)
+    names = {key.split("/")[2] for key in keys(user)}
+    assert names == {one.name for one in run.iterdir()} - {"chain.lock"}
+    assert ckpt("diff", THERE, run).code == 0
+
+
+def test_another_chain_is_not_touched(user: StoreServer, run: Path, tmp_path: Path) -> None:
+    library.copy(SAMPLES / "universal-1-delta", THERE)
+    before = keys(user)
+    with pytest.raises(OutputError, match="there is another chain"):
+        library.update_copy(run, THERE)
+    with pytest.raises(Unsupported, match="only a copy in a store"):
+        library.update_copy(run, tmp_path / "out")
+    assert ckpt("copy", run, THERE, "--update", "--dry-run").code == 2
+    assert keys(user) == before
+    library.update_copy(run, f"{THERE}-2")
+    name = next(key for key in keys(user) if key.startswith("a/run.chain-2/") and ".part-" in key)
+    obstore.put(user.client, name, b"other bytes")
+    with pytest.raises((OutputError, Corrupt)):
+        library.update_copy(run, f"{THERE}-2")
+
+
+def test_parts_after_a_gap_are_not_read(user: StoreServer) -> None:
+    name = "a/log.ckg"
+    data = bytes(range(250))
+    for begin, end in ((0, 100), (100, 170), (170, 200), (220, 250)):
+        obstore.put(user.client, part_name(name, begin), data[begin:end])
+    folder = source_path(f"s3://{BUCKET}/a")
+    assert (folder / "log.ckg").read_bytes() == data[:200]
+    assert isinstance(folder, StorePath)
+    part = memoryview(bytearray(80))
+    assert folder.store.read_into(name, 90, part) == 80
+    assert bytes(part) == data[90:170]
+    assert folder.store.read_into(name, 195, part) == 5
+    shown = [one.name for one in folder.entries()]
+    assert shown == ["log.ckg"]
+    assert parts_of({part_name(name, 5): 10}) == {}
+    assert parts_of({name: 3, part_name(name, 0): 10}) == {}
+    assert joined(folder.store, {}) is folder.store

@@ -1,0 +1,163 @@
+"""Checkpoints in repositories of the Hugging Face Hub: by its own client, from a server that speaks its protocol."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+import ckpt as library
+from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.stores.location import source_path
+from damage import SAMPLES, ckpt
+from hub_server import SIGNATURE, TOKEN, Hub, Repository, hub
+
+NAMES = ("transformers-5.23-trainer", "deepspeed-0.19-zero1-bf16-dp2", "dcp-2.2-fsdp1-w2")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
+    with hub() as running:
+        for name in NAMES:
+            running.repositories[f"org/{name}"] = Repository()
+            running.repositories[f"org/{name}"].commit(SAMPLES / name)
+        yield running
+
+
+@pytest.fixture
+def user(server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A user without a token."""
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    server.requests.clear()
+    server.failing.clear()
+    return server
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repository_is_read_as_from_the_disk(name: str, user: Hub) -> None:
+    """With a request for the commit, one for each page of the listing, and one or two for each file."""
+    done = ckpt("diff", f"hf://org/{name}", SAMPLES / name)
+    assert done.code == 0, done.err
+    files = sum(1 for one in (SAMPLES / name).rglob("*") if one.is_file())
+    assert user.gets_of_ranges <= files + 2
+    assert sum(path.startswith("/api/models/") for _, path, _ in user.requests) <= 4
+
+
+def test_the_command_reads_from_the_address_in_the_environment(server: Hub, tmp_path: Path) -> None:
+    """As users run it: HF_ENDPOINT and HF_TOKEN, in a process of its own."""
+    server.repositories["org/own"] = Repository(access="private")
+    server.repositories["org/own"].commit(SAMPLES / NAMES[0])
+    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "ckpt_cli", "convert", "hf://org/own", str(tmp_path / "out.ucp"), "--json"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert library.open(tmp_path / "out.ucp").step == library.open(SAMPLES / NAMES[0]).step
+    for text in (ran.stdout, ran.stderr, *(one.read_bytes().decode("latin-1") for one in tmp_path.rglob("*.ucp"))):
+        assert TOKEN not in text
+        assert SIGNATURE not in text
+
+
+def test_a_revision_is_one_commit_whatever_is_uploaded_meanwhile(user: Hub) -> None:
+    repository = user.repositories["org/moving"] = Repository()
+    first = repository.commit(SAMPLES / "transformers-5.23-trainer")
+    opened = library.open("hf://org/moving")
+    assert f"@{first}" in str(opened.path)
+    repository.commit(SAMPLES / "dcp-2.2-fsdp1-w2", "main")
+    local = library.open(SAMPLES / "transformers-5.23-trainer")
+    assert all(np.array_equal(opened[name][...], local[name][...]) for name in local)
+    assert set(library.open("hf://org/moving")) != set(local)
+    assert set(library.open(f"hf://org/moving@{first}")) == set(local)
+    repository.commit(SAMPLES / "transformers-5.23-trainer", "a/branch")
+    assert set(library.open("hf://org/moving@a%2Fbranch")) == set(local)
+
+
+def test_a_folder_and_a_file_of_a_repository(user: Hub, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a2").mkdir(parents=True)
+    for one in (SAMPLES / "transformers-5.23-trainer").iterdir():
+        (tmp_path / "runs" / "a2" / one.name).write_bytes(one.read_bytes())
+    user.repositories["org/runs"] = Repository()
+    user.repositories["org/runs"].commit(tmp_path)
+    for place, local in (("runs/a2", ""), ("runs/a2/model.safetensors", "model.safetensors")):
+        done = ckpt("diff", f"hf://org/runs/{place}", SAMPLES / "transformers-5.23-trainer" / local)
+        assert done.code == 0, done.err
+
+
+def test_a_token_goes_to_the_hub_and_to_nobody_else(user: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    user.repositories["org/secret"] = Repository(access="private")
+    user.repositories["org/secret"].commit(SAMPLES / "dcp-2.2-fsdp1-w2")
+    assert ckpt("verify", "hf://org/secret").code == 0
+    large = [had_token for _, path, had_token in user.requests if path.startswith("/cdn/")]
+    assert large
+    assert not any(large)
+    assert all(had_token for _, path, had_token in user.requests if not path.startswith("/cdn/"))
+    path = source_path("hf://org/secret")
+    assert TOKEN not in repr(pickle.dumps(path))
+    assert pickle.loads(pickle.dumps(path)) == path
+    user.requests.clear()
+    assert ckpt("inspect", "hf://org/secret", "--anonymous").code == 10
+    assert not any(had_token for _, _, had_token in user.requests)
+
+
+@pytest.mark.parametrize(
+    ("access", "url", "words"),
+    [
+        ("private", "hf://org/refused", ("no such repository, or it is private", "HF_TOKEN")),
+        ("gated", "hf://org/refused", ("to those only who asked for it", "Ask for access")),
+        ("public", "hf://org/missing", ("no such repository", "hf auth login")),
+        ("public", "hf://org/refused@v9", ("the repository has no revision v9", "hf://org/refused@v9")),
+        ("public", "hf://org/refused/nothing", ("there is nothing at this path", "/nothing")),
+        ("public", "hf://org", ("is not the URL of a store", "hf://ORGANISATION/MODEL")),
+        ("public", "hf://org/a/../b", ("no object has a part", "hf://org/a/../b")),
+    ],
+)
+def test_what_the_hub_refuses_is_an_error_that_helps(access: str, url: str, words: tuple[str, str], user: Hub) -> None:
+    user.repositories["org/refused"] = Repository(access=access)
+    user.repositories["org/refused"].commit(SAMPLES / NAMES[0])
+    done = ckpt("inspect", url)
+    assert done.code in (10, 22), done.err
+    assert all(word in done.err for word in words), done.err
+    assert "Traceback" not in done.err
+    assert SIGNATURE not in done.err
+
+
+@pytest.mark.parametrize("statuses", [[429, 503], [500, 502], [403]], ids=str)
+def test_requests_that_fail_are_repeated(statuses: list[int], user: Hub) -> None:
+    """403: a signed address that is not valid any more is asked for again."""
+    name = "dcp-2.2-fsdp1-w2"
+    opened = library.open(f"hf://org/{name}")
+    user.failing += statuses if statuses != [403] else []
+    first = next(iter(opened))
+    assert np.array_equal(opened[first][...], library.open(SAMPLES / name)[first][...])
+    if statuses == [403]:
+        path = next(one for one in source_path(f"hf://org/{name}").iterdir() if one.suffix == ".distcp")
+        store = path.store  # type: ignore[attr-defined]
+        whole = bytes(store.get(path.key, 0, 100))  # type: ignore[attr-defined]
+        user.failing += statuses
+        assert bytes(store.get(path.key, 0, 100)) == whole  # type: ignore[attr-defined]
+    assert not user.failing
+
+
+def test_a_repository_is_only_read(tmp_path: Path) -> None:
+    done = ckpt("convert", SAMPLES / NAMES[0], "hf://org/new")
+    assert done.code == 22
+    assert "ckpt does not write there" in done.err
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.delitem(sys.modules, "ckpt_formats.stores.hub", raising=False)
+    with pytest.raises(Unsupported, match="need the package huggingface_hub") as refused:
+        source_path("hf://org/model")
+    assert "ckpt-suite[hf]" in str(refused.value.hint)
