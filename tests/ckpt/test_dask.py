@@ -19,6 +19,7 @@ from ckpt.pipeline.cluster.worker import WorkerJob, write_task
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.errors import Corrupt, OutputError, Unsupported
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import At, DaskProcesses, dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -151,15 +152,15 @@ def test_what_a_worker_cannot_see_is_named(model: Path, tmp_path: Path) -> None:
     format = library.Universal(pack_nbytes=1)
     shared = SharedPlan.of(format.plan(source), source, format)
     away = SharedFolder(tmp_path / "away", "token")
-    outcome = write_task(WorkerJob(shared, source.identities, 1 << 20, away), (0,))
+    outcome = write_task(WorkerJob(shared, source.identities, 1 << 20, away), ((0,),))
     assert outcome.failure is not None
     assert "does not see the folder in which the target is written" in str(outcome.failure.error)
     elsewhere = {tmp_path / "gone.pt": next(iter(source.identities.values()))}
-    outcome = write_task(WorkerJob(shared, elsewhere, 1 << 20, away), (0,))
+    outcome = write_task(WorkerJob(shared, elsewhere, 1 << 20, away), ((0,),))
     assert outcome.failure is not None
     assert isinstance(outcome.failure.error, OutputError)
     assert "does not see the source" in str(outcome.failure.error)
-    late = write_task(WorkerJob(shared, {}, 1 << 20, away, "0.0.1"), (0,))
+    late = write_task(WorkerJob(shared, {}, 1 << 20, away, "0.0.1"), ((0,),))
     assert late.failure is not None
     assert "the job is of ckpt 0.0.1" in str(late.failure.error)
     assert list(tmp_path.iterdir()) == []
@@ -185,7 +186,21 @@ def test_it_is_said_what_runs_where_and_a_task_is_small(
     assert all(status.slowest.startswith("packs/") and "process" in status.where for status in running)
     assert "of 200 files written" in str(running[0])
     groups = distribute.groups_for(library.Universal(pack_nbytes=1).plan(library.open(model)).files, 3, 64)
-    assert len(pickle.dumps(("0" * 32, len(groups), tuple(range(64))))) < 1000
+    many = tuple((number,) for number in range(1 << 20, (1 << 20) + 64))
+    assert len(pickle.dumps(("0" * 32, len(groups), many))) < 1000
+
+
+def test_small_files_are_joined_to_tasks_and_all_workers_have_some() -> None:
+    def groups(count: int, nbytes: int) -> list[tuple[FilePlan, ...]]:
+        return [(FilePlan(str(number), size=nbytes),) for number in range(count)]
+
+    small = distribute.batches(groups(1000, 100_000), slots=2)
+    assert [group for batch in small for group in batch] == groups(1000, 100_000)
+    assert max(map(len, small)) == 64
+    assert [len(batch) for batch in distribute.batches(groups(100, 30 << 20), slots=2)] == [2] * 50
+    assert [len(batch) for batch in distribute.batches(groups(16, 1000), slots=4)] == [1] * 16
+    assert [len(batch) for batch in distribute.batches(groups(3, 1 << 30), slots=1)] == [1, 1, 1]
+    assert distribute.batches([], slots=1) == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, StoreServer, faulty, moto, reached, unconditional
+from object_stores import BUCKET, StoreServer, faulty, moto, reached, seaweedfs, unconditional
 
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 PLAIN = SAMPLES / "universal-1-plain"
@@ -95,6 +95,24 @@ def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
     assert requests.count("put") == len(expected) + 5 + journal
     assert len(requests) - requests.count("put") <= 20
     assert ckpt("verify", f"s3://{BUCKET}/a/out").code == 0
+
+
+@pytest.mark.slow
+def test_every_sample_is_written_to_another_server(tmp_path: Path) -> None:
+    """From the disk, and from what was written: each with the bytes of a local folder."""
+    (tmp_path / "data").mkdir()
+    with seaweedfs(tmp_path / "data") as server, reached(server):
+        for name in sorted(path.name for path in SAMPLES.iterdir() if path.is_dir() and path.name != "damaged"):
+            source, url = SAMPLES / name, f"s3://{BUCKET}/{name}"
+            first = ckpt("convert", source, f"{url}/universal", "--pack-size", "64K")
+            assert first.code == 0, first.err
+            assert ckpt("convert", source, tmp_path / name, "--pack-size", "64K").code == 0
+            assert objects_below(server, f"{name}/universal") == files_below(tmp_path / name)
+            again = ckpt("convert", f"{url}/universal", f"{url}/again", "--to", "safetensors", "--shard-size", "64K")
+            assert again.code == 0, again.err
+            options = ("--to", "safetensors", "--shard-size", "64K")
+            assert ckpt("convert", tmp_path / name, tmp_path / f"{name}-again", *options).code == 0
+            assert objects_below(server, f"{name}/again") == files_below(tmp_path / f"{name}-again")
 
 
 @pytest.mark.parametrize("name", ["one.pt", "one.safetensors", "one.ucp"])

@@ -21,7 +21,8 @@ function head() {
   const ends = members.length ? [members.length === 1 ? `A state of step ${integer(members[0].step)}.` : `States of steps ${integer(members[0].step)} to ${integer(members[members.length - 1].step)}.`] : [];
   if (segments.length) ends.push(`The log of gradients has ${plural(logged, "step")}${segments.some((one) => one.has_ended === false) ? ", and has not ended" : ""}.`);
   ends.push(`The last step that can be restored is ${integer(facts.last)}.`);
-  if (facts.unfinished.length) ends.push(`${plural(facts.unfinished.length, "state")} ${facts.unfinished.length === 1 ? "is" : "are"} not complete: ${facts.unfinished.map((one) => one.folder).join(", ")}.`);
+  const unfinished = facts.unfinished || [];
+  if (unfinished.length) ends.push(`${plural(unfinished.length, "state")} ${unfinished.length === 1 ? "is" : "are"} not complete: ${unfinished.map((one) => one.folder).join(", ")}.`);
   by("lead").replaceChildren(named(name, 120), `: ${ends.join(" ")}`);
   const approximate = members.filter((one) => !one.exact).length, lastOne = members[members.length - 1];
   by("tiles").append(

@@ -19,7 +19,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
 
 if TYPE_CHECKING:
-    from ckpt.pipeline.cluster.worker import Outcome, WorkerJob
+    from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob
 
 RETRIES = 3
 """How often a task is begun again whose worker has died."""
@@ -46,7 +46,7 @@ class Cluster(Protocol):
     def share(self, job: "WorkerJob") -> None:
         """Send the job to the workers: to each process once, also to those that come later."""
 
-    def submit(self, task: int, files: tuple[int, ...]) -> "Future[Outcome]":
+    def submit(self, task: int, files: "TaskFiles") -> "Future[Outcome]":
         """Run task number `task`, which writes these files of the plan. Its errors are those of the cluster.
 
         If the worker dies, the cluster begins the task again, `RETRIES` times.

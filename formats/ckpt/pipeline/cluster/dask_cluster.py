@@ -11,7 +11,7 @@ import dask
 from distributed import Client, KilledWorker, WorkerPlugin, get_worker
 
 from ckpt.pipeline.cluster import Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
-from ckpt.pipeline.cluster.worker import Outcome, WorkerJob, place, version_here, write_task
+from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
 from ckpt_formats.core.errors import Unsupported
 
 _CONNECT = 20
@@ -74,7 +74,7 @@ class DaskCluster:
         # The plugin also goes to workers that are started later. They check the version with each task.
         self._client.register_plugin(_JobPlugin(self._token, job), name=self._token)
 
-    def submit(self, task: int, files: tuple[int, ...]) -> "Future[Outcome]":
+    def submit(self, task: int, files: TaskFiles) -> "Future[Outcome]":
         result: Future[Outcome] = Future()
         # The key has no relation to the arguments: a task that is started once more is another one.
         key = f"ckpt-{self._token}-{task}"
@@ -149,7 +149,7 @@ class _JobPlugin(WorkerPlugin):  # type: ignore[misc]  # its types are not read
         _JOBS.pop(self.name, None)
 
 
-def _run(token: str, task: int, files: tuple[int, ...]) -> Outcome:
+def _run(token: str, task: int, files: TaskFiles) -> Outcome:
     """On a worker: say that the task begins, and do it."""
     get_worker().log_event(token, (task, place()))
     return write_task(_JOBS[token], files)

@@ -10,7 +10,7 @@ import ray
 from ray import exceptions
 
 from ckpt.pipeline.cluster import RETRIES, Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
-from ckpt.pipeline.cluster.worker import Outcome, WorkerJob, place, version_here, write_task
+from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
 from ckpt_formats.core.errors import Unsupported
 
 _ASK_EVERY = 1.0
@@ -74,7 +74,7 @@ class RayCluster:
     def share(self, job: WorkerJob) -> None:
         self._job = ray.put(job)
 
-    def submit(self, task: int, files: tuple[int, ...]) -> "Future[Outcome]":
+    def submit(self, task: int, files: TaskFiles) -> "Future[Outcome]":
         # A reference within a list is not resolved for each task: `_run` does so once for each process.
         reference = self._task.remote(self._token, [self._job], self._board, task, files)
         self._references[task] = reference
@@ -149,7 +149,7 @@ class _Board:
         return [(task, where, now - at) for task, where, at in self._starts[first:]]
 
 
-def _run(token: str, job: list[Any], board: Any, task: int, files: tuple[int, ...]) -> Outcome:
+def _run(token: str, job: list[Any], board: Any, task: int, files: TaskFiles) -> Outcome:
     """On a worker: say that the task begins, and do it."""
     board.note.remote(task, place())
     if token not in _JOBS:

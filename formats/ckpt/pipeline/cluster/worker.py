@@ -22,6 +22,9 @@ from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.seal_checks import ListedSeals
 from ckpt_formats.core.version import VERSION
 
+TaskFiles = tuple[tuple[int, ...], ...]
+"""The numbers of a task's files in the plan: groups of files that are written in step, one group after the other."""
+
 
 @dataclass(frozen=True)
 class WorkerJob:
@@ -64,17 +67,17 @@ class Outcome:
     failure: Failure | None = None
 
 
-def write_task(job: WorkerJob, numbers: tuple[int, ...]) -> Outcome:
-    """Write some files of the plan, in step. Errors are part of the outcome, so that they travel whole."""
+def write_task(job: WorkerJob, files: TaskFiles) -> Outcome:
+    """Write some files of the plan. Errors are part of the outcome, so that they travel whole."""
     started, receipts, failure = time.monotonic(), list[Receipt](), None
     try:
         check_version(job.version)
         _check_source(job.identities)
         with job.target.attempt() as sink:
-            files, format = job.shared.files(Task(numbers)), job.shared.format
+            groups, format = [job.shared.files(Task(numbers)) for numbers in files], job.shared.format
             resources, watch = Resources(1, job.memory), _Watch(job.target)
             written = write_files(
-                sink, format, [files], resources, job.local_identities, job.listed, threading.Event(), watch
+                sink, format, groups, resources, job.local_identities, job.listed, threading.Event(), watch
             )
             receipts.extend(written)
     except Exception as error:
