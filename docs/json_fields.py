@@ -460,7 +460,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "",
             {
                 "chain": ("text", "the chain"),
-                "last": ("int", "its last step"),
+                "last": ("int?", "its last step; null if none can be restored"),
                 "segments": ([_SEGMENT], "its log of gradients"),
                 "steps": ([_MEMBER], "its stored states"),
                 "raw_nbytes": ("int", "bytes of all states, decoded"),

@@ -74,8 +74,9 @@ def unfinished_states(run: Path, now: float) -> list[Unfinished]:
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
     """The steps and segments as plain data."""
     raw, stored = _sums(chain)
+    logged = [one.last for one in segments if one.last is not None]  # none of damaged segments
     return {
-        "last": max([member.step for member in chain.members] + [one.last for one in segments if one.last is not None]),
+        "last": max((*(member.step for member in chain.members), *logged), default=None),
         "segments": [segments_json(one) for one in segments],
         "steps": [_member_json(chain, member) for member in chain.members],
         "raw_nbytes": raw,

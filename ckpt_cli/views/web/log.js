@@ -20,7 +20,7 @@ function head() {
   verdict(members.length ? `${plural(members.length, "state")} in ${shownTimes(facts.raw_nbytes, facts.stored_nbytes)}` : plural(logged, "logged step"), "log");
   const ends = members.length ? [members.length === 1 ? `A state of step ${integer(members[0].step)}.` : `States of steps ${integer(members[0].step)} to ${integer(members[members.length - 1].step)}.`] : [];
   if (segments.length) ends.push(`The log of gradients has ${plural(logged, "step")}${segments.some((one) => one.has_ended === false) ? ", and has not ended" : ""}.`);
-  ends.push(`The last step that can be restored is ${integer(facts.last)}.`);
+  ends.push(facts.last === null ? "No step can be restored." : `The last step that can be restored is ${integer(facts.last)}.`);
   const unfinished = facts.unfinished || [];
   if (unfinished.length) ends.push(`${plural(unfinished.length, "state")} ${unfinished.length === 1 ? "is" : "are"} not complete: ${unfinished.map((one) => one.folder).join(", ")}.`);
   by("lead").replaceChildren(named(name, 120), `: ${ends.join(" ")}`);
