@@ -42,8 +42,8 @@ _BATCH_SECONDS = 5.0
 """A receipt is put at the latest with the first one that comes so long after it."""
 _REQUESTS = 16
 """Small objects that are put, or read, at once; parts of a large file that is the whole target."""
-_UPLOADS = 8
-"""Files that are uploaded at once, each of which takes 16 MiB of memory."""
+_UPLOADS = 4
+"""Files that are uploaded at once, each of which takes up to 32 MiB of memory."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -200,7 +200,7 @@ class StoreStaging(Staging):
         self.lease.check()
         self._create(self._key(file), self.data / file)
 
-    def _create(self, key: str, file: Path, parts_at_once: int = 2) -> str:
+    def _create(self, key: str, file: Path, parts_at_once: int = 4) -> str:
         try:
             return self.bucket.upload(key, file, self.lease.check, parts_at_once)
         except FileExistsError:
