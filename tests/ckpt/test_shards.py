@@ -137,7 +137,7 @@ def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path
     assert first.acquire() is None
     assert second.acquire() == f"process {os.getpid()} on {os.uname().nodename}"
     fields = json.loads((tmp_path / "lease").read_text())
-    (tmp_path / "lease").write_text(json.dumps({**fields, "host": "elsewhere"}))
+    (tmp_path / "lease").write_text(json.dumps({**fields, "machine": "elsewhere"}))
     assert second.acquire() is not None
     hour_ago = time.time() - 3600
     os.utime(tmp_path / "lease", (hour_ago, hour_ago))

@@ -10,6 +10,7 @@ import pytest
 
 import ckpt as library
 from ckpt.pipeline import lease, staging, store_staging
+from ckpt.pipeline.lease_owner import LeaseOwner, this_machine
 from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
@@ -253,7 +254,7 @@ def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.M
     assert bucket.read(key) is None
 
     # The owner is on another machine, and has been silent for longer than it promised.
-    owner = lease.LeaseOwner("id", "elsewhere", "another machine", 1, "1", 0.5)
+    owner = LeaseOwner("id", "elsewhere", "another machine", 1, "1", 0.5)
     bucket.create(key, lease._body(owner))
     refused = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out")
     if refused.code == 11:  # the clock of the store counts seconds
@@ -263,7 +264,7 @@ def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.M
         with lease.hold_lease(bucket, key, "the target") as taken:
             taken.check()
     # The owner was a process of this machine that has ended.
-    dead = lease.LeaseOwner("id", "here", lease._machine(), 2**22 + 1, "1", 3600.0)
+    dead = LeaseOwner("id", "here", this_machine(), 2**22 + 1, "1", 3600.0)
     bucket.create(key, lease._body(dead))
     with lease.hold_lease(bucket, key, "the target"):
         pass

@@ -189,14 +189,7 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
     bucket, staged = Bucket(run.store.url), (run / STAGED).key
     try:
         key = f"{staged}/{_LEASE}"
-        with hold_lease(bucket, key, run) as lease, scratch_folder(resources.scratch) as scratch:
-            if resources.locks and not bucket.keeps_conditions(key):
-                bucket.delete([key])
-                raise OutputError(
-                    "this store overwrites objects that are to be created: it ignores `If-None-Match`",
-                    where=run,
-                    hint="Two writers could damage the chain. If no other process changes it, give --no-lock.",
-                )
+        with hold_lease(bucket, key, run, resources.locks) as lease, scratch_folder(resources.scratch) as scratch:
             now = _listed(run)
             if is_unfinished(now):
                 raise Incomplete(

@@ -4,19 +4,15 @@ Whether it was renewed is told by the clock of the store alone, so clocks of mac
 killed on this machine is known to be dead at once.
 """
 
-import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-from ckpt_formats.core.errors import Locked
+from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
+from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.stores.bucket import Bucket, Version
 
@@ -25,30 +21,6 @@ SECONDS = 60.0
 _RENEWALS = 3
 """Renewals within that time."""
 _ATTEMPTS = 10
-
-
-@dataclass(frozen=True)
-class LeaseOwner:
-    """A process that holds a lease."""
-
-    id: str
-    host: str
-    machine: str
-    """The start of the machine and the namespace in which the process has its number."""
-    pid: int
-    started: str
-    """When the process started, as the system counts it: numbers of processes are used again."""
-    seconds: float
-    """After how long it is taken for dead."""
-
-    @classmethod
-    def of_this_process(cls) -> "LeaseOwner":
-        return cls(uuid4().hex, socket.gethostname(), _machine(), os.getpid(), _start_of(os.getpid()), SECONDS)
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it ran here and has ended. Of processes elsewhere, and where that cannot be known: False."""
-        return bool(self.machine) and self.machine == _machine() and _start_of(self.pid) != self.started
 
 
 class Lease:
@@ -95,32 +67,57 @@ class Lease:
         self._thread.join()
         with suppress(OSError):
             there = self._bucket.read(self._key)
-            if there is not None and _owner_in(there[0]) == self._owner:
+            if there is not None and owner_in(there[0]) == self._owner:
                 self._bucket.delete([self._key])
 
 
 @contextmanager
-def hold_lease(bucket: Bucket, key: str, target: object) -> Iterator[Lease]:
-    """Within, this process alone may write the target. Raises `Locked` if another one does, and `OutputError`."""
+def hold_lease(bucket: Bucket, key: str, target: object, conditions: bool = True) -> Iterator[Lease]:
+    """Within, this process alone may write the target. Raises `Locked` if another one does, and `OutputError`.
+
+    `conditions`: refuse a store that would let two processes have the lease.
+    """
     try:
         lease = _take(bucket, key, target)
     except OSError as error:
         raise unwritable(error, Path(key)) from error
     try:
+        if conditions:
+            check_conditions(
+                bucket,
+                key,
+                target,
+                "Two writers could damage the target. If no other process writes it, give --no-lock.",
+            )
         yield lease
     finally:
         lease.release()
 
 
+def check_conditions(bucket: Bucket, key: str, target: object, hint: str) -> None:
+    """Refuse a store that creates the object `key`, which exists, once more; then it is deleted.
+
+    Raises `OutputError`.
+    """
+    if bucket.keeps_conditions(key):
+        return
+    bucket.delete([key])
+    raise OutputError(
+        "this store overwrites objects that are to be created: it ignores `If-None-Match`",
+        where=str(target),
+        hint=hint,
+    )
+
+
 def has_lease(bucket: Bucket, key: str, owner: str) -> bool:
     """Whether the owner with this id has the lease, or nobody has taken it from him yet."""
     there = bucket.read(key)
-    holder = None if there is None else _owner_in(there[0])
+    holder = None if there is None else owner_in(there[0])
     return holder is not None and holder.id == owner
 
 
 def _take(bucket: Bucket, key: str, target: object) -> Lease:
-    owner = LeaseOwner.of_this_process()
+    owner = LeaseOwner.of_this_process(SECONDS)
     for _ in range(_ATTEMPTS):
         with suppress(FileExistsError):
             return Lease(bucket, key, owner, bucket.create(key, _body(owner)))
@@ -128,7 +125,7 @@ def _take(bucket: Bucket, key: str, target: object) -> Lease:
         if there is None:
             continue  # it was released meanwhile
         data, version = there
-        holder, left = _owner_in(data), 0.0
+        holder, left = owner_in(data), 0.0
         if holder is None or not holder.is_dead:
             left = _seconds_left(bucket, key, holder)
         if left > 0:
@@ -148,7 +145,7 @@ def _seconds_left(bucket: Bucket, key: str, holder: LeaseOwner | None) -> float:
 
 
 def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> Locked:
-    who = "" if holder is None else f" (process {holder.pid} on {holder.host})"
+    who = "" if holder is None else f" ({holder})"
     return Locked(
         f"another process is writing this target{who}",
         where=str(target),
@@ -158,37 +155,4 @@ def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> Locked
 
 def _body(owner: LeaseOwner) -> bytes:
     # Renewals must differ: a store may take equal bytes for the same version.
-    return json.dumps({**vars(owner), "renewal": uuid4().hex}).encode()
-
-
-def _owner_in(data: bytes) -> LeaseOwner | None:
-    """The owner that a lease names; None if it names none."""
-    try:
-        fields: dict[str, Any] = json.loads(data)
-        return LeaseOwner(
-            str(fields["id"]),
-            str(fields["host"]),
-            str(fields["machine"]),
-            int(fields["pid"]),
-            str(fields["started"]),
-            min(float(fields["seconds"]), 24 * 3600.0),
-        )
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start_of(pid: int) -> str:
-    """When a process started; empty if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]  # field 22 of proc(5): the name before it may have spaces
+    return owner.to_json(renewal=uuid4().hex)

@@ -280,14 +280,7 @@ def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file
     """
     bucket = Bucket(target.store.url)
     key = f"{staged_folder(target, single_file)}/{_LEASE}"
-    with hold_lease(bucket, key, target) as lease, scratch_folder(scratch) as data:
-        if locks and not bucket.keeps_conditions(key):
-            bucket.delete([key])
-            raise OutputError(
-                "this store overwrites objects that are to be created: it ignores `If-None-Match`",
-                where=target,
-                hint="Two writers could damage the target. If no other process writes it, give --no-lock.",
-            )
+    with hold_lease(bucket, key, target, locks) as lease, scratch_folder(scratch) as data:
         stage = StoreStaging(target, bucket, data, lease, single_file, scratch)
         try:
             yield stage

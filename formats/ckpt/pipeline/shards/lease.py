@@ -5,13 +5,12 @@ the file system, its holder is dead. A holder that was only stopped for so long 
 what is done under it must do no harm twice.
 """
 
-import json
 import os
-import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
 
 _TOUCH_EVERY = 10.0
 _LASTS = 60.0
@@ -22,23 +21,25 @@ class FileLease:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._token = os.urandom(8).hex()
+        self._owner = LeaseOwner.of_this_process(_LASTS)
         self._released = threading.Event()
 
     def acquire(self) -> str | None:
         """None if this process has the lease now, else who has it: a part of a sentence. Does not wait."""
-        draft = self._path.with_name(f"{self._path.name}-{self._token}")
-        draft.write_text(json.dumps({"token": self._token, "host": socket.gethostname(), "process": os.getpid()}))
+        draft = self._path.with_name(f"{self._path.name}-{self._owner.id}")
+        draft.write_bytes(self._owner.to_json())
         try:
             for _ in range(2):
                 if _link_new(draft, self._path):
                     threading.Thread(target=self._touch, name="ckpt-lease", daemon=True).start()
                     return None
-                holder = _read(self._path)
-                if holder is not None and not self._is_stale(holder, draft):
-                    return f"process {holder.get('process')} on {holder.get('host')}"
-                if holder is not None:
-                    self._remove_stale(holder)
+                data = _read(self._path)
+                if data is None:
+                    continue  # it was released meanwhile
+                holder = owner_in(data)
+                if not self._is_stale(holder, draft):
+                    return "another process" if holder is None else str(holder)
+                self._remove_stale(data)
             return "another process"
         finally:
             draft.unlink(missing_ok=True)
@@ -46,7 +47,7 @@ class FileLease:
     def release(self) -> None:
         """Let others have it."""
         self._released.set()
-        if (_read(self._path) or {}).get("token") == self._token:
+        if owner_in(_read(self._path) or b"") == self._owner:
             self._path.unlink(missing_ok=True)
 
     def _touch(self) -> None:
@@ -54,17 +55,17 @@ class FileLease:
             with suppress(OSError):
                 os.utime(self._path)
 
-    def _is_stale(self, holder: dict[str, Any], draft: Path) -> bool:
+    def _is_stale(self, holder: LeaseOwner | None, draft: Path) -> bool:
         """Whether the holder is dead. `draft` was just written, so its time is the file system's clock."""
-        if holder.get("host") == socket.gethostname() and not _is_alive(holder.get("process")):
+        if holder is not None and holder.is_dead:
             return True
         with suppress(OSError):
             return draft.stat().st_mtime - self._path.stat().st_mtime > _LASTS
         return False
 
-    def _remove_stale(self, stale: dict[str, Any]) -> None:
+    def _remove_stale(self, stale: bytes) -> None:
         """Remove the lease of a dead holder, unless another process has just done so and has it now."""
-        aside = self._path.with_name(f"{self._path.name}-{self._token}.stale")
+        aside = self._path.with_name(f"{self._path.name}-{self._owner.id}.stale")
         with suppress(OSError):
             os.rename(self._path, aside)
             if _read(aside) != stale:
@@ -72,15 +73,14 @@ class FileLease:
         aside.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """What a lease says; None if there is none."""
+def _read(path: Path) -> bytes | None:
+    """The content of a lease; None if there is none, and nothing of one that cannot be read."""
     try:
-        fields = json.loads(path.read_text("utf-8"))
+        return path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    except OSError:
+        return b""
 
 
 def _link_new(draft: Path, path: Path) -> bool:
@@ -96,16 +96,4 @@ def _link_new(draft: Path, path: Path) -> bool:
             return False
         with os.fdopen(file, "w") as stream:
             stream.write(draft.read_text())
-    return True
-
-
-def _is_alive(process: object) -> bool:
-    if not isinstance(process, int) or process <= 0:
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
     return True

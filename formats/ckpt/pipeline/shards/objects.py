@@ -19,6 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ckpt.pipeline import receipts as journal_lines
+from ckpt.pipeline.lease import check_conditions
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shards.folder import SHARDS
 from ckpt.pipeline.shards.job import ShardJob
@@ -26,7 +27,7 @@ from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
 from ckpt.pipeline.store_staging import StoreStaging, is_stored, open_store, staged_folder
-from ckpt_formats.core.errors import Incomplete, Locked, OutputError
+from ckpt_formats.core.errors import Incomplete, Locked
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.bucket import Bucket
@@ -170,13 +171,8 @@ def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resou
     stage = ShardObjects(target, job, format, resources)
     stage.begin()
     key = f"{staged_folder(target, single_file=False)}/job"
-    if resources.locks and not stage.bucket.keeps_conditions(key):
-        stage.bucket.delete([key])
-        raise OutputError(
-            "this store overwrites objects that are to be created: it ignores `If-None-Match`",
-            where=target,
-            hint="Shards need a store with conditional requests.",
-        )
+    if resources.locks:
+        check_conditions(stage.bucket, key, target, "Shards need a store with conditional requests.")
     return stage
 
 
