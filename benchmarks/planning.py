@@ -142,7 +142,6 @@ def used() -> tuple[float, float]:
 def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
     """Print the figures of one case as JSON."""
     from ckpt.job import Job
-    from ckpt.pipeline.shared_plan import Task
     from ckpt_cli.views import inspect, job
 
     checkpoint, format = source(parameters, ranks, case), format_of(case, ranks)
@@ -157,9 +156,9 @@ def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
         figures |= {"files": len(plan.files), "nbytes": plan.nbytes}
         shared = pickle.dumps(work.shared_plan(), 5)
         figures["job"] = len(shared) / 1e6
-        figures["task"] = len(pickle.dumps(Task((len(plan.files) - 1,)), 5))
+        figures["task"] = len(pickle.dumps((len(plan.files) - 1,), 5))
         seconds, _ = used()
-        pickle.loads(shared).files(Task((0,)))
+        pickle.loads(shared).files((0,))
         figures["worker"] = used()[0] - seconds
         shown = {
             "convert": lambda: job.show_plan(checkpoint, plan, target, format.name, False),

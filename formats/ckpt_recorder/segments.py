@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, Incomplete, Locked, Unsupported
 from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.publish import flush
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
@@ -61,7 +62,7 @@ def publish(run: Path, segment: NewSegment) -> None:
             chain = _close_last_segment(run, chain or ChainIndex(()), layout.first)
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
-            folder.flush(segment.path)
+            flush(segment.path)
             folder.replace(run, replace(chain, segments=(*chain.segments, line)))
     finally:
         os.close(segment.lock)
@@ -107,7 +108,7 @@ def _write_layout(path: Path, layout: SegmentLayout) -> int:
         while remaining:
             remaining = remaining[os.write(file, remaining) :]
         os.fsync(file)
-        folder.flush(path)
+        flush(path)
     except BaseException:
         os.close(file)
         raise

@@ -9,7 +9,7 @@ import obstore
 import pytest
 
 import ckpt as library
-from ckpt.pipeline import lease, staging, store_staging
+from ckpt.pipeline import lease, object_journal, staging
 from ckpt.pipeline.lease_owner import LeaseOwner, this_machine
 from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.stores import bucket as buckets
@@ -84,7 +84,7 @@ def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
     requests: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_staging, "_BATCH_SECONDS", 1e9)  # a slow machine would put more
+    monkeypatch.setattr(object_journal, "_BATCH_SECONDS", 1e9)  # a slow machine would put more
     local = ckpt(command, source, tmp_path / "out", *options)
     stored = ckpt(command, source, f"s3://{BUCKET}/a/out", *options)
     assert (stored.code, stored.err.replace(f"s3://{BUCKET}/a", str(tmp_path))[:40]) == (local.code, local.err[:40])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ckpt.chains.append import append
 from ckpt.chains.compact import CompactResult, Retention, compact
-from ckpt.chains.places import as_now
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
@@ -14,7 +13,7 @@ from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFound
 from ckpt_formats.core.format import ReadOptions, WritableFormat
-from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.stores.location import listed_again, source_path, target_path
 from ckpt_formats.universal.chain import file, states
 from ckpt_formats.universal.chain.file import ChainIndex
 
@@ -33,7 +32,7 @@ class Chain(Mapping[int, Checkpoint]):
     @property
     def path(self) -> Path:
         """The folder, or where the chain is in a store: as it is now."""
-        return as_now(self._path)
+        return listed_again(self._path)
 
     def __repr__(self) -> str:
         return f"<Chain {self._path}: {len(self)} steps>"

@@ -23,7 +23,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import STAGED, printable
 from ckpt_formats.registry.location import is_unfinished
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal.chain import file, folder
 from ckpt_formats.universal.chain.file import ChainIndex
 
@@ -219,11 +219,6 @@ def _read(run: StorePath, bucket: "Bucket") -> "tuple[ChainIndex | None, Version
 
 
 def _listed(path: StorePath) -> StorePath:
-    now = source_path(str(path), bool(getattr(path.store, "anonymous", False)))
+    now = listed_again(path)
     assert isinstance(now, StorePath)
     return now
-
-
-def as_now(path: Path) -> Path:
-    """A path with what is there now: that of a store has been listed some time ago."""
-    return _listed(path) if isinstance(path, StorePath) else path

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckpt.chains.places import as_now
 from ckpt.chains.tip import open_tip
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
@@ -26,6 +25,7 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, Member, step_of
 from ckpt_formats.universal.chain.folder import PACKS
@@ -101,7 +101,7 @@ def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> 
     """The checkpoint that the last member was appended from; None if it is not there any more."""
     path, options = run / noted.path, _options(source)
     try:
-        path = as_now(path.resolve()) if isinstance(path, StorePath) else path
+        path = listed_again(path.resolve()) if isinstance(path, StorePath) else path
     except CkptError:
         return None
     if noted.content != last.content or options is None or not path.exists():

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.chains.places import as_now
 from ckpt.findings import Finding
 from ckpt.job import Job
 from ckpt.pipeline import Resources
@@ -15,6 +14,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CkptError, Corrupt
 from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member, Tip
 from ckpt_formats.universal.chain.members import open_member
@@ -26,10 +26,10 @@ def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint
 
     Of an exact member, the values are those of `source`; of an approximate one, they are what it decodes to.
     """
-    state = source if member.exact else _decoded(as_now(run / member.folder), earlier)
+    state = source if member.exact else _decoded(listed_again(run / member.folder), earlier)
     target = run / f"tip-{member.step:010d}"
     Job(state, target, Universal(codec=AUTO, content=member.content)).run(resources)
-    files = [path for path in as_now(target).rglob("*") if path.is_file()]
+    files = [path for path in listed_again(target).rglob("*") if path.is_file()]
     return Tip(target.name, member.content, sum(path.stat().st_size for path in files))
 
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 from ckpt import pipeline
 from ckpt.chains import costs
-from ckpt.chains.places import as_now
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
@@ -30,6 +29,7 @@ from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import file
 from ckpt_formats.universal.chain.file import ChainIndex, Member
@@ -255,7 +255,7 @@ def _write(
     source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: Progress | None
 ) -> AppendResult:
     result = Job(source, target, format).run(resources, progress)
-    written = as_now(target)
+    written = listed_again(target)
     return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result)
 
 

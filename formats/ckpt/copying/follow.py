@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.chains.places import StorePlace, as_now, changed
+from ckpt.chains.places import StorePlace, changed
 from ckpt.copying.compare import RunningTag, digest_of
 from ckpt.copying.selection import below
 from ckpt.pipeline import Resources
@@ -25,7 +25,7 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.joined import part_name, parts_of
 from ckpt_formats.stores.listed_store import StoredObject
-from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.stores.location import listed_again, source_path, target_path
 from ckpt_formats.stores.object_store import ObjectStore
 from ckpt_formats.universal.chain import file as chain_list
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
@@ -80,7 +80,7 @@ def follow_copy(
     path, stop, grew = source_path(source), stop or threading.Event(), False
     with _copy_of(target, resources) as copy:
         while True:
-            brought = copy.bring(as_now(path))
+            brought = copy.bring(listed_again(path))
             on_update(brought)
             if (grew and not brought.grows) or stop.wait(every):
                 return
@@ -102,7 +102,7 @@ class _ChainCopy:
             try:
                 return self._bring(run, chain)
             except (NotFound, Incomplete, FileNotFoundError):
-                run = as_now(run)
+                run = listed_again(run)
                 if chain_list.read(run) == chain:
                     raise
 

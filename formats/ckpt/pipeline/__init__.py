@@ -11,7 +11,7 @@ from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.targets import check_target, open_staging, opened_again
+from ckpt.pipeline.targets import check_target, open_staging
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
@@ -26,6 +26,7 @@ from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.stores.location import listed_again
 
 if TYPE_CHECKING:
     from ckpt.pipeline.cluster.distribute import ClusterStatus
@@ -148,7 +149,7 @@ def write(
             raise
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(opened_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
+    return Result(listed_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.publish import flush
 
 ATTEMPTS = "attempts"
 _PARALLEL = 4
@@ -144,15 +145,6 @@ def end_runs(folder: Path) -> None:
     """Tell processes elsewhere that nobody waits for their files any more."""
     for mark in folder.glob("run-*"):
         mark.unlink(missing_ok=True)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def process_name() -> str:

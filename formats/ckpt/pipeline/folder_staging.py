@@ -16,27 +16,24 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.pipeline import attempts, receipts, staging
-from ckpt.pipeline.attempts import SharedFolder, flush
-from ckpt.pipeline.staging import Staging, exists, locked
+from ckpt.pipeline.attempts import SharedFolder
+from ckpt.pipeline.staging import Staging, exists, inside, locked
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.locking import lock, unwritable
-from ckpt_formats.core.publish import rename_new
+from ckpt_formats.core.publish import flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL
 
 _LOCK = "lock"
 _PUBLISHED = "published"
 _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
-_FLUSHES = 8
-"""Files that are flushed at the same time: each waits for the disk, even for a clean file."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,7 @@ class FolderStaging(Staging):
 
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then rename it."""
-        with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
-            list(pool.map(flush, (*self.data.rglob("*"), self.data)))
+        flush_all(self.data)
         complete = self.data if product is None else self.data / product
         self._published.touch()
         staging.reached("before rename")
@@ -184,11 +180,7 @@ def check_target(target: Path, source: Path) -> None:
         raise exists(target)
     here, there = target.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
-        raise OutputError(
-            "the target is inside the source, or the source inside the target",
-            where=target,
-            hint="Choose another target.",
-        )
+        raise inside(target)
     if not target.parent.is_dir():
         raise OutputError(
             "the folder that should hold the target does not exist", where=target.parent, hint="Create it first."

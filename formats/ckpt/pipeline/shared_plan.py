@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -10,13 +11,6 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import Unsupported
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
-
-
-@dataclass(frozen=True)
-class Task:
-    """Files that one worker writes, in step if there are several: their numbers in the plan. Some tens of bytes."""
-
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +34,12 @@ class SharedPlan:
         shared.__dict__["planned"] = plan.files
         return shared
 
-    def files(self, task: Task) -> tuple[FilePlan, ...]:
-        """The files of a task. Raises `Unsupported` if this process plans other files than the one that began."""
-        return tuple(self.planned[number] for number in task.numbers)
+    def files(self, numbers: Iterable[int]) -> tuple[FilePlan, ...]:
+        """The files with these numbers in the plan.
+
+        Raises `Unsupported` if this process plans other files than the one that began.
+        """
+        return tuple(self.planned[number] for number in numbers)
 
     @cached_property
     def planned(self) -> tuple[FilePlan, ...]:

@@ -108,5 +108,10 @@ def exists(target: Path) -> OutputError:
     return OutputError("the target exists already", where=target, hint="Choose another name, or remove it first.")
 
 
+def inside(target: Path) -> OutputError:
+    what = "the target is inside the source, or the source inside the target"
+    return OutputError(what, where=target, hint="Choose another target.")
+
+
 def locked(target: Path) -> Locked:
     return Locked("another process is writing this target", where=target, hint="Wait for it to end.")

@@ -13,19 +13,18 @@ request; its `.ckpt` is the folder `.NAME.ckpt-partial` beside it.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-from uuid import uuid4
+from typing import Any
 
-from ckpt.pipeline import receipts, staging
+from ckpt.pipeline import staging
 from ckpt.pipeline.lease import Lease, hold_lease
+from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.scratch import scratch_folder
-from ckpt.pipeline.staging import Staging, exists
+from ckpt.pipeline.staging import Staging, exists, inside
 from ckpt.pipeline.store_attempts import SharedPrefix
 from ckpt_formats.core.errors import Corrupt, Locked, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
@@ -36,17 +35,10 @@ from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.listed_store import StoredObject
 
 _LEASE, _JOB, _JOURNAL, _COMMITTED, _PUBLISHED = "lease", "job", "journal", "committed", "published"
-_BATCH = 64
-"""Receipts of one object of the journal."""
-_BATCH_SECONDS = 5.0
-"""A receipt is put at the latest with the first one that comes so long after it."""
 _REQUESTS = 16
-"""Small objects that are put, or read, at once; parts of a large file that is the whole target."""
+"""Small objects that are put at once; parts of a large file that is the whole target."""
 _UPLOADS = 4
 """Files that are uploaded at once, each of which takes up to 32 MiB of memory."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass
@@ -60,10 +52,11 @@ class StoreStaging(Staging):
     single_file: bool
     place: Path | None = None
     """Where scratch folders are made, here and on other machines; None: where a system has temporary files."""
-    _waiting: list[Receipt] = field(default_factory=list)
-    _put: float = field(default_factory=time.monotonic)
     _written: dict[str, Receipt] = field(default_factory=dict)
     _files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._journal = ObjectJournal(self.bucket, self._staged(_JOURNAL))
 
     @property
     def data(self) -> Path:
@@ -104,12 +97,9 @@ class StoreStaging(Staging):
 
     def receipts(self, format: WritableFormat) -> Iterable[Receipt]:
         objects = self._objects()
-        journal = sorted(key for key in objects if key.startswith(self._staged(_JOURNAL) + "/"))
-        for read in _in_parallel(self.bucket.read, journal):
-            lines = "" if read is None else read[0].decode("utf-8", "replace")
-            for receipt in receipts.from_lines(lines.splitlines()):
-                if is_stored(receipt, objects.get(self._key(receipt.file))):
-                    self._written[receipt.file] = receipt
+        for receipt in self._journal.read(objects):
+            if is_stored(receipt, objects.get(self._key(receipt.file))):
+                self._written[receipt.file] = receipt
         # What has no receipt may be half of another attempt, and would keep this one from creating it.
         self._delete(self._own(objects) - {self._key(file) for file in self._written})
         self._delete({self._staged(_COMMITTED)} & objects.keys())
@@ -128,18 +118,14 @@ class StoreStaging(Staging):
         if self.single_file:
             return
         self._written[receipt.file] = receipt
-        self._waiting.append(receipt)
-        if len(self._waiting) >= _BATCH or time.monotonic() - self._put > _BATCH_SECONDS:
+        if self._journal.add(receipt):
             self.flush()
 
     def flush(self) -> None:
         """Put the receipts that are not in the journal yet."""
-        if self._waiting:
+        if self._journal.waiting:
             self.lease.check()  # the notes of another process may be at this place now
-            lines = "".join(map(receipts.to_line, self._waiting))
-            self.bucket.create(self._staged(f"{_JOURNAL}/{uuid4().hex}"), lines.encode())
-            self._waiting.clear()
-        self._put = time.monotonic()
+        self._journal.flush()
 
     @contextmanager
     def shared(self) -> Iterator[SharedPrefix]:
@@ -159,7 +145,8 @@ class StoreStaging(Staging):
         last = sorted(path.relative_to(self.data).as_posix() for path in self.data.rglob("*") if path.is_file())
         marks = sorted(filter(is_mark, last), key=lambda file: -file.count("/"))
         self.bucket.create(self._staged(_COMMITTED), json.dumps({"files": last}).encode())
-        _in_parallel(self._commit, [file for file in last if file not in marks])
+        with ThreadPoolExecutor(_REQUESTS, "ckpt-requests") as pool:
+            list(pool.map(self._commit, [file for file in last if file not in marks]))
         staging.reached("before rename")
         for file in marks:
             self._commit(file)
@@ -238,7 +225,7 @@ class StoreStaging(Staging):
         self._delete(own)
         self._delete(staged - lists)
         self._delete(staged & lists)  # last: they name the rest
-        self._waiting.clear()
+        self._journal.forget()
         self._written.clear()
         return {key: one for key, one in objects.items() if key in own | staged and key != self._staged(_LEASE)}
 
@@ -302,11 +289,7 @@ def check_target(target: StorePath, source: Path) -> None:
     if target.exists() and not staged.is_dir():  # else there may be notes of a killed job to be removed first
         raise exists(target)
     if isinstance(source, StorePath) and (target.is_relative_to(source) or source.is_relative_to(target)):
-        raise OutputError(
-            "the target is inside the source, or the source inside the target",
-            where=target,
-            hint="Choose another target.",
-        )
+        raise inside(target)
 
 
 def is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
@@ -333,8 +316,3 @@ def _names(fields: Mapping[str, Any]) -> list[str]:
 
 def _joined(folder: str, file: str) -> str:
     return f"{folder}/{file}" if folder else file
-
-
-def _in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    with ThreadPoolExecutor(_REQUESTS, "ckpt-requests") as pool:
-        return list(pool.map(work, items))

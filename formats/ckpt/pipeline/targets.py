@@ -8,7 +8,6 @@ from ckpt.pipeline import folder_staging
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.stores.location import source_path
 
 
 @contextmanager
@@ -22,11 +21,6 @@ def open_staging(target: Path, resources: Resources, single_file: bool) -> Itera
         return
     with folder_staging.open_folder(target, resources.locks) as stage:
         yield stage
-
-
-def opened_again(target: Path) -> Path:
-    """The path of a target that has been written. What was listed of a store before does not show it."""
-    return source_path(str(target)) if isinstance(target, StorePath) else target
 
 
 def check_target(target: Path, source: Path) -> None:

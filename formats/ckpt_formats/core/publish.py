@@ -1,8 +1,9 @@
-"""The rename that publishes a target. It never replaces a file or folder of another process."""
+"""What publishes a target: its bytes reach the disk, then one rename, which never replaces what another process has."""
 
 import ctypes
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,23 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """The errors of kernels and file systems that do not support the flag."""
+_FLUSHES = 8
+"""Files that are flushed at the same time: each waits for the disk, even for a clean file."""
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of what is in a folder, is on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def flush_all(folder: Path) -> None:
+    """Wait until a folder and all that is below it are on the disk."""
+    with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
+        list(pool.map(flush, (*folder.rglob("*"), folder)))
 
 
 def rename_new(source: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ckpt_formats.core.errors import NotFound, Unsupported
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
@@ -48,6 +49,13 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     except ModuleNotFoundError as error:
         raise _missing(error, "cloud", place) from None
     return open_store(f"{kind}://{'/'.join(parts[:count])}", key, anonymous)
+
+
+def listed_again(path: Path) -> Path:
+    """The path with what is there now: the one of a store shows what was there when it was listed."""
+    if not isinstance(path, StorePath):
+        return path
+    return source_path(str(path), bool(getattr(path.store, "anonymous", False)))
 
 
 def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckpt.pipeline import listed_seals
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.shared_plan import SharedPlan, Task
+from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.pipeline.staging import SharedTarget
 from ckpt.pipeline.write_files import write_files
 from ckpt_formats.core.errors import OutputError
@@ -74,7 +74,7 @@ def write_task(job: WorkerJob, files: TaskFiles) -> Outcome:
         check_version(job.version)
         _check_source(job.identities)
         with job.target.attempt() as sink:
-            groups, format = [job.shared.files(Task(numbers)) for numbers in files], job.shared.format
+            groups, format = [job.shared.files(numbers) for numbers in files], job.shared.format
             resources, watch = Resources(1, job.memory), _Watch(job.target)
             written = write_files(
                 sink, format, groups, resources, job.local_identities, job.listed, threading.Event(), watch

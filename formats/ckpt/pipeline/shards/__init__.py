@@ -21,7 +21,6 @@ from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards import folder
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
-from ckpt.pipeline.targets import opened_again
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import FileWork, check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -31,6 +30,7 @@ from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
+from ckpt_formats.stores.location import listed_again
 
 _MAX_GROUP = 64
 _GROUPS = 4
@@ -99,7 +99,7 @@ def write_shard(
             raise pipeline.system_error(error, stage, identities) from error
     total = sum(receipt.nbytes for receipt in in_order)
     seconds = time.monotonic() - started
-    written = target if pending else opened_again(target)
+    written = target if pending else listed_again(target)
     return pipeline.Result(written, len(in_order), total, len(before), checksums, seconds, pending=pending)
 
 

@@ -14,7 +14,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from ckpt.pipeline import receipts as journal_lines
 from ckpt.pipeline import staging
-from ckpt.pipeline.attempts import ATTEMPTS, Attempt, attempt_in, flush, process_name
+from ckpt.pipeline.attempts import ATTEMPTS, Attempt, attempt_in, process_name
 from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
@@ -31,7 +30,7 @@ from ckpt.pipeline.staging import exists
 from ckpt_formats.core.errors import NotFound, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.publish import rename_new
+from ckpt_formats.core.publish import flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL
 
 SHARDS = f".shards{PARTIAL}"
@@ -44,7 +43,6 @@ _COMMIT = "commit-"
 _LEASE = "lease"
 _ID = 16
 """Characters of the job's id that are in the folder's name."""
-_FLUSHES = 8
 _KEPT = 24 * 3600.0
 """Seconds for which it is remembered that a job is done."""
 _NUMBERS = count()
@@ -104,8 +102,7 @@ class ShardFolder(ShardStaging):
         """Commit, flush everything to the disk, and rename it to the target. Raises `OutputError` if that exists."""
         data = self._take_over(receipts)
         commit(data)
-        with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
-            list(pool.map(flush, (*data.rglob("*"), data)))
+        flush_all(data)
         (self.folder / _PUBLISHED).touch()
         staging.reached("before rename")
         try:

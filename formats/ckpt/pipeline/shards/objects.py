@@ -11,15 +11,13 @@ So whoever has the lease verifies and publishes as `StoreStaging` does.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
-from ckpt.pipeline import receipts as journal_lines
 from ckpt.pipeline.lease import check_conditions
+from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shards.folder import SHARDS
 from ckpt.pipeline.shards.job import ShardJob
@@ -32,9 +30,6 @@ from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.bucket import Bucket
 
-_BATCH = 64
-_BATCH_SECONDS = 5.0
-"""A receipt is put at the latest with the first one that comes so long after it."""
 _POLL = 5.0
 """Seconds between two looks whether the lease is free."""
 
@@ -47,9 +42,10 @@ class ShardObjects(ShardStaging):
     job: ShardJob
     format: WritableFormat
     resources: Resources
-    _waiting: list[Receipt] = field(default_factory=list)
-    _put: float = field(default_factory=time.monotonic)
     _stage: StoreStaging | None = None
+
+    def __post_init__(self) -> None:
+        self._journal = ObjectJournal(self.bucket, self._staged("journal"))
 
     @property
     def disk(self) -> Path:
@@ -84,12 +80,9 @@ class ShardObjects(ShardStaging):
     def receipts(self) -> Mapping[str, Receipt]:
         objects = self.bucket.list(self.target.key)
         complete: dict[str, Receipt] = {}
-        for key in sorted(key for key in objects if key.startswith(self._staged("journal/"))):
-            read = self.bucket.read(key)
-            for receipt in journal_lines.from_lines([] if read is None else read[0].decode().splitlines()):
-                there = objects.get(f"{self.target.key}/{receipt.file}")
-                if is_stored(receipt, there):
-                    complete.setdefault(receipt.file, receipt)
+        for receipt in self._journal.read(objects):
+            if is_stored(receipt, objects.get(f"{self.target.key}/{receipt.file}")):
+                complete.setdefault(receipt.file, receipt)
         return complete
 
     @contextmanager
@@ -99,19 +92,11 @@ class ShardObjects(ShardStaging):
             try:
                 yield attempt
             finally:
-                self._flush()
+                self._journal.flush()
 
     def note(self, receipt: Receipt) -> None:
-        self._waiting.append(receipt)
-        if len(self._waiting) >= _BATCH or time.monotonic() - self._put > _BATCH_SECONDS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._waiting:
-            lines = "".join(map(journal_lines.to_line, self._waiting))
-            self.bucket.create(self._staged(f"journal/{uuid4().hex}"), lines.encode())
-            self._waiting.clear()
-        self._put = time.monotonic()
+        if self._journal.add(receipt):
+            self._journal.flush()
 
     @contextmanager
     def lease(self, wait: bool, stop: threading.Event) -> Iterator[str | None]:

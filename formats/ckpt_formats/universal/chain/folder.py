@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED
 from ckpt_formats.universal.chain import file as index
@@ -175,15 +176,6 @@ def replace(run: Path, chain: ChainIndex) -> None:
         os.fsync(file.fileno())
     os.replace(draft, run / index.NAME)
     flush(run)
-
-
-def flush(folder: Path) -> None:
-    """Write the entries of a folder to the disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _make(run: Path) -> bool:
