@@ -2,9 +2,29 @@
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
 import pytest
+
+from object_stores import StoreServer, moto, reached
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[StoreServer]:
+    """An object store of this process's tests."""
+    with moto() as running:
+        yield running
+
+
+@pytest.fixture
+def user(server: StoreServer) -> Iterator[StoreServer]:
+    """The store, for a user who has its credentials. Its objects are removed at the end of the test."""
+    with reached(server):
+        yield server
+    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
+    obstore.delete(server.client, objects)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ckpt_formats.stores import object_store
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.universal.chain import file as index
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, StoreServer, faulty, moto, reached, seaweedfs, unconditional
+from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
 from universal_kills import states
 
 ELEMENTS = 4_000
@@ -36,20 +35,6 @@ BUDGETS = {
     "compact": {"put": 19, "get": 31, "list": 22, "delete": 9},
 }
 """Requests at most, for states of one pack. One delta takes three objects; each job has a lease, a probe, a journal."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with moto() as running:
-        yield running
-
-
-@pytest.fixture
-def user(server: StoreServer) -> Iterator[StoreServer]:
-    with reached(server):
-        yield server
-    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
-    obstore.delete(server.client, objects)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -19,7 +18,7 @@ from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from damage import SAMPLES, ckpt
 from held import flip
-from object_stores import BUCKET, StoreServer, faulty, moto, reached, seaweedfs
+from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs
 
 SOURCES = (
     "dcp-2.2-fsdp1-w2",
@@ -33,20 +32,6 @@ NOT_COPIED = ("truth.safetensors", "expected.json")
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 CHAIN = SAMPLES / "universal-1-delta"
 THERE = f"s3://{BUCKET}/a/copy"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with moto() as running:
-        yield running
-
-
-@pytest.fixture
-def user(server: StoreServer) -> Iterator[StoreServer]:
-    with reached(server):
-        yield server
-    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
-    obstore.delete(server.client, objects)
 
 
 def files(folder: Path) -> dict[str, bytes]:

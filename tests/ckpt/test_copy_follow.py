@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -26,24 +25,10 @@ from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.states import open_steps
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, StoreServer, moto, reached
+from object_stores import BUCKET, StoreServer
 
 RECORDED = SAMPLES / "recorded-1" / "run.chain"
 THERE = f"s3://{BUCKET}/a/run.chain"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with moto() as running:
-        yield running
-
-
-@pytest.fixture
-def user(server: StoreServer) -> Iterator[StoreServer]:
-    with reached(server):
-        yield server
-    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
-    obstore.delete(server.client, objects)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from ckpt.pipeline.shards.lease import FileLease
 from ckpt_formats.core.errors import Unsupported
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, StoreServer, moto, reached
+from object_stores import BUCKET, StoreServer, reached
 from shard_kills import FORMATS, Campaign
 
 ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
@@ -174,12 +173,6 @@ def test_random_kills_do_not_show_in_the_bytes(name: str, tmp_path: Path) -> Non
     campaign, generator = Campaign(tmp_path, name), random.Random(name)
     while campaign.counts["killed"] < 4:
         campaign.round(generator)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with moto() as running:
-        yield running
 
 
 def _objects(server: StoreServer, key: str) -> dict[str, bytes]:

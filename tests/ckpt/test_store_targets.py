@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -15,24 +14,10 @@ from ckpt_formats.core.errors import Locked, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from damage import SAMPLES, ckpt
-from object_stores import BUCKET, StoreServer, faulty, moto, reached, seaweedfs, unconditional
+from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
 
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 PLAIN = SAMPLES / "universal-1-plain"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with moto() as running:
-        yield running
-
-
-@pytest.fixture
-def user(server: StoreServer) -> Iterator[StoreServer]:
-    with reached(server):
-        yield server
-    objects = [meta["path"] for page in obstore.list(server.client) for meta in page if meta["path"] != "ready"]
-    obstore.delete(server.client, objects)
 
 
 @pytest.fixture
