@@ -18,6 +18,7 @@ from ckpt.pipeline.shard import Shard, parse_shard
 from ckpt.pipeline.shards import deal
 from ckpt.pipeline.shards.lease import FileLease
 from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.stores import bucket
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer, reached
@@ -199,6 +200,21 @@ def test_shards_write_into_a_store(server: StoreServer, local: dict[str, bytes])
         assert ckpt(*command, "--shard", "1/3").code == 0
         assert _objects(server, "shards/out") == local
         assert ckpt("commit", url).code == 0
+
+
+@pytest.mark.slow
+def test_shards_upload_large_files_in_parts(
+    server: StoreServer, local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever completes an upload in parts looks before whether the object is there: a request within a request."""
+    monkeypatch.setattr(bucket, "_SINGLE_REQUEST", 1_000)
+    assert max(map(len, local.values())) > 1_000
+    with reached(server):
+        command = ("convert", ZERO3, f"s3://{BUCKET}/parts/out", "--pack-size", "1")
+        for number in (1, 0):
+            done = ckpt(*command, "--shard", f"{number}/2")
+            assert done.code == 0, done.err
+        assert _objects(server, "parts/out") == local
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ in its attributes: if the store then says that the object exists, it may be this
 import errno
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -251,4 +252,6 @@ def _parts(file: Path, nbytes: int, check: Callable[[], None]) -> Iterator[bytes
     with file.open("rb", buffering=0) as opened:
         while part := opened.read(nbytes):
             yield part
-    check()
+    # obstore drives this generator within its runtime, which panics if the same thread makes a request, as a check may.
+    with ThreadPoolExecutor(1, "ckpt-requests") as pool:
+        pool.submit(check).result()
