@@ -35,7 +35,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import Universal
 from ckpt_formats.universal.chain import file as index
-from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached
+from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
 from universal_kills import states
 
 ELEMENTS = 3_000
@@ -103,37 +103,29 @@ class Campaign:
     def _without_kill(self, name: str) -> tuple[dict[str, bytes], int]:
         """The objects after a work, and how many requests it makes."""
         self.renew(name)
-        self.killer.at, self.killer.requests = -1, 0
+        self.killer.expect()
         assert self._run(name) == 0
         return objects(self.server), self.killer.requests
 
     def _run(self, name: str) -> int | None:
-        """The exit code of a process that does the work through the proxy; it starts when the proxy knows it."""
-        given, taking = self.processes.Pipe()
-        environment = StoreServer(self.killer.endpoint).environment
-        process = self.processes.Process(target=_child, args=(name, str(self.folder), environment, taking))
-        process.start()
-        taking.close()
-        assert process.pid is not None
-        self.killer.pid = process.pid
-        given.send(True)
+        """The exit code of a process that does the work through the proxy."""
+        process = start(self.processes, self.server, work, name, str(self.folder), killer=self.killer)
         process.join(120)
-        return process.exitcode
+        code: int | None = process.exitcode
+        return code
 
     def kill(self, name: str, generator: random.Random) -> str:
         """Kill a work at one of its requests, look, and do it to its end. What was seen after the kill."""
         expected, requests = self.expected[name]
         before = self.renew(name)
-        self.killer.requests, self.killer.at = 0, generator.randrange(requests)
-        self.killer.is_carried_out = generator.random() < 0.5
+        self.killer.expect(generator.randrange(requests), generator.random() < 0.5)
         code = self._run(name)
         assert code in (0, -9), code
         left = objects(self.server)
         with reached(self.server):
             seen = self._look(name, before, left)
-            again = self.processes.Process(target=_child, args=(name, str(self.folder), self.server.environment, None))
             if seen != "done":
-                again.start()
+                again = start(self.processes, self.server, work, name, str(self.folder))
                 again.join(120)
                 assert again.exitcode == 0, f"{name}: after the kill at request {self.killer.at}: {sorted(left)}"
                 _assert_equal(objects(self.server), expected)
@@ -174,13 +166,9 @@ class Campaign:
         self.renew("pair")
         pauses = [generator.uniform(0, 1.2) for _ in range(2)]
         processes = [
-            self.processes.Process(
-                target=_appending, args=(str(self.folder), self.server.environment, pause, STEPS + number)
-            )
+            start(self.processes, self.server, _appending, str(self.folder), pause, STEPS + number)
             for number, pause in enumerate(pauses)
         ]
-        for process in processes:
-            process.start()
         for process in processes:
             process.join(120)
         codes = [process.exitcode for process in processes]
@@ -201,9 +189,8 @@ def _damage(run: Path) -> list[object]:
     return [one for one in verify_chain(run, Resources(workers=1)).findings if one.kind != "copy"]
 
 
-def _appending(folder: str, environment: dict[str, str], pause: float, step: int) -> None:
+def _appending(folder: str, pause: float, step: int) -> None:
     """Append a state as that of a step. Ends with `LOCKED` or `LATE`, as the command does with 11 and 22."""
-    os.environ.update(environment)
     time.sleep(pause)
     state = open_checkpoint(Path(folder) / f"state{STEPS}")
     try:
@@ -212,13 +199,6 @@ def _appending(folder: str, environment: dict[str, str], pause: float, step: int
         os._exit(LOCKED)
     except Unsupported:  # the other one has appended a later step
         os._exit(LATE)
-
-
-def _child(name: str, folder: str, environment: dict[str, str], told: object) -> None:
-    os.environ.update(environment)
-    if told is not None:
-        told.recv()  # type: ignore[attr-defined]
-    work(name, folder)
 
 
 def _assert_equal(found: dict[str, bytes], expected: dict[str, bytes]) -> None:

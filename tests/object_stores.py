@@ -13,9 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 import obstore
 from obstore.store import S3Store
@@ -179,7 +181,7 @@ def faulty(
     faults = {"500": 0, "503": 0, "reset": 0, "cut": 0, **({"lost": 0} if writes else {})}
     chosen, lock = random.Random(seed), threading.Lock()
 
-    def fault(headers: dict[str, str]) -> str | None:
+    def fault(request: str, headers: dict[str, str]) -> str | None:
         with lock:
             if (writes or any(name.lower() == "range" for name in headers)) and chosen.random() < share:
                 kind = chosen.choice(sorted(faults))
@@ -195,7 +197,7 @@ def faulty(
 def unconditional(server: StoreServer) -> Iterator[StoreServer]:
     """A proxy that overwrites objects that are to be created: it ignores `If-None-Match`, as some servers do."""
 
-    def forget(headers: dict[str, str]) -> str | None:
+    def forget(request: str, headers: dict[str, str]) -> str | None:
         for name in [name for name in headers if name.lower() == "if-none-match"]:
             del headers[name]
         return None
@@ -206,7 +208,7 @@ def unconditional(server: StoreServer) -> Iterator[StoreServer]:
 
 @dataclass
 class Killer:
-    """Kills a process at one of its requests."""
+    """Kills a process at one of its requests, or lets it wait there."""
 
     endpoint: str
     pid: int = 0
@@ -214,7 +216,23 @@ class Killer:
     """The number of the request, from 0; -1: none."""
     is_carried_out: bool = False
     """Whether the store still does what the last request asks for."""
-    requests: int = 0
+    pause_at: int = -1
+    """The number of a request that waits, and all after it, until `go_on`; -1: none."""
+    seen: list[str] = field(default_factory=list)
+    """The requests: method and path."""
+    paused: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def requests(self) -> int:
+        return len(self.seen)
+
+    def expect(self, at: int = -1, is_carried_out: bool = False, pause_at: int = -1) -> None:
+        """Count from 0 again, for another process."""
+        self.at, self.is_carried_out, self.pause_at = at, is_carried_out, pause_at
+        self.seen.clear()
+        self.paused.clear()
+        self.go_on.clear()
 
 
 @contextmanager
@@ -222,9 +240,13 @@ def killing(server: StoreServer) -> Iterator[Killer]:
     """A proxy that counts requests, and kills a process at one of them, by SIGKILL."""
     lock, killer = threading.Lock(), Killer("")
 
-    def fault(headers: dict[str, str]) -> str | None:
+    def fault(request: str, headers: dict[str, str]) -> str | None:
         with lock:
-            number, killer.requests = killer.requests, killer.requests + 1
+            number = killer.requests
+            killer.seen.append(request)
+            if number == killer.pause_at:
+                killer.paused.set()
+                killer.go_on.wait()
             if killer.at < 0 or number < killer.at:
                 return None
             if number == killer.at:
@@ -237,12 +259,41 @@ def killing(server: StoreServer) -> Iterator[Killer]:
         yield killer
 
 
+def start(
+    processes: BaseContext,
+    server: StoreServer,
+    work: Callable[..., None],
+    *arguments: object,
+    killer: Killer | None = None,
+) -> Any:
+    """A process that does `work` as a user of the server. With a killer, it begins when that knows it."""
+    reached_at = server if killer is None else StoreServer(killer.endpoint)
+    given, taking = processes.Pipe()
+    process = processes.Process(  # type: ignore[attr-defined]
+        target=_work_as_user, args=(reached_at.environment, taking, work, arguments)
+    )
+    process.start()
+    taking.close()
+    if killer is not None:
+        killer.pid = process.pid
+    given.send(True)
+    return process
+
+
+def _work_as_user(
+    environment: dict[str, str], told: Any, work: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    os.environ.update(environment)
+    told.recv()
+    work(*arguments)
+
+
 @contextmanager
 def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
     """A proxy that notes of each request whether it is signed."""
     signed: list[bool] = []
 
-    def note(headers: dict[str, str]) -> str | None:
+    def note(request: str, headers: dict[str, str]) -> str | None:
         signed.append("authorization" in map(str.lower, headers))
         return None
 
@@ -251,15 +302,15 @@ def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
 
 
 @contextmanager
-def _proxy(server: StoreServer, fault: Callable[[dict[str, str]], str | None]) -> Iterator[StoreServer]:
-    """A proxy. `fault` gets the headers of each request, may change them, and names what is to go wrong."""
+def _proxy(server: StoreServer, fault: Callable[[str, dict[str, str]], str | None]) -> Iterator[StoreServer]:
+    """A proxy. `fault` gets method, path and headers of a request, may change these, and names what is to go wrong."""
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _pass_on(self) -> None:
             headers = dict(self.headers.items())
-            kind = fault(headers)
+            kind = fault(f"{self.command} {self.path}", headers)
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if kind == "reset":
                 self._break()

@@ -24,7 +24,7 @@ from pathlib import Path
 import ckpt as library
 from ckpt.pipeline import Resources
 from ckpt.pipeline.shard import COMMIT, Shard
-from ckpt_formats.core.errors import CkptError, Incomplete
+from ckpt_formats.core.errors import Incomplete
 from ckpt_formats.core.format import WritableFormat
 from clusters import files
 from killing import killed, killed_after
@@ -54,14 +54,7 @@ class Campaign:
 
     def write(self, shard: Shard) -> None:
         """What a process does."""
-        job = library.Job(library.open(self.source), self.target, self.format)
-        if not job.is_published():
-            try:
-                job.run(Resources(1, shard=shard))
-            except CkptError as error:
-                # Two runs of one shard may both find everything there, one the target instead.
-                if "the target exists already" not in str(error) or not job.is_published():
-                    raise
+        library.Job(library.open(self.source), self.target, self.format).run(Resources(1, shard=shard))
 
     def round(self, generator: random.Random) -> None:
         shutil.rmtree(self.folder)

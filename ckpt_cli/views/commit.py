@@ -2,24 +2,23 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt.pipeline import Result
+from ckpt.pipeline import complete_before
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt_cli.views import job
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.errors import OutputError, Unsupported
 from ckpt_formats.core.text import printable
-from ckpt_formats.stores.location import is_url
+from ckpt_formats.stores.location import is_url, target_path
 
 
 def show_complete(target: str, as_json: bool) -> None:
     """Show that the target is complete already."""
     if as_json:
-        data(job.to_json(Result(Path(target), 0, 0, 0, 0, 0.0)))
+        data(job.to_json(complete_before(target_path(target))))
     else:
         conclude(f"{printable(target)} is complete: nothing to do")
 

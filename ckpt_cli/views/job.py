@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from ckpt.job import Job
-from ckpt.pipeline import Resources, Result, space_needed
+from ckpt.pipeline import Resources, Result, complete_before, space_needed
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import format_nbytes, printable
@@ -24,9 +25,15 @@ _MAX_ROWS = 20
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
     if resources.shard is not None and job.is_published():
-        return Result(Path(job.target), 0, 0, 0, 0, 0.0)
+        return complete_before(job.path)
     notes.note(*notices)
-    note_plan(planned(job), job.format.name)
+    try:
+        plan = planned(job)
+    except OutputError:
+        if resources.shard is None or not job.is_published():  # by another shard, since we looked
+            raise
+        return complete_before(job.path)
+    note_plan(plan, job.format.name)
     if (reads := job.store_reads(resources)) is not None:
         notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()
@@ -37,9 +44,7 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
 def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
     if dry_run:
-        show_plan(
-            job.source, planned(job), Path(job.target), job.format.name, as_json, reads=job.store_reads(resources)
-        )
+        show_plan(job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources))
     else:
         show_result(run(label, job, resources), as_json)
 

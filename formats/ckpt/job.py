@@ -14,6 +14,7 @@ from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.encoded import uses_codecs
@@ -67,15 +68,23 @@ class Job:
         """
         if self.needs_kernels:
             load_kernels()
-        count_bytes = count_to(self._plan.nbytes, progress)
-        show_status = getattr(progress, "show_status", None)
-        return pipeline.write(self._plan, self._source, self._path, self._format, resources, count_bytes, show_status)
+        try:
+            count_bytes = count_to(self._plan.nbytes, progress)
+            show_status = getattr(progress, "show_status", None)
+            return pipeline.write(
+                self._plan, self._source, self.path, self._format, resources, count_bytes, show_status
+            )
+        except OutputError:
+            # Another run of this shard may have published the target meanwhile, which is then in the way.
+            if resources.shard is None or not self.is_published():
+                raise
+            return pipeline.complete_before(self.path)
 
     def is_published(self) -> bool:
         """Whether shards of an equal job have written the target, today or yesterday."""
         from ckpt.pipeline.shards import is_published
 
-        return is_published(self._path, self.id)
+        return is_published(self.path, self.id)
 
     @property
     def needs_kernels(self) -> bool:
@@ -83,12 +92,13 @@ class Job:
         return getattr(self.format, "codec", None) is not None or uses_codecs(self.source)
 
     @cached_property
-    def _path(self) -> Path:
+    def path(self) -> Path:
+        """The target as a path; that of a store shows what was there when it was first asked for."""
         return target_path(self.target)
 
     @cached_property
     def _format(self) -> WritableFormat:
-        return self.format.for_target(self._path)
+        return self.format.for_target(self.path)
 
     @cached_property
     def _source(self) -> Checkpoint:
@@ -96,7 +106,7 @@ class Job:
 
     @cached_property
     def _plan(self) -> Plan:
-        plan = pipeline.plan(self._source, self._path, self._format)
+        plan = pipeline.plan(self._source, self.path, self._format)
         renaming = tuple(notice for notice in self._source.notices if notice not in self.source.notices)
         return replace(plan, notes=(*renaming, *plan.notes))
 

@@ -37,6 +37,7 @@ __all__ = [
     "Result",
     "check_complete",
     "check_not_suspicious",
+    "complete_before",
     "identities_of",
     "job_id",
     "listed_seals",
@@ -63,6 +64,11 @@ class Result:
     seconds: float
     pending: str = ""
     """What other shards have yet to do before the target is there; empty if it is."""
+
+
+def complete_before(target: Path) -> Result:
+    """The result of a job whose target other processes have published."""
+    return Result(listed_again(target), 0, 0, 0, 0, 0.0)
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:

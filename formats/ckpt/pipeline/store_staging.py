@@ -167,6 +167,13 @@ class StoreStaging(Staging):
             return {key: one for key, one in objects.items() if self._is_staged(key) and key != self._staged(_LEASE)}
         return self._remove(objects)
 
+    def remove_notes(self) -> None:
+        """Remove what is known of a job at a target that is complete, or that no job writes."""
+        self.lease.check()
+        objects = self._objects()
+        if self._is_complete(objects) or self._staged(_JOB) not in objects:
+            self._remove_staged(objects)
+
     def _is_complete(self, objects: Mapping[str, StoredObject]) -> bool:
         """Whether a job has published the target, and was killed before it had removed its notes."""
         return (self.target.key if self.single_file else self._staged(_PUBLISHED)) in objects

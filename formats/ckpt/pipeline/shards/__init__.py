@@ -70,6 +70,8 @@ def write_shard(
             others = _usable(stage.receipts(), checks, identities)
             receipts = {**before, **{receipt.file: receipt for receipt in fresh}, **others}
             missing = [part for part in plan.files if part.file not in receipts]
+            if missing and is_published(target, job.id):
+                return pipeline.complete_before(target)  # and what the shards know of each other was removed
             if missing:
                 pending = _missing(missing, plan.files, shard, stage)
                 nbytes = sum(receipt.nbytes for receipt in fresh)
@@ -81,7 +83,9 @@ def write_shard(
             with stage.lease(wait=not fresh, stop=stop) as holder:
                 if holder is not None:
                     pending = f"all files are written; {holder} publishes the target"
-                elif not stage.is_published():
+                elif stage.is_published():
+                    return pipeline.complete_before(target)
+                else:
                     for receipt in in_order:
                         checks.add(receipt.evidence)
                     pipeline.raise_if_damaged(checks, identities)
@@ -104,11 +108,14 @@ def write_shard(
 
 
 def is_published(target: Path, job_id: str) -> bool:
-    """Whether shards of a job have published its target, not long ago."""
+    """Whether shards of a job have published its target, not long ago. Removes what one that died then has left."""
     if isinstance(target, StorePath):
         from ckpt.pipeline.shards import objects
 
-        return objects.is_published(target, job_id)
+        done = objects.is_published(target, job_id)
+        if done:
+            objects.remove_notes(target)
+        return done
     return folder.is_published(target, job_id)
 
 
@@ -121,10 +128,7 @@ def unfinished_job(target: Path) -> ShardJob | None:
         return folder.unfinished_job(target)
     from ckpt.pipeline.shards import objects
 
-    job = objects.unfinished_job(target)
-    if job is None and not target.exists():
-        raise folder.no_shards(target)
-    return job
+    return objects.unfinished_job(target)
 
 
 def _open(target: Path, job: ShardJob, shard: Shard, format: WritableFormat, resources: Resources) -> ShardStaging:

@@ -11,21 +11,22 @@ So whoever has the lease verifies and publishes as `StoreStaging` does.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from ckpt.pipeline.lease import check_conditions
 from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.shards.folder import SHARDS
+from ckpt.pipeline.shards.folder import SHARDS, no_shards
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
 from ckpt.pipeline.store_staging import StoreStaging, is_stored, open_store, staged_folder
-from ckpt_formats.core.errors import Incomplete, Locked
+from ckpt_formats.core.errors import CkptError, Incomplete, Locked
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.bucket import Bucket
@@ -69,7 +70,8 @@ class ShardObjects(ShardStaging):
                 if other.id != self.job.id:
                     raise other.refused(self.target, f"run `ckpt clean {self.target}`")
                 return
-            if self.bucket.list(self.target.key).keys() - {self._staged("lease")}:
+            objects = self.bucket.list(self.target.key)
+            if has_data(self.target, objects) or self._staged("published") in objects:
                 raise exists(self.target)
             try:
                 self.bucket.create(self._staged("job"), data)
@@ -111,7 +113,10 @@ class ShardObjects(ShardStaging):
                     holder = error.what
                 if not wait or stop.wait(_POLL) or self.is_published():
                     break
-            yield None if self.is_published() else holder
+            done = self.is_published()
+            if done and holder is None and self._stage is not None:
+                self._stage.remove_notes()  # those of one that was killed at its end, and of this process
+            yield None if done else holder
 
     def is_published(self) -> bool:
         return is_published(self.target, self.job.id)
@@ -128,8 +133,9 @@ class ShardObjects(ShardStaging):
                 hint="Run the shards again.",
             )
         commit(stage.data)
-        with suppress(FileExistsError):  # of a run of this job whose target was removed since
-            self.bucket.create(f"{done_folder(self.target)}/{self.job.id}", b"")
+        mark = f"{done_folder(self.target)}/{self.job.id}"
+        self.bucket.delete([mark])  # of a run of this job whose target was removed since
+        self.bucket.create(mark, b"")
         stage.publish(None)
 
     def _staged(self, name: str) -> str:
@@ -141,27 +147,55 @@ def done_folder(target: StorePath) -> str:
     return (target.parent / f".{target.name}{SHARDS}").key
 
 
+def has_data(target: StorePath, keys: Iterable[str]) -> bool:
+    """Whether there is anything at a target but what jobs note."""
+    notes = staged_folder(target, single_file=False)
+    return any(not key.startswith(f"{notes}/") for key in keys)
+
+
 def is_published(target: StorePath, job_id: str) -> bool:
     """Whether shards of a job have published its target."""
     bucket = Bucket(target.store.url)
-    if bucket.head(f"{done_folder(target)}/{job_id}") is None:
+    # From a listing, as the others: some stores give whole seconds in the answer to a HEAD.
+    mark = bucket.list(done_folder(target)).get(f"{done_folder(target)}/{job_id}")
+    if mark is None:
         return False
-    objects = bucket.list(target.key).keys()
+    objects = bucket.list(target.key)
     job, published = (f"{staged_folder(target, single_file=False)}/{name}" for name in ("job", "published"))
-    return published in objects or (job not in objects and bool(objects))
+    # Data come before the mark. If all are younger, this target was removed, and another job has written there since.
+    data = (one for key, one in objects.items() if has_data(target, [key]))
+    return any(one.modified <= mark.modified for one in data) and (published in objects or job not in objects)
+
+
+def remove_notes(target: StorePath) -> None:
+    """Remove what one has left below a complete target that was killed at its end, or came late. Never raises."""
+    with suppress(CkptError, OSError):
+        notes = Bucket(target.store.url).list(staged_folder(target, single_file=False))
+        if notes:
+            with open_store(target, None, locks=False, single_file=False) as stage:
+                stage.remove_notes()
 
 
 def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
     """What there is of a target in a store. Raises `OutputError` if another job writes it."""
     stage = ShardObjects(target, job, format, resources)
-    stage.begin()
-    key = f"{staged_folder(target, single_file=False)}/job"
     if resources.locks:
-        check_conditions(stage.bucket, key, target, "Shards need a store with conditional requests.")
+        # With an object of its own: others may be removed meanwhile, as another shard publishes.
+        probe = f"{staged_folder(target, single_file=False)}/probe-{uuid4().hex}"
+        stage.bucket.create(probe, b"")
+        check_conditions(stage.bucket, probe, target, "Shards need a store with conditional requests.")
+        stage.bucket.delete([probe])
+    stage.begin()
     return stage
 
 
 def unfinished_job(target: StorePath) -> ShardJob | None:
-    """The job whose shards write a target; None if no shards do."""
-    read = Bucket(target.store.url).read(f"{staged_folder(target, single_file=False)}/job")
-    return None if read is None else ShardJob.from_json(read[0], target)
+    """The job whose shards write a target; None if the target is complete. Raises `NotFound` if nothing is there."""
+    bucket = Bucket(target.store.url)
+    read = bucket.read(f"{staged_folder(target, single_file=False)}/job")
+    if read is not None:
+        return ShardJob.from_json(read[0], target)
+    if not has_data(target, bucket.list(target.key)):
+        raise no_shards(target)
+    remove_notes(target)
+    return None

@@ -1,0 +1,83 @@
+"""Shards in a store that are killed or wait at any request: a sample of `tests/shard_store_kills.py`, and findings."""
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import obstore
+import pytest
+
+from ckpt.pipeline.lease_owner import LeaseOwner
+from damage import SAMPLES, ckpt
+from object_stores import BUCKET, StoreServer
+from shard_store_kills import campaigns, points
+
+ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
+URL = f"s3://{BUCKET}/end/out"
+COMMAND = ("convert", ZERO1, URL, "--pack-size", "60000")
+DEAD = replace(LeaseOwner.of_this_process(60.0), started="before this process").to_json()
+"""The lease of a process that has ended on this machine."""
+
+
+def _keys(server: StoreServer) -> list[str]:
+    return sorted(meta["path"] for page in obstore.list(server.client, "end/") for meta in page)
+
+
+def _publish() -> None:
+    for number in (0, 1):
+        done = ckpt(*COMMAND, "--shard", f"{number}/2")
+        assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [(*COMMAND, "--shard", "0/2"), ("commit", URL)], ids=["shard", "commit"])
+@pytest.mark.parametrize("left", [("published", "lease"), ("journal/0", "lease"), ("probe-0",), ("published", "job")])
+def test_what_one_that_was_killed_at_its_end_has_left_is_removed(
+    left: tuple[str, ...], again: tuple[object, ...], user: StoreServer
+) -> None:
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    job = bytes(obstore.get(user.client, "end/out/.ckpt/job").bytes())
+    assert ckpt(*COMMAND, "--shard", "1/2").code == 0
+    whole = _keys(user)
+    contents = {"lease": DEAD, "job": job}
+    for name in left:
+        obstore.put(user.client, f"end/out/.ckpt/{name}", contents.get(name, b""))
+    done = ckpt(*again)
+    assert done.code == 0, done.err
+    assert f"{URL} is complete" in done.out
+    assert _keys(user) == whole
+
+
+@pytest.mark.slow
+def test_notes_without_data_are_no_target(user: StoreServer, tmp_path: Path) -> None:
+    """As `ckpt clean` leaves them, killed between its last requests: the target was there once, and is not any more."""
+    _publish()
+    whole = _keys(user)
+    obstore.delete(user.client, [key for key in whole if key.startswith("end/out/")])
+    obstore.put(user.client, "end/out/.ckpt/lease", DEAD)
+    assert ckpt("commit", URL).code == 10
+    _publish()
+    assert _keys(user) == whole
+
+
+@pytest.mark.slow
+def test_the_mark_of_a_job_is_not_that_of_another_target(user: StoreServer) -> None:
+    _publish()
+    obstore.delete(user.client, [key for key in _keys(user) if key.startswith("end/out/")])
+    time.sleep(1)  # the clock of the store has whole seconds
+    assert ckpt("convert", ZERO3, URL).code == 0
+    repeated = ckpt(*COMMAND, "--shard", "0/2")
+    assert repeated.code == 30, repeated.out
+    assert "the target exists already" in repeated.err
+
+
+@pytest.mark.slow
+def test_killed_or_late_at_any_request_the_target_is_absent_or_whole(tmp_path: Path) -> None:
+    generator = random.Random(3)
+    with campaigns(tmp_path, ["universal"], ["last"]) as (one,):
+        for role, at in generator.sample(list(points(one, ["last"], 1)), 2):
+            one.kill(role, at, generator)
+        one.hold("last", 4, generator)
+        assert one.counts["killed"] + one.counts["ended before"] == 2
+        assert one.counts["held"] == 1
