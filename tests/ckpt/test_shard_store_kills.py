@@ -9,6 +9,11 @@ import obstore
 import pytest
 
 from ckpt.pipeline.lease_owner import LeaseOwner
+from ckpt.pipeline.store_staging import open_store
+from ckpt_formats.core.errors import Locked
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.location import target_path
+from ckpt_formats.universal import Universal
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer
 from shard_store_kills import campaigns, points
@@ -70,6 +75,23 @@ def test_the_mark_of_a_job_is_not_that_of_another_target(user: StoreServer) -> N
     repeated = ckpt(*COMMAND, "--shard", "0/2")
     assert repeated.code == 30, repeated.out
     assert "the target exists already" in repeated.err
+
+
+@pytest.mark.slow
+def test_one_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> None:
+    """Its own clock may not show it: the machine was stopped."""
+    target = target_path(URL)
+    assert isinstance(target, StorePath)
+    with open_store(target, None, locks=True, single_file=False) as stage:
+        stage.begin("id", ["data"])
+        # Another process takes the lease, and publishes.
+        obstore.put(user.client, "end/out/.ckpt/lease", DEAD)
+        obstore.put(user.client, "end/out/data", b"data")
+        with pytest.raises(Locked):
+            stage.receipts(Universal())
+        with pytest.raises(Locked):
+            stage.discard()
+    assert "end/out/data" in _keys(user)
 
 
 @pytest.mark.slow

@@ -42,11 +42,24 @@ class Lease:
     def check(self) -> None:
         """Raise `Locked` unless this process may still write."""
         if self._is_lost or time.monotonic() - self._renewed > self._owner.seconds:
-            raise Locked(
-                "another process may write here now: this one could not renew its lease in time",
-                where=f"{self._bucket.url}/{self._key}",
-                hint="Run the same command again. What was written is used, if nobody else has written the target.",
-            )
+            raise self._locked()
+
+    def confirm(self) -> None:
+        """Raise `Locked` unless the store, too, says that this process may still write.
+
+        It costs a request, and is for what no store makes conditional: to delete. The clock of this machine does not
+        show for how long the machine itself was stopped.
+        """
+        self.check()
+        if not has_lease(self._bucket, self._key, self.owner):
+            raise self._locked()
+
+    def _locked(self) -> Locked:
+        return Locked(
+            "another process may write here now: this one could not renew its lease in time",
+            where=f"{self._bucket.url}/{self._key}",
+            hint="Run the same command again. What was written is used, if nobody else has written the target.",
+        )
 
     def _renew(self) -> None:
         while not self._released.wait(self._owner.seconds / _RENEWALS):

@@ -101,7 +101,7 @@ class StoreStaging(Staging):
             if is_stored(receipt, objects.get(self._key(receipt.file))):
                 self._written[receipt.file] = receipt
         # What has no receipt may be half of another attempt, and would keep this one from creating it.
-        self._delete(self._own(objects) - {self._key(file) for file in self._written})
+        self._delete_data(self._own(objects) - {self._key(file) for file in self._written})
         self._delete({self._staged(_COMMITTED)} & objects.keys())
         return list(self._written.values())
 
@@ -140,6 +140,7 @@ class StoreStaging(Staging):
             staging.reached("renamed")
             self._remove_staged(self._objects())
             return
+        self.lease.check()
         self.flush()
         self._check_written()
         last = sorted(path.relative_to(self.data).as_posix() for path in self.data.rglob("*") if path.is_file())
@@ -229,7 +230,7 @@ class StoreStaging(Staging):
         own = self._keys(_names(job)) & objects.keys() | self._committed(objects)
         staged = {key for key in objects if self._is_staged(key)}
         lists = {self._staged(_JOB), self._staged(_COMMITTED)}
-        self._delete(own)
+        self._delete_data(own)
         self._delete(staged - lists)
         self._delete(staged & lists)  # last: they name the rest
         self._journal.forget()
@@ -241,6 +242,12 @@ class StoreStaging(Staging):
         staged = {key for key in objects if self._is_staged(key)}
         self._delete(staged - {self._staged(_PUBLISHED)})
         self._delete(staged & {self._staged(_PUBLISHED)})
+
+    def _delete_data(self, keys: set[str]) -> None:
+        """Delete objects of a target, unless another process has it now, and may have published it."""
+        if keys:
+            self.lease.confirm()
+            self._delete(keys)
 
     def _delete(self, keys: set[str]) -> None:
         self.bucket.delete(keys - {self._staged(_LEASE)})

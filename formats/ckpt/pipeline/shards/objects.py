@@ -133,6 +133,7 @@ class ShardObjects(ShardStaging):
                 hint="Run the shards again.",
             )
         commit(stage.data)
+        stage.lease.check()
         mark = f"{done_folder(self.target)}/{self.job.id}"
         self.bucket.delete([mark])  # of a run of this job whose target was removed since
         self.bucket.create(mark, b"")
