@@ -9,7 +9,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.folder import is_training_file
-from ckpt_formats.engines.hf.side_files import PREFIX as _HF
+from ckpt_formats.state_dicts.run_files import PREFIX as _HF
 
 _CONFIG = "hf/config.json"
 _NAMES_IN_ERRORS = 3

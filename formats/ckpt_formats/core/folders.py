@@ -16,6 +16,10 @@ _HARMLESS = re.compile(
     re.IGNORECASE,
 )
 """Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
+_TORCH_FILE_OF_A_RUN = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"
+)
 
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:
@@ -33,6 +37,11 @@ def names_in(path: Path) -> list[str]:
         return sorted(entry.name for entry, _ in zip(entries_of(path), range(_MAX_NAMES), strict=False))
     except OSError:
         return []
+
+
+def is_torch_file_of_run(name: str) -> bool:
+    """Whether Trainer and Accelerate write a file of this name with torch.save, beside a model."""
+    return _TORCH_FILE_OF_A_RUN.fullmatch(name) is not None
 
 
 def is_harmless(name: str) -> bool:

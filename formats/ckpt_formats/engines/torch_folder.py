@@ -22,11 +22,12 @@ from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.side_files import PREFIX, read_side_files
+from ckpt_formats.engines.hf.side_files import read_side_files
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
+from ckpt_formats.state_dicts.run_files import PREFIX
 from ckpt_formats.state_dicts.steps import step_of
 
 Kind = Literal["model", "optimizer", "other"]

@@ -25,12 +25,12 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf import HuggingFace
 from ckpt_formats.engines.hf.read import HAS_RECIPE
-from ckpt_formats.engines.hf.side_files import PREFIX
 from ckpt_formats.engines.torch_folder import TorchFolder
 from ckpt_formats.names.views import rows_of, stacked, strided
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.run_files import PREFIX
 
 STATE = "recipe_state/recipe_state.pt"
 _EPOCH = re.compile(r"(?:epoch|step)_(\d{1,9})")

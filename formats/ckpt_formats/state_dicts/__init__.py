@@ -15,5 +15,6 @@ partial_model        signs that a tree is only a part of a model
 read                 a tree, split into model, optimizer and extras: `training_state`
 write                a checkpoint as the tree that a script loads
 original_form        how the tree was in its file; storages: which tensors share memory
+run_files            files that lie beside a checkpoint, as extras, and written as files again
 record               further facts about a checkpoint, as one entry of such a tree
 """

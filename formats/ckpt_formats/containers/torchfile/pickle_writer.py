@@ -422,6 +422,8 @@ _GETATTR, _SIZE = Global("__builtin__", "getattr"), Global("torch", "Size")
 _NEW_WITHOUT_ARGUMENTS, _BUILD = bytes((op.EMPTY_TUPLE, op.NEWOBJ)), _Code((op.BUILD,))
 _MARK = _Code((op.MARK,))
 _INTEGERS = frozenset((int,))
+_NUMPY = "numpy._core.multiarray"
+"""As NumPy 2 writes it, and NumPy 1.26 reads it. Trainer and Accelerate allow `torch.load` no other name."""
 _SHORT_INTS = [bytes((op.BININT1, value)) for value in range(1 << 8)]
 
 
@@ -445,14 +447,14 @@ def _array(value: np.ndarray[Any, Any]) -> Record:
         raise Unsupported("NumPy arrays of Python objects or with named fields cannot be written")
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous
     return Record(
-        Global("numpy.core.multiarray", "_reconstruct"),  # NumPy 2 still has the old name, NumPy 1 has only that
+        Global(_NUMPY, "_reconstruct"),
         (Global("numpy", "ndarray"), (0,), b"b"),
         state=(1, value.shape, _dtype(value.dtype), fortran, value.tobytes("F" if fortran else "C")),
     )
 
 
 def _scalar(value: "np.generic[Any]") -> Record:
-    return Record(Global("numpy.core.multiarray", "scalar"), (_dtype(value.dtype), value.tobytes()))
+    return Record(Global(_NUMPY, "scalar"), (_dtype(value.dtype), value.tobytes()))
 
 
 def _dtype(value: "np.dtype[Any]") -> Record:

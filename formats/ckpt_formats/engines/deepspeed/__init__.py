@@ -14,6 +14,7 @@ universal     DeepSpeed's universal checkpoint, a format of its own
 """
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.deepspeed.folder import has_latest, is_step
 from ckpt_formats.engines.deepspeed.options import LayoutOptions
 
+_OWN = re.compile(r"latest.*|global_step\d+")
+"""Names in the folder of a run that only the engine's own files may have."""
 _OF_RANKS = "items that only these ranks of the source have, such as RNG states"
 
 
@@ -48,16 +51,21 @@ class DeepSpeed(LayoutOptions, WritableFormat):
         from ckpt_formats.engines.deepspeed.step import rank_name
         from ckpt_formats.engines.deepspeed.write_layout import resolve_layout
         from ckpt_formats.engines.deepspeed.write_parts import parts
+        from ckpt_formats.state_dicts.run_files import plan_run_files
 
+        run_files, source = plan_run_files(source, _OWN)
         files = tuple(parts(resolve_layout(source, self)))
         names = {rank_name(Path(file.file)) for file in files}
         ranks = source.extras.get("ranks")
         dropped = sorted(name for name in (ranks if isinstance(ranks, dict) else ()) if name not in names)
-        return Plan(files, (Notice(_OF_RANKS, tuple(dropped)),) if dropped else ())
+        return Plan((*files, *run_files), (Notice(_OF_RANKS, tuple(dropped)),) if dropped else ())
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         from ckpt_formats.containers.torchfile_tree import write_tree
+        from ckpt_formats.state_dicts.run_files import SideFile, write_side_file
 
+        if isinstance(part.content, SideFile):
+            return write_side_file(folder, part, transfer)
         (folder / part.file).parent.mkdir(exist_ok=True)
         return write_tree(folder, part, transfer)
 

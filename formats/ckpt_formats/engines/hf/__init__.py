@@ -48,8 +48,8 @@ class HuggingFace(WritableFormat):
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.containers.safetensors_shards import lost_states
-        from ckpt_formats.engines.hf.side_files import PREFIX
         from ckpt_formats.engines.hf.write import plan_files
+        from ckpt_formats.state_dicts.run_files import PREFIX
 
         files, remarks = plan_files(source, self.shard_nbytes, self.config)
         written = {f"{PREFIX}{file.file}" for file in files if not file.parameters}

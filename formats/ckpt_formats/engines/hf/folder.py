@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.folders import entries_of, is_torch_file_of_run
 
 Container = Literal["safetensors", "torch"]
 
@@ -46,10 +46,6 @@ _NUMBERED_TORCH = re.compile(r"(pytorch_model|adapter_model)-\d+-of-\d+\.bin")
 _MODULE = re.compile(r"\d+_\w+")
 _BY_RANKS = "sharded"
 _OPTIMIZER = re.compile(r"optimizer\.(pt|bin)")
-_TRAINING = re.compile(
-    r"(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
-    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"
-)
 _DEEPSPEED = re.compile(r"latest|zero_to_(fp32|torch)\.py")
 """Files that DeepSpeed writes next to its own folders."""
 _RANDOM = re.compile(r"random_states_\d+\.pkl")
@@ -91,7 +87,7 @@ class Folder:
 
 def is_training_file(name: str) -> bool:
     """True if a run needs this file to continue, but a model does not need it."""
-    return name == TRAINER_STATE or _TRAINING.fullmatch(name) is not None or _DEEPSPEED.fullmatch(name) is not None
+    return name == TRAINER_STATE or is_torch_file_of_run(name) or _DEEPSPEED.fullmatch(name) is not None
 
 
 def is_further(name: str) -> bool:
@@ -109,7 +105,7 @@ def recognised(path: Path) -> bool:
     names = set(_names(path))
     torch = any(container == "torch" and name in names for name, container in _ENTRIES) or _has_numbered(names)
     weights = any(name in names for name, _ in _ENTRIES) or any(name.endswith(".safetensors") for name in names)
-    described = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or _TRAINING.fullmatch(name) for name in names)
+    described = CONFIG in names or any(_NOT_ALONE.fullmatch(name) or is_torch_file_of_run(name) for name in names)
     composite = MODEL_INDEX in names or (MODULES in names and any(map(_MODULE.fullmatch, names)))
     return (
         torch or composite or (weights and described) or _is_around_sharded_model(names) or _of_ranks(path) is not None
@@ -131,7 +127,7 @@ def sort_files(path: Path) -> Folder:
     entry, container = _entry(path, names)
     candidates = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
     optimizer = next(candidates, None) if entry is not None else None
-    training = [path / name for name in sorted(names) if _TRAINING.fullmatch(name)]
+    training = [path / name for name in sorted(names) if is_torch_file_of_run(name)]
     models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
     known = {entry, optimizer, *training, *models}
     visible = [path / name for name in sorted(names) if not name.startswith(".")]

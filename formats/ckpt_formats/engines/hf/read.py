@@ -17,11 +17,12 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.components import ComponentFiles, components_of, merge_models, read_components
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
-from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
+from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names.tables import table_for
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
+from ckpt_formats.state_dicts.run_files import PREFIX
 
 _RECIPE = "recipe_state/recipe_state.pt"
 HAS_RECIPE = Notice(

@@ -13,8 +13,6 @@ from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE
 
-PREFIX = "hf/"
-"""The prefix of an extra that is a file; the file's name follows."""
 MAX_JSON_BYTES = 1 << 20
 """A JSON file of at most this size is read as typed values, a larger one as bytes."""
 MAX_FILE_BYTES = 64 << 20

@@ -11,8 +11,9 @@ from ckpt_formats.core.folders import is_harmless
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE, is_training_file, names_in_run, sort_files
-from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
+from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.state_dicts.extras import names_for_tensors
+from ckpt_formats.state_dicts.run_files import PREFIX
 
 
 def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:

@@ -1,8 +1,7 @@
 """Write a model as `save_pretrained` does: shards, their index, the configuration and the tokenizer."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors_shards import split_weights, weights_part, write_weights
@@ -10,27 +9,19 @@ from ckpt_formats.containers.shard_index import numbered_names
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import NotFound, Unsafe, Unsupported
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
-from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.core.values import TensorName, Value
+from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.config_check import check_fits
 from ckpt_formats.engines.hf.folder import CONFIG, is_training_file, sort_files
 from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
 from ckpt_formats.engines.hf.remarks import remarks
-from ckpt_formats.engines.hf.side_files import PREFIX, config_of, read_side_files
+from ckpt_formats.engines.hf.side_files import config_of, read_side_files
+from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, bytes_of, is_json, plan_side_file, write_side_file
 
 _ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
-
-
-@dataclass(frozen=True)
-class SideFile:
-    """A file next to the weights: its text; None: its bytes are a tensor of the source."""
-
-    text: str | None = None
 
 
 def plan_files(
@@ -59,7 +50,7 @@ def plan_files(
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
     weight_files = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
     taken = {part.file for part in weight_files}
-    side_files = [_side_file(name, value) for name, value in files.items() if _free(name, taken)]
+    side_files = [plan_side_file(name, value) for name, value in files.items() if _free(name, taken)]
     return (*weight_files, *side_files), (*notes, *changed)
 
 
@@ -67,9 +58,7 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file: of weights, or next to them. The receipt of weights has the bytes of each tensor."""
     if not isinstance(part.content, SideFile):
         return write_weights(folder, part, transfer)
-    parts = [part.content.text.encode()] if part.content.text is not None else transfer.chunks(part.tensors[0])
-    seal = write_sealed(folder, part.file, parts)
-    return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
+    return write_side_file(folder, part, transfer)
 
 
 def files_of_source(source: Checkpoint) -> dict[str, Value]:
@@ -79,11 +68,10 @@ def files_of_source(source: Checkpoint) -> dict[str, Value]:
         name = key.removeprefix(PREFIX)
         if not key.startswith(PREFIX) or is_training_file(name) or _is_of_a_component(name):
             continue
-        if isinstance(value, TensorName):
-            tensor = source.parameters[value.name].weight
-            if tensor.dtype.name == "uint8" and len(tensor.shape) == 1:
-                files[name] = tensor
-        elif isinstance(value, dict) and name.endswith(".json") and _is_json(value):
+        content = bytes_of(value, source.parameters)
+        if content is not None:
+            files[name] = content
+        elif isinstance(value, dict) and name.endswith(".json") and is_json(value):
             files[name] = value
     return files
 
@@ -159,26 +147,3 @@ def _free(name: str, taken: set[str]) -> bool:
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise Unsafe(f"a file of the source is called {printable(name)!r}, which leads out of its folder")
     return name not in taken and ".index." not in name
-
-
-def _is_json(value: Value) -> bool:
-    """Whether JSON can hold the value. Extras are untrusted input."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            if not all(isinstance(key, str) for key in item):
-                return False
-            stack += item.values()
-        elif isinstance(item, list):
-            stack += item
-        elif item is not None and not isinstance(item, (bool, int, float, str)):
-            return False
-    return True
-
-
-def _side_file(name: str, value: Value) -> FilePlan:
-    if isinstance(value, Tensor):
-        return FilePlan(name, (), SideFile(), value.nbytes, "other", tensors=(value,))
-    text = json.dumps(value, indent=2) + "\n"
-    return FilePlan(name, (), SideFile(text), len(text), "other")
