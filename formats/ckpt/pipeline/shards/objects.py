@@ -135,8 +135,11 @@ class ShardObjects(ShardStaging):
         commit(stage.data)
         stage.lease.check()
         mark = f"{done_folder(self.target)}/{self.job.id}"
-        self.bucket.delete([mark])  # of a run of this job whose target was removed since
-        self.bucket.create(mark, b"")
+        try:
+            self.bucket.create(mark, b"")
+        except FileExistsError:  # of a run of this job whose target was removed since: its time is too early
+            self.bucket.delete([mark])
+            self.bucket.create(mark, b"")
         stage.publish(None)
 
     def _staged(self, name: str) -> str:
