@@ -20,6 +20,7 @@ import multiprocessing
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,8 @@ URL = f"s3://{BUCKET}/{FOLDER}/{NAME}"
 KILLED = -9
 LEASE_SECONDS = 3.0
 """After so long, one that waits and has the lease is taken for dead."""
+LATE = 3.0
+"""Seconds: who comes so late is known to be late, though the clock of the store has whole seconds."""
 _PARTS = 100_000
 """Bytes of a file that takes one request here; larger ones are uploaded in parts."""
 
@@ -269,6 +272,7 @@ class Campaign:
             for number in generator.sample(range(COUNT), COUNT):
                 self.do(*self.shard(number))
             self.do("commit", URL)
+            time.sleep(LATE)
             if killer.paused.is_set():
                 assert self.is_whole(self.objects())
         finally:
@@ -331,7 +335,7 @@ class Campaign:
             if not self.is_whole(self.objects()):
                 self.do(*(words if generator.random() < 0.6 else words[:-2]))
             elif any(map(_is_note, self.objects())):
-                self.do(*words, codes=(30,))  # it is there already, and what was left is removed
+                self.do(*words, codes=(0, 30))  # if it is there already, what was left is removed
         self.counts["killed" if is_killed else "ended before"] += 1
         self.killed_at[role] += is_killed
         self.check_end(marks=0)

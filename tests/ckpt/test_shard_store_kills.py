@@ -55,6 +55,26 @@ def test_what_one_that_was_killed_at_its_end_has_left_is_removed(
 
 
 @pytest.mark.slow
+def test_a_job_that_was_put_after_the_end_is_withdrawn(user: StoreServer) -> None:
+    """By a shard that had seen nothing there, and waited: alive, or killed just then."""
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    job = bytes(obstore.get(user.client, "end/out/.ckpt/job").bytes())
+    assert ckpt(*COMMAND, "--shard", "1/2").code == 0
+    whole = _keys(user)
+    time.sleep(3)
+    mark = next(key for key in whole if ".shards." in key)
+    for is_marked in (True, False):  # without a mark: another job has written the target
+        obstore.put(user.client, "end/out/.ckpt/job", job)
+        assert ckpt("inspect", URL).code == 20
+        if not is_marked:
+            obstore.delete(user.client, mark)
+        done = ckpt("commit" if is_marked else COMMAND[0], *((URL,) if is_marked else (*COMMAND[1:], "--shard", "0/2")))
+        assert done.code == (0 if is_marked else 30), done.err
+        assert _keys(user) == [key for key in whole if is_marked or key != mark]
+        assert ckpt("inspect", URL).code == 0
+
+
+@pytest.mark.slow
 def test_notes_without_data_are_no_target(user: StoreServer, tmp_path: Path) -> None:
     """As `ckpt clean` leaves them, killed between its last requests: the target was there once, and is not any more."""
     _publish()
@@ -70,7 +90,7 @@ def test_notes_without_data_are_no_target(user: StoreServer, tmp_path: Path) -> 
 def test_the_mark_of_a_job_is_not_that_of_another_target(user: StoreServer) -> None:
     _publish()
     obstore.delete(user.client, [key for key in _keys(user) if key.startswith("end/out/")])
-    time.sleep(1)  # the clock of the store has whole seconds
+    time.sleep(2)  # the clock of the store has whole seconds
     assert ckpt("convert", ZERO3, URL).code == 0
     repeated = ckpt(*COMMAND, "--shard", "0/2")
     assert repeated.code == 30, repeated.out

@@ -169,11 +169,9 @@ class StoreStaging(Staging):
         return self._remove(objects)
 
     def remove_notes(self) -> None:
-        """Remove what is known of a job at a target that is complete, or that no job writes."""
+        """Remove what is known of jobs. The target must be complete."""
         self.lease.check()
-        objects = self._objects()
-        if self._is_complete(objects) or self._staged(_JOB) not in objects:
-            self._remove_staged(objects)
+        self._remove_staged(self._objects())
 
     def _is_complete(self, objects: Mapping[str, StoredObject]) -> bool:
         """Whether a job has published the target, and was killed before it had removed its notes."""

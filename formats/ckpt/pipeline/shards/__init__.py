@@ -114,7 +114,7 @@ def is_published(target: Path, job_id: str) -> bool:
 
         done = objects.is_published(target, job_id)
         if done:
-            objects.remove_notes(target)
+            objects.remove_notes(target, lambda: objects.is_published(target, job_id))
         return done
     return folder.is_published(target, job_id)
 

@@ -11,7 +11,7 @@ So whoever has the lease verifies and publishes as `StoreStaging` does.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,12 @@ from ckpt_formats.core.errors import CkptError, Incomplete, Locked
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.listed_store import StoredObject
 
 _POLL = 5.0
 """Seconds between two looks whether the lease is free."""
+_SKEW = 1.0
+"""Seconds by which times of objects may differ that were put at the same time: the servers of a store have clocks."""
 
 
 @dataclass
@@ -62,22 +65,26 @@ class ShardObjects(ShardStaging):
 
     def begin(self) -> None:
         """Put the job, if no shard has done so. Raises `OutputError` if there is another one, or a checkpoint."""
-        data = self.job.to_json()
-        for _ in range(2):
-            there = self.bucket.read(self._staged("job"))
+        data, key = self.job.to_json(), self._staged("job")
+        for _ in range(3):
+            there = self.bucket.read(key)
             if there is not None:
                 other = ShardJob.from_json(there[0], f"{self.target}/.ckpt/job")
                 if other.id != self.job.id:
                     raise other.refused(self.target, f"run `ckpt clean {self.target}`")
-                return
             objects = self.bucket.list(self.target.key)
-            if has_data(self.target, objects) or self._staged("published") in objects:
+            if there is not None:
+                job = objects.get(key)
+                if job is None or not any(one.modified < job.modified - _SKEW for one in _data(self.target, objects)):
+                    return
+                # It was put too late, by a shard that had seen nothing here: the target was published meanwhile.
+                self.bucket.delete([key])
+            elif any(_data(self.target, objects)) or self._staged("published") in objects:
                 raise exists(self.target)
-            try:
-                self.bucket.create(self._staged("job"), data)
-            except FileExistsError:
-                continue  # another shard was faster
-            return
+            else:
+                with suppress(FileExistsError):  # another shard was faster
+                    self.bucket.create(key, data)
+        raise exists(self.target)
 
     def receipts(self) -> Mapping[str, Receipt]:
         objects = self.bucket.list(self.target.key)
@@ -151,12 +158,6 @@ def done_folder(target: StorePath) -> str:
     return (target.parent / f".{target.name}{SHARDS}").key
 
 
-def has_data(target: StorePath, keys: Iterable[str]) -> bool:
-    """Whether there is anything at a target but what jobs note."""
-    notes = staged_folder(target, single_file=False)
-    return any(not key.startswith(f"{notes}/") for key in keys)
-
-
 def is_published(target: StorePath, job_id: str) -> bool:
     """Whether shards of a job have published its target."""
     bucket = Bucket(target.store.url)
@@ -165,19 +166,31 @@ def is_published(target: StorePath, job_id: str) -> bool:
     if mark is None:
         return False
     objects = bucket.list(target.key)
-    job, published = (f"{staged_folder(target, single_file=False)}/{name}" for name in ("job", "published"))
-    # Data come before the mark. If all are younger, this target was removed, and another job has written there since.
-    data = (one for key, one in objects.items() if has_data(target, [key]))
-    return any(one.modified <= mark.modified for one in data) and (published in objects or job not in objects)
+    if not any(one.modified <= mark.modified + _SKEW for one in _data(target, objects)):
+        return False  # all data are younger: this target was removed, and another job has written there since
+    job, published = (
+        objects.get(f"{staged_folder(target, single_file=False)}/{name}") for name in ("job", "published")
+    )
+    return published is not None or job is None or job.modified > mark.modified + _SKEW  # such a job came too late
 
 
-def remove_notes(target: StorePath) -> None:
-    """Remove what one has left below a complete target that was killed at its end, or came late. Never raises."""
+def _data(target: StorePath, objects: Mapping[str, StoredObject]) -> Iterator[StoredObject]:
+    """What there is at a target but what jobs note."""
+    notes = f"{staged_folder(target, single_file=False)}/"
+    return (one for key, one in objects.items() if not key.startswith(notes))
+
+
+def remove_notes(target: StorePath, is_complete: Callable[[], bool]) -> None:
+    """Remove what one has left below a complete target that was killed at its end, or came late. Never raises.
+
+    `is_complete` is called when no other process can write there.
+    """
     with suppress(CkptError, OSError):
         notes = Bucket(target.store.url).list(staged_folder(target, single_file=False))
         if notes:
             with open_store(target, None, locks=False, single_file=False) as stage:
-                stage.remove_notes()
+                if is_complete():
+                    stage.remove_notes()
 
 
 def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
@@ -195,11 +208,11 @@ def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resou
 
 def unfinished_job(target: StorePath) -> ShardJob | None:
     """The job whose shards write a target; None if the target is complete. Raises `NotFound` if nothing is there."""
-    bucket = Bucket(target.store.url)
-    read = bucket.read(f"{staged_folder(target, single_file=False)}/job")
+    bucket, key = Bucket(target.store.url), f"{staged_folder(target, single_file=False)}/job"
+    read = bucket.read(key)
     if read is not None:
         return ShardJob.from_json(read[0], target)
-    if not has_data(target, bucket.list(target.key)):
+    if not any(_data(target, bucket.list(target.key))):
         raise no_shards(target)
-    remove_notes(target)
+    remove_notes(target, lambda: bucket.head(key) is None)
     return None
