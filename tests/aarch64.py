@@ -1,12 +1,13 @@
 """Runs the tests of the kernels as on an aarch64 machine: `python tests/aarch64.py [TEST ...] [OPTION OF PYTEST ...]`.
 
 Builds the library of aarch64 by zig, and emulates that machine, Python and all, by Debian's qemu-aarch64-static.
-Debian's packages and wheels of the package index are unpacked below `~/.cache/ckpt-tests/aarch64`, not installed.
+Debian's packages and wheels of the package index are unpacked below `~/.cache/ckpt-tests`, not installed.
 Without arguments: each kernel against its twin in NumPy, and all golden files. Then the fuzzer, for a while. Needs
 apt-get, dpkg-deb, pip and ziglang.
 """
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,22 +18,19 @@ from pathlib import Path
 
 import kernel_headers
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
-FOLDER = Path.home() / ".cache" / "ckpt-tests" / "aarch64"
 PYTHON = "3.11"
 PACKAGES = ["python3.11-minimal", "libpython3.11-stdlib", "libstdc++6"]
-WHEELS = [
-    "numpy",
-    "ml-dtypes",
-    "xxhash",
-    "zstandard",
-    "isal",
-    "click",
-    "rich",
-    "hypothesis",
-    "pytest",
-    "pytest-timeout",
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+WHEELS = [*PROJECT["dependencies"], "hypothesis", "pytest", "pytest-timeout"]
+_CONTENT = hashlib.blake2b(repr((PACKAGES, WHEELS)).encode(), digest_size=4).hexdigest()
+FOLDER = Path.home() / ".cache" / "ckpt-tests" / f"aarch64-{_CONTENT}"
+"""Named by its content: another dependency needs another folder."""
 TESTS = [f"tests/ckpt_codecs/test_kernels_{family}.py" for family in kernel_headers.FAMILIES]
 TESTS += [
     "tests/ckpt_codecs/test_codec_golden.py",

@@ -66,14 +66,11 @@ def test_the_reader_of_the_page_reads_the_other_samples(name: str) -> None:
 
 
 def test_it_has_one_of_everything() -> None:
-    """Every delta codec, deltas with and without a parent, several chunks, and error figures.
-
-    Codecs of rows came later: they have golden chunks in `golden_deltas` and `golden_lossy`.
-    """
+    """Every delta codec, deltas with and without a parent, several chunks, and error figures."""
     chain = ChainReader(GOLDEN, decode, decode_delta)
     entries = [entry for checkpoint in chain.checkpoints.values() for entry in checkpoint.entries.values()]
     deltas = [entry["delta"] for entry in entries if "delta" in entry]
-    assert {delta["codec"]["name"] for delta in deltas} == set(DELTA_CODECS) - {"rows", "subspace-rows"}
+    assert {delta["codec"]["name"] for delta in deltas} == set(DELTA_CODECS)
     assert any(
         "delta" not in checkpoint.entries["late"] for step, checkpoint in chain.checkpoints.items() if step >= 12
     )

@@ -17,11 +17,11 @@ def to_line(receipt: Receipt) -> str:
 
 
 def from_lines(lines: Iterable[str]) -> Iterator[Receipt]:
-    """The receipts of all lines that are whole; not those of an earlier form, without `read`."""
+    """The receipts of all lines that are whole."""
     for line in lines:
         digest, _, text = line.rstrip("\n").partition(" ")
-        if digest == xxh3_64_hexdigest(text.encode()) and "read" in (fields := json.loads(text)):
-            yield _receipt(fields)
+        if digest == xxh3_64_hexdigest(text.encode()):
+            yield _receipt(json.loads(text))
 
 
 def _json(receipt: Receipt) -> dict[str, Any]:

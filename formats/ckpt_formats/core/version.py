@@ -1,4 +1,4 @@
 """The version of this program, in one place."""
 
-VERSION = "0.8.0"
+VERSION = "1.0.0"
 WRITTEN_BY = f"ckpt {VERSION}"

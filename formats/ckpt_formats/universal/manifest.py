@@ -27,7 +27,6 @@ from ckpt_formats.universal.chain.file import MAX_PACKS, step_of
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
-from ckpt_formats.universal.earlier_forms import COMMIT_OF_FILES, earlier_form
 from ckpt_formats.universal.index import ROLES, TYPES, Index
 from ckpt_formats.universal.original import NAME as ORIGINAL
 from ckpt_formats.universal.original import load as load_original
@@ -37,8 +36,6 @@ from ckpt_formats.universal.tables import Tables
 NAME = "manifest.json"
 INDEX = "index.safetensors"
 VERSION = 1
-_UNRELEASED_VERSIONS = (2, 3)
-"""Numbers that unreleased versions of ckpt wrote. No later version of the format has them."""
 _MAX_BYTES = 4 << 30
 _KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
@@ -165,8 +162,8 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
 def load(path: Path) -> Manifest:
     """Read and check a manifest, and the index beside it: in its folder, or in the same file.
 
-    Raises `Corrupt`, `Incomplete` if the index is missing, or `Unsupported` for an earlier form or a version that this
-    program does not know.
+    Raises `Corrupt`, `Incomplete` if the index is missing, or `Unsupported` for a version that this program does not
+    know.
     """
     if is_single(path):
         last = last_entries(path)
@@ -188,10 +185,6 @@ def _manifest(
     if fields.get("format") != "ckpt-universal":
         raise Corrupt("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
-    if version in _UNRELEASED_VERSIONS or "saved_as" in fields:
-        raise earlier_form(path)
-    if version == VERSION and "parameters" in fields:
-        raise earlier_form(path, COMMIT_OF_FILES)
     if not is_natural(version) or version != VERSION:
         raise Unsupported(
             f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."

@@ -20,12 +20,9 @@ from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.version import WRITTEN_BY
-from ckpt_formats.universal.earlier_forms import earlier_form
 
 NAME = "chain.json"
 VERSION = 1
-_UNRELEASED_VERSION = 2
-"""A number that unreleased versions of ckpt wrote. No later version of the format has it."""
 Kind = Literal["base", "delta"]
 FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
 """The name of a member's folder: its step, and a number if it was written again."""
@@ -203,7 +200,7 @@ def dump(chain: ChainIndex) -> bytes:
 def load(path: Path) -> ChainIndex:
     """Read and check a `chain.json`.
 
-    Raises `Corrupt`, or `Unsupported` for an earlier form or a version that this program does not know.
+    Raises `Corrupt`, or `Unsupported` for a version that this program does not know.
     """
     with unrecorded():  # a chain may grow while its states are read
         content = read_whole(path, MAX_NBYTES)
@@ -216,8 +213,6 @@ def parse(content: bytes, path: Path) -> ChainIndex:
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-chain", "format")
     version = fields.get("version")
-    if version == _UNRELEASED_VERSION:
-        raise earlier_form(path)
     if not is_natural(version) or version != VERSION:
         raise Unsupported(
             f"chain version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
@@ -294,8 +289,6 @@ def read(run: Path) -> ChainIndex:
 
 
 def _member(fields: Any, check: FieldReader) -> Member:
-    if isinstance(fields, dict) and "losses" in fields:
-        raise earlier_form(check.path)
     folder, kind, content = (check.text(fields, key) for key in ("folder", "kind", "content"))
     check.true(FOLDER.fullmatch(folder) is not None, f"folder {folder!r:.100}")
     check.true(kind in _KINDS, f"kind {kind!r:.30}")
