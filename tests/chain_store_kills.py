@@ -214,19 +214,19 @@ def _appending(folder: str, environment: dict[str, str], pause: float, step: int
         os._exit(LATE)
 
 
-def _child(name: str, folder: str, environment: dict[str, str], told: object) -> None:
+def _child(name: str, folder: str, environment: dict[str, str], message: object) -> None:
     os.environ.update(environment)
-    if told is not None:
-        told.recv()  # type: ignore[attr-defined]
+    if message is not None:
+        message.recv()  # type: ignore[attr-defined]
     work(name, folder)
 
 
-def _assert_equal(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+def _assert_equal(actual: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     lists = {key for key in expected if key.endswith(index.NAME)}
-    assert not [key for key in expected.keys() - lists if found[key] != expected[key]]
+    assert not [key for key in expected.keys() - lists if actual[key] != expected[key]]
     for key in lists:
-        members = [_timeless(index.parse(data, Path(key))) for data in (found[key], expected[key])]
+        members = [_timeless(index.parse(data, Path(key))) for data in (actual[key], expected[key])]
         assert members[0] == members[1], key
 
 

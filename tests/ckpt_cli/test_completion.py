@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_formats_names_all_with_their_endings_and_marks() -> None:
-    found = {row["name"]: row for row in json.loads(ckpt("formats", "--json").out)["formats"]}
-    assert list(found) == list(FORMATS)
-    assert {name for name, row in found.items() if not row["written"]} == set(ONLY_READ)
-    assert found["torch"]["endings"] == [".pt", ".pth", ".bin", ".ckpt"]
-    assert "manifest.json" in found["universal"]["marks"]["paths"]
+    rows = {row["name"]: row for row in json.loads(ckpt("formats", "--json").out)["formats"]}
+    assert list(rows) == list(FORMATS)
+    assert {name for name, row in rows.items() if not row["written"]} == set(ONLY_READ)
+    assert rows["torch"]["endings"] == [".pt", ".pth", ".bin", ".ckpt"]
+    assert "manifest.json" in rows["universal"]["marks"]["paths"]
     out = ckpt("formats").out
     assert all(f"\n{name} " in f"\n{out}" for name in FORMATS)
 
