@@ -49,6 +49,16 @@ def test_bash_gets_completions(words: str, expected: str) -> None:
     assert f"plain,{expected}\n" in done.stdout, done.stderr
 
 
+def test_fish_shows_whole_descriptions(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not here")
+    (tmp_path / "script").write_text(ckpt("completion", "fish").out)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["fish", "-c", f"source {tmp_path}/script; complete -C 'ckpt convert --dp'"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("--dp\tdeepspeed, deepspeed-universal, megatron"), done
+
+
 def test_every_command_has_a_man_page_without_errors() -> None:
     pages = {path.stem: path for path in (ROOT / "docs" / "man").glob("*.1")}
     assert pages.keys() == {"ckpt", *(f"ckpt-{name}" for name in COMMANDS)}
