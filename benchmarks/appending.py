@@ -148,17 +148,17 @@ def main() -> None:
     lengths = [int(length) for length in given.lengths.split(",")]
     load_kernels()
     print("| length | way | CPU s | relative | MB read | indexes |\n| --- | --- | --- | --- | --- | --- |")
-    with tempfile.TemporaryDirectory(dir=given.scratch) as made:
-        at = Path(made)
+    with tempfile.TemporaryDirectory(dir=given.scratch) as temporary:
+        at = Path(temporary)
         before: Checkpoint | None = None
         for number, state in enumerate(map(copied, states(given.gb, max(lengths) + 1))):
             if number in lengths:
                 assert before is not None
                 save(before, at / "last", Universal(), Resources())
                 save(state, at / "after", Universal(), Resources())
-                found = measured(at / "run", at / "last", at / "after", at, given.rounds)
-                for way, (cpu, nbytes, indexes) in found.items():
-                    times = cpu / found[ALONE][0]
+                figures = measured(at / "run", at / "last", at / "after", at, given.rounds)
+                for way, (cpu, nbytes, indexes) in figures.items():
+                    times = cpu / figures[ALONE][0]
                     print(
                         f"| {number} | {way} | {cpu:.2f} | {times:.2f} | {nbytes / 1e6:,.1f} | {indexes} |", flush=True
                     )

@@ -26,16 +26,16 @@ def copying(name: str, source: Path, out: str) -> dict[str, Program]:
     }
 
 
-def table(listed: dict[str, Program], found: dict[str, list[Run]], sizes: dict[str, int]) -> str:
+def table(listed: dict[str, Program], runs_by_name: dict[str, list[Run]], sizes: dict[str, int]) -> str:
     """Medians, and ratios to the `cp` beside, also to that with an fsync of every file."""
-    middle = {name: medians(runs) for name, runs in found.items()}
+    middle = {name: medians(runs) for name, runs in runs_by_name.items()}
     rows = [
         f"{'':28}{'wall s':>8}{'x cp':>7}{'x fsync':>9}{'best s':>8}{'CPU s':>8}{'x cp':>7}"
         f"{'tree MB':>9}{'process MB':>12}{'output MB':>11}"
     ]
     for name, run in middle.items():
         copied, synced = (middle[f"{listed[name].beside}{end}"] for end in ("", _SYNCED))
-        best = min(one.wall for one in found[name])
+        best = min(one.wall for one in runs_by_name[name])
         rows.append(
             f"{name:28}{run.wall:8.2f}{run.wall / copied.wall:7.2f}{run.wall / synced.wall:9.2f}{best:8.2f}"
             f"{run.cpu:8.2f}{run.cpu / copied.cpu:7.2f}"

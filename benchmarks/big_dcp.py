@@ -121,7 +121,7 @@ def reshard(source: Path, out: Path, millions: float) -> None:
 def weights(source: Path, out: Path) -> None:
     """As offline scripts do: load all of the model, save it as safetensors, consolidate."""
     kept = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    state = {name: torch.empty(said.size) for name, said in kept.items() if name.startswith("model.")}
+    state = {name: torch.empty(layout.size) for name, layout in kept.items() if name.startswith("model.")}
     dcp.load(state, checkpoint_id=source, no_dist=True)
     writer = dcp.HuggingFaceStorageWriter(str(out), save_distributed=True, enable_consolidation=True)
     dcp.save(
@@ -150,8 +150,8 @@ def metadata(out: Path, chunks: int, world: int = 16) -> None:
             place = _StorageInfo(f"__{rank}_0.distcp", number * length, length)
             places[MetadataIndex(name, box.offsets, rank)] = place
     out.mkdir(parents=True)
-    said = Metadata(tensors, paths, places, StorageMeta(out.name))
-    (out / ".metadata").write_bytes(pickle.dumps(said, protocol=4))
+    stated = Metadata(tensors, paths, places, StorageMeta(out.name))
+    (out / ".metadata").write_bytes(pickle.dumps(stated, protocol=4))
 
 
 def main() -> None:

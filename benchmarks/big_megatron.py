@@ -86,15 +86,17 @@ def main() -> None:
         command.add_argument("--gigabytes", type=float, default=1)
         command.add_argument("--tp", type=int, default=1)
         command.add_argument("--pp", type=int, default=1)
-    asked = parser.parse_args()
-    kind = kind_of(asked.gigabytes, asked.tp, asked.pp)
+    options = parser.parse_args()
+    kind = kind_of(options.gigabytes, options.tp, options.pp)
     work = (
-        partial(make, kind, asked.out) if asked.command == "make" else partial(reshard, kind, asked.source, asked.out)
+        partial(make, kind, options.out)
+        if options.command == "make"
+        else partial(reshard, kind, options.source, options.out)
     )
     without_cuda.pretend()
     with tempfile.TemporaryDirectory() as log:
         ranks.run(kind.world, work, Path(log), PATIENCE, ranks.join_torch)
-    print(json.dumps({"layers": kind.model["num_layers"], "checkpoint": str(asked.out)}))
+    print(json.dumps({"layers": kind.model["num_layers"], "checkpoint": str(options.out)}))
 
 
 if __name__ == "__main__":

@@ -101,16 +101,16 @@ def naive(run: Path, scratch: Path) -> Run:
         alone.mkdir()
         for name in ("packs", manifest.INDEX):
             (alone / name).symlink_to((run / member.folder / name).resolve())
-        said = json.loads((run / member.folder / manifest.NAME).read_text())
-        del said["checksum"]
+        manifest_fields = json.loads((run / member.folder / manifest.NAME).read_text())
+        del manifest_fields["checksum"]
         if full is not None:
-            said["parent"]["path"] = f"../{full.name}"
-        (alone / manifest.NAME).write_bytes(sealed_json.dump(said))
-        made = scratch / f"full{member.step}"
-        runs.append(measure([*CKPT, "restore", str(alone), str(made)]))
+            manifest_fields["parent"]["path"] = f"../{full.name}"
+        (alone / manifest.NAME).write_bytes(sealed_json.dump(manifest_fields))
+        target = scratch / f"full{member.step}"
+        runs.append(measure([*CKPT, "restore", str(alone), str(target)]))
         if full is not None:
             shutil.rmtree(full)
-        full = made
+        full = target
     assert full is not None
     full.rename(scratch / "naive")
     sums = (sum(getattr(one, name) for one in runs) for name in ("wall", "cpu"))
@@ -140,13 +140,13 @@ def restored(kept: Path, scratch: Path, rounds: int) -> dict[str, Run]:
     }
     runs: dict[str, list[Run]] = {}
     for _ in range(rounds):
-        for name, (made, command) in ways.items():
-            shutil.rmtree(made, ignore_errors=True)
+        for name, (target, command) in ways.items():
+            shutil.rmtree(target, ignore_errors=True)
             runs.setdefault(name, []).append(measure(command))
-    found = {name: medians(some) for name, some in runs.items()}
-    found["delta by delta"] = naive(kept / "run", scratch)
+    medians_by_way = {name: medians(some) for name, some in runs.items()}
+    medians_by_way["delta by delta"] = naive(kept / "run", scratch)
     check_same(saved, out, copied, scratch / "naive")
-    return found
+    return medians_by_way
 
 
 def changed(kept: Path, scratch: Path) -> dict[str, Run]:
@@ -172,13 +172,13 @@ def main() -> None:
     if given.grow is not None:
         print(grow(given.grow, given.gb, given.deltas))
         return
-    with tempfile.TemporaryDirectory(dir=given.scratch or given.keep) as made:
-        scratch = Path(made)
+    with tempfile.TemporaryDirectory(dir=given.scratch or given.keep) as temporary:
+        scratch = Path(temporary)
         kept = given.keep or scratch / "kept"
         # In a process of its own: a child's peak is at least the size of the process that starts it.
-        told = [sys.executable, __file__, "--gb", str(given.gb), "--deltas", str(given.deltas), "--grow", str(kept)]
+        command = [sys.executable, __file__, "--gb", str(given.gb), "--deltas", str(given.deltas), "--grow", str(kept)]
         if not (kept / "next").exists():
-            seconds = float(subprocess.run(told, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            seconds = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             print(f"the chain was made in {seconds:,.0f} s, checked")
         members = index.read(kept / "run").members
         assert len(members) == given.deltas + 1, "another chain is kept there"

@@ -84,7 +84,7 @@ def measure(
     held: dict[str, list[Array]], methods: Sequence[Method], rounds: int, threads: int
 ) -> dict[tuple[str, str], tuple[Times, Times]]:
     """Of each method and state: times on one thread by CPU time, and on all by the clock."""
-    found: dict[tuple[str, str], tuple[Times, Times]] = {}
+    times_by_case: dict[tuple[str, str], tuple[Times, Times]] = {}
     derived = derivation(held)
     work = [(method, state) for state in held for method in methods]
     work += [(derived, "param")] if derived is not None else []
@@ -92,12 +92,12 @@ def measure(
     for turn in range(rounds):
         shift = turn % len(work)
         for method, state in work[shift:] + work[:shift]:
-            times = found.setdefault((method.name, state), (Times(), Times()))
+            times = times_by_case.setdefault((method.name, state), (Times(), Times()))
             mine = done[method.name, state]
             once(method, state, mine, 1, time.process_time, times[0])
             if threads > 1:
                 once(method, state, mine, threads, time.perf_counter, times[1])
-    return found
+    return times_by_case
 
 
 @dataclass(frozen=True)
@@ -122,37 +122,37 @@ class Line:
         return [self.state, self.method, ratio, f"{8 * self.nbytes / self.elements:.2f}", *speeds]
 
 
-def lines(held: dict[str, list[Array]], found: dict[tuple[str, str], tuple[Times, Times]]) -> list[Line]:
-    made = []
-    for (method, state), (one, all_) in found.items():
+def lines(held: dict[str, list[Array]], times_by_case: dict[tuple[str, str], tuple[Times, Times]]) -> list[Line]:
+    rows = []
+    for (method, state), (one, all_) in times_by_case.items():
         size = sum(array.nbytes for array in held[state])
         count = sum(array.size for array in held[state])
         seconds = [median(one.encode), median(one.decode), min(all_.encode, default=0.0), min(all_.decode, default=0.0)]
-        made.append(Line(method, state, size, one.nbytes, count, *seconds))
-    return made
+        rows.append(Line(method, state, size, one.nbytes, count, *seconds))
+    return rows
 
 
 def totals(of: Sequence[Line]) -> list[Line]:
     """The whole state by each method. Bits are for each parameter."""
     derived = {line.state: line for line in of if line.method == "derived"}
-    made = []
+    rows = []
     for name in dict.fromkeys(line.method for line in of if line.method != "derived"):
         mine = [
             derived.get(line.state, line) if name.startswith("ckpt") else line for line in of if line.method == name
         ]
         count = max(line.elements for line in mine)
         sums = [sum(getattr(line, key) for line in mine) for key in ("encode", "decode", "encode_all", "decode_all")]
-        made.append(Line(name, "total", sum(l.raw for l in mine), sum(l.nbytes for l in mine), count, *sums))  # noqa: E741
-    return made
+        rows.append(Line(name, "total", sum(l.raw for l in mine), sum(l.nbytes for l in mine), count, *sums))  # noqa: E741
+    return rows
 
 
 def gains(of: Sequence[Line], rival: str) -> list[list[str]]:
     """Rows: what ckpt is to a rival, state by state and in total, at its default level."""
-    found = {(line.method, line.state): line for line in of}
+    by_case = {(line.method, line.state): line for line in of}
     rows = []
-    for (method, state), mine in found.items():
-        if method == OURS and (rival, state) in found:
-            other = found[rival, state]
+    for (method, state), mine in by_case.items():
+        if method == OURS and (rival, state) in by_case:
+            other = by_case[rival, state]
             figures = (other.nbytes / mine.nbytes, other.encode / mine.encode, other.decode / mine.decode)
             rows.append(
                 [state, rival, *(f"{figure:.{digits}f}" for figure, digits in zip(figures, (4, 2, 2), strict=True))]
@@ -182,8 +182,8 @@ def main() -> None:
     print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
     print(f"kernels loaded in {1000 * (time.monotonic() - began):.1f} ms, level {library.level()}")
     print(f"{given.state}: {sum(a.nbytes for s in held.values() for a in s) / 1e6:.0f} MB, {given.rounds} rounds\n")
-    found = lines(held, measure(held, methods, given.rounds, given.threads))
-    every = [*sorted(found, key=lambda line: list(held).index(line.state)), *totals(found)]
+    rows = lines(held, measure(held, methods, given.rounds, given.threads))
+    every = [*sorted(rows, key=lambda line: list(held).index(line.state)), *totals(rows)]
     speeds = ["enc MB/s", "dec MB/s", f"enc x{given.threads}", f"dec x{given.threads}"]
     show(["state", "method", "ratio", "bits", *speeds], [line.cells() for line in every])
     against = [row for rival in (ZIPNN, PIECES) for row in gains(every, rival)]

@@ -64,19 +64,24 @@ def programs(source: Path, out: Path, kept: Path, threads: int) -> dict[str, Pro
         return [sys.executable, "-c", code, *map(str, arguments)]
 
     n, zstd = str(threads), f"zstd -T{threads} -3"
-    found = shutil.which("zstd")
+    zstd_path = shutil.which("zstd")
     return {
         "cp": Program(["cp", str(source), str(out)]),
         "cp and fsync": Program(["bash", "-c", 'cp "$1" "$2" && sync "$2"', "-", str(source), str(out)]),
         CHECKED: Program([*CKPT, "compress", str(source), f"{out}/", "--workers", n]),
         UNCHECKED: Program([*CKPT, "compress", str(source), f"{out}/", "--workers", n, "--no-check"]),
         zstd: Program(
-            [found, "-q", f"-T{n}", "-3", str(source), "-o", str(out)] if found else python(ZSTD, source, out, n)
+            [zstd_path, "-q", f"-T{n}", "-3", str(source), "-o", str(out)]
+            if zstd_path
+            else python(ZSTD, source, out, n)
         ),
         "ZipNN": Program(python(ZIPNN, source, out, "float32", n)),
         BACK: Program([*CKPT, "decompress", str(kept / CHECKED), str(out), "--to", "torch", "--workers", n], CHECKED),
         "zstd -d": Program(
-            [found, "-q", "-d", str(kept / zstd), "-o", str(out)] if found else python(UNZSTD, kept / zstd, out), zstd
+            [zstd_path, "-q", "-d", str(kept / zstd), "-o", str(out)]
+            if zstd_path
+            else python(UNZSTD, kept / zstd, out),
+            zstd,
         ),
         "ZipNN, back": Program(python(UNZIPNN, kept / "ZipNN", out, n), "ZipNN"),
     }
@@ -101,16 +106,16 @@ class Bench:
             return None
         _warm(self.source if undone is None else undone)
         try:
-            found = measure(program.command)
+            run = measure(program.command)
         except Failed as error:
             print(error, file=sys.stderr)
-            found = None
-        if found is not None:
+            run = None
+        if run is not None:
             self.sizes[name] = size(self.out)
             if any(other.undoes == name for other in self.programs.values()) and not (self.kept / name).exists():
                 self.out.rename(self.kept / name)
         _remove(self.out)
-        return found
+        return run
 
     def rounds(self, count: int, only: list[str]) -> dict[str, list[Run]]:
         """All programs in turn, those that undo others after them."""
@@ -126,15 +131,15 @@ class Bench:
         """With the check and without, each first in turn."""
         for turn in range(count):
             order = (CHECKED, UNCHECKED) if turn % 2 == 0 else (UNCHECKED, CHECKED)
-            made = {name: self.run(name) for name in order}
-            checked, unchecked = made[CHECKED], made[UNCHECKED]
+            pair = {name: self.run(name) for name in order}
+            checked, unchecked = pair[CHECKED], pair[UNCHECKED]
             if checked is not None and unchecked is not None:
                 yield checked, unchecked
 
 
-def table(bench: Bench, found: dict[str, list[Run]], nbytes: int) -> str:
+def table(bench: Bench, runs_by_name: dict[str, list[Run]], nbytes: int) -> str:
     """Medians. The last two columns are against `ckpt compress`, or `ckpt decompress`, as the program's work is."""
-    middle = {name: medians(runs) for name, runs in found.items()}
+    middle = {name: medians(runs) for name, runs in runs_by_name.items()}
     rows = [
         "| program | wall s | MB/s | CPU s | peak MB | ratio | wall to ckpt's | CPU to ckpt's |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -151,12 +156,12 @@ def table(bench: Bench, found: dict[str, list[Run]], nbytes: int) -> str:
 
 def cost_of_check(pairs: list[tuple[Run, Run]]) -> str:
     """What a pair differs by, as the median of all pairs, and the range."""
-    said = []
+    texts = []
     for what in ("cpu", "wall"):
-        found = sorted(getattr(a, what) - getattr(b, what) for a, b in pairs)
+        costs = sorted(getattr(a, what) - getattr(b, what) for a, b in pairs)
         part = median((getattr(a, what) - getattr(b, what)) / getattr(a, what) for a, b in pairs)
-        said.append(f"{what} {median(found):+.2f} s ({found[0]:+.2f} to {found[-1]:+.2f}), {100 * part:.0f} % of all")
-    return f"the check costs, of {len(pairs)} pairs: {'; '.join(said)}"
+        texts.append(f"{what} {median(costs):+.2f} s ({costs[0]:+.2f} to {costs[-1]:+.2f}), {100 * part:.0f} % of all")
+    return f"the check costs, of {len(pairs)} pairs: {'; '.join(texts)}"
 
 
 def make(state: Path, nbytes: int, target: Path) -> Path:
@@ -195,17 +200,20 @@ def main() -> None:
     results = []
     for index, gb in enumerate(given.gb):
         rounds, pairs = (counts[min(index, len(counts) - 1)] for counts in (given.rounds, given.pairs))
-        with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=given.scratch) as made:
-            source = make(given.state, round(gb * 1e9), Path(made) / "state.pt")
-            nbytes, bench = source.stat().st_size, Bench(source, Path(made), given.threads)
-            found = bench.rounds(rounds, given.only)
-            print(f"\n{nbytes / 1e9:.2f} GB, {given.threads} threads, {rounds} rounds\n\n{table(bench, found, nbytes)}")
+        with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=given.scratch) as temporary:
+            source = make(given.state, round(gb * 1e9), Path(temporary) / "state.pt")
+            nbytes, bench = source.stat().st_size, Bench(source, Path(temporary), given.threads)
+            runs_by_name = bench.rounds(rounds, given.only)
+            print(
+                f"\n{nbytes / 1e9:.2f} GB, {given.threads} threads, {rounds} rounds\n\n"
+                f"{table(bench, runs_by_name, nbytes)}"
+            )
             compared = list(bench.pairs(pairs))
             if compared:
                 print(f"\n{cost_of_check(compared)}", flush=True)
             results += [
                 {"program": name, "size": nbytes, "nbytes": bench.sizes[name], "runs": [asdict(run) for run in runs]}
-                for name, runs in found.items()
+                for name, runs in runs_by_name.items()
             ]
     if given.json:
         given.json.write_text(json.dumps(results, indent=1))

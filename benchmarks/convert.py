@@ -68,15 +68,15 @@ def matches(name: str, only: list[str]) -> bool:
     return not only or any(part in name for part in only)
 
 
-def table(found: dict[str, list[Run]], sizes: dict[str, int]) -> str:
+def table(runs_by_name: dict[str, list[Run]], sizes: dict[str, int]) -> str:
     """Medians, and ratios to the program of ours that does the same."""
-    middle = {name: medians(runs) for name, runs in found.items()}
+    middle = {name: medians(runs) for name, runs in runs_by_name.items()}
     head = f"{'':28}{'wall s':>8}{'x ours':>7}{'best s':>8}{'CPU s':>8}{'x ours':>7}{'tree MB':>9}{'process MB':>12}"
     rows = [f"{head}{'written MB':>12}{'output MB':>11}"]
     for name, run in middle.items():
         ours = middle.get(OUR_WEIGHTS if name in (OUR_WEIGHTS, "zero_to_fp32") else OURS)
         wall, cpu = (f"{getattr(run, key) / getattr(ours, key):.2f}" if ours else "" for key in ("wall", "cpu"))
-        best = min(one.wall for one in found[name])
+        best = min(one.wall for one in runs_by_name[name])
         rows.append(
             f"{name:28}{run.wall:8.2f}{wall:>7}{best:8.2f}{run.cpu:8.2f}{cpu:>7}"
             f"{run.tree / 1e6:9.0f}{run.process / 1e6:12.0f}{run.written / 1e6:12.0f}{sizes[name] / 1e6:11.0f}"
@@ -102,18 +102,20 @@ def main() -> None:
     options = parser.parse_args()
     report = []
     with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=options.scratch) as folder:
-        made = Path(folder)
+        inputs = Path(folder)
         wanted = options.source or [(gigabytes, stage) for gigabytes in (1, 4) for stage in (1, 3)]
         for one in wanted:
-            source = one.resolve() if isinstance(one, Path) else make(*one, made)
+            source = one.resolve() if isinstance(one, Path) else make(*one, inputs)
             scratch = Path(tempfile.mkdtemp(dir=folder if options.scratch else source.parent.parent, prefix="bench-"))
             try:
-                found, sizes = compare(source, options.rounds, options.only, scratch)
+                measurements, sizes = compare(source, options.rounds, options.only, scratch)
             finally:
                 shutil.rmtree(scratch)
             title = f"{source.parent.name}/{source.name}, {size(source) / 1e6:.0f} MB"
-            print(f"{title}, {options.rounds} rounds\n{table(found, sizes)}\n", flush=True)
-            runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in found.items()}
+            print(f"{title}, {options.rounds} rounds\n{table(measurements, sizes)}\n", flush=True)
+            runs = {
+                name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in measurements.items()
+            }
             report.append({"source": title, "programs": runs})
             if not isinstance(one, Path):
                 shutil.rmtree(source.parent)

@@ -72,19 +72,19 @@ def opening(folder: Path, rounds: int) -> dict[str, list[list[float]]]:
     """Milliseconds, growth and peak in megabytes of each reader of a large `.metadata`, in fresh processes."""
     measure([*BIG, "metadata", str(folder / "metadata")], QUIET)
     path = folder / "metadata" / ".metadata"
-    found: dict[str, list[list[float]]] = {name: [] for name in METADATA}
+    measurements: dict[str, list[list[float]]] = {name: [] for name in METADATA}
     for _ in range(rounds):
         for name, program in METADATA.items():
             done = subprocess.run(
                 [sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True
             )
-            found[name].append(json.loads(done.stdout))
+            measurements[name].append(json.loads(done.stdout))
     print(f"a .metadata of 250,000 chunks, {path.stat().st_size:,} bytes, {rounds} rounds")
     print(f"{'':28}{'s':>8}{'grew by MB':>12}{'peak MB, imports and all':>26}")
-    for name, runs in found.items():
+    for name, runs in measurements.items():
         milliseconds, grew, peak = (median(column) for column in zip(*runs, strict=True))
         print(f"{name:28}{milliseconds / 1e3:8.2f}{grew:12.0f}{peak:26.0f}")
-    return found
+    return measurements
 
 
 def main() -> None:
@@ -97,8 +97,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, for programs")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=options.scratch) as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=options.scratch) as temporary:
+        folder = Path(temporary)
         source, file, weights = folder / "dcp", folder / "all.pt", folder / "weights.safetensors"
         scratch = folder / "scratch"
         scratch.mkdir()
@@ -114,13 +114,13 @@ def main() -> None:
             if name.startswith("cp") or not options.only or any(text in name for text in options.only)
         }
         warm(folder)
-        found, sizes = in_turn(wanted, options.rounds, scratch, QUIET)
+        measurements, sizes = in_turn(wanted, options.rounds, scratch, QUIET)
         print(f"{options.size:g} M parameters, {size(source) / 1e6:.0f} MB, {options.rounds} rounds")
-        print(f"{table(listed, found, sizes)}\n", flush=True)
+        print(f"{table(listed, measurements, sizes)}\n", flush=True)
         opened = opening(folder, options.rounds)
     if options.json:
         machine = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
-        runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in found.items()}
+        runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in measurements.items()}
         report = {"machine": machine, "millions": options.size, "programs": runs, "metadata": opened}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

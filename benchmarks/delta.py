@@ -133,15 +133,15 @@ def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
     fit = time.process_time() - began
 
     def encode() -> list[bytes]:
-        made = []
+        blobs = []
         for fitted, change, full in ready:
             if derived:
                 assert Rounded().encode(full.after["param"], full.after["fp32"]) == b""
-            made.append(fitted.encode(change))
-        return made
+            blobs.append(fitted.encode(change))
+        return blobs
 
-    def decode(made: list[bytes]) -> Iterator[dict[str, Array]]:
-        for (fitted, change, full), data in zip(ready, made, strict=True):
+    def decode(blobs: list[bytes]) -> Iterator[dict[str, Array]]:
+        for (fitted, change, full), data in zip(ready, blobs, strict=True):
             form = {n: v.dtype for n, v in change.after.items()}
             back = fitted.decode(data, change.before, next(iter(change.after.values())).shape, form)
             if derived:
@@ -149,16 +149,16 @@ def ours(pair: Pair, works: list[Work], name: str, rounds: int) -> Row:
                 back["param"] = Rounded().decode(b"", copy.shape, copy.dtype, back["fp32"])
             yield back
 
-    made = encode()
+    encoded = encode()
     stored = dict.fromkeys(pair.states, 0)
-    for (_, change, full), data, back in zip(ready, made, decode(made), strict=True):
+    for (_, change, full), data, back in zip(ready, encoded, decode(encoded), strict=True):
         for state, values in full.after.items():
             assert same(values, back[state]), (name, state)
         parts = split_parts(data, {n: v.dtype for n, v in change.after.items()})
         for state, part in parts.items():
             stored[state] += len(part)
         stored[next(iter(parts))] += len(data) - sum(map(len, parts.values())) + ROW_NBYTES
-    times = timed(encode, lambda made: [None for _ in decode(made)], rounds)
+    times = timed(encode, lambda blobs: [None for _ in decode(blobs)], rounds)
     return Row(pair.name, f"ckpt {name}", raw_size(works), stored, *times, fit)
 
 
@@ -174,17 +174,17 @@ def others(pair: Pair, works: list[Work], name: str, each: bool, encode: Coder, 
         if not each:
             tensors = [(np.concatenate([a for a, _ in tensors]), np.concatenate([b for _, b in tensors]))]
         work += [(state, after, before) for after, before in tensors]
-    made = [encode(after, before) for _, after, before in work]
+    encoded = [encode(after, before) for _, after, before in work]
     stored = dict.fromkeys(pair.states, 0)
-    for (state, after, before), data in zip(work, made, strict=True):
+    for (state, after, before), data in zip(work, encoded, strict=True):
         assert same(after, np.frombuffer(decode(data, before), np.uint8)), (name, state)
         stored[state] += len(data)
 
     def all_encoded() -> list[bytes]:
         return [encode(after, before) for _, after, before in work]
 
-    def all_decoded(made: list[bytes]) -> None:
-        for (_, _, before), data in zip(work, made, strict=True):
+    def all_decoded(blobs: list[bytes]) -> None:
+        for (_, _, before), data in zip(work, blobs, strict=True):
             decode(data, before)
 
     return Row(pair.name, name, raw_size(works), stored, *timed(all_encoded, all_decoded, rounds))
@@ -210,11 +210,11 @@ def patch_from(level: int) -> tuple[Coder, Decoder]:
 def xdelta() -> tuple[Coder, Decoder]:
     def run(way: str, data: bytes, before: Array) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            source, given, made = (Path(folder) / name for name in ("source", "given", "made"))
+            source, given, output = (Path(folder) / name for name in ("source", "given", "made"))
             source.write_bytes(raw(before))
             given.write_bytes(data)
-            subprocess.run(["xdelta3", way, "-1", "-f", "-B", str(1 << 30), "-s", source, given, made], check=True)
-            return made.read_bytes()
+            subprocess.run(["xdelta3", way, "-1", "-f", "-B", str(1 << 30), "-s", source, given, output], check=True)
+            return output.read_bytes()
 
     return lambda after, before: run("-e", bytes(raw(after)), before), lambda data, before: run("-d", data, before)
 
@@ -253,9 +253,9 @@ def timed(encode: Callable[[], Any], decode: Callable[[Any], Any], rounds: int) 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         began = cpu()
-        made = encode()
+        encoded = encode()
         middle = cpu()
-        decode(made)
+        decode(encoded)
         times[0].append(middle - began)
         times[1].append(cpu() - middle)
     return median(times[0]), median(times[1])
@@ -283,12 +283,12 @@ def works_of(folder: Path, pair: Pair, start: int) -> list[Work]:
     paths = state_path(folder, step=start), state_path(folder, pair.branch, start + pair.since)
     before, after = map(open_checkpoint, paths)
     options = {name: dict(group.options) for group in after.groups for name in group.names}
-    made = []
+    works = []
     for name, parameter in after.parameters.items():
         if set(pair.states) <= parameter.states.keys():
             change = StatePair(*(values_of(source, name, pair.states) for source in (before, after)))
-            made.append(Work(change, StepInfo(start, start + pair.since, options.get(name, {}))))
-    return made
+            works.append(Work(change, StepInfo(start, start + pair.since, options.get(name, {}))))
+    return works
 
 
 def values_of(source: Checkpoint, name: str, states: tuple[str, ...]) -> dict[str, Array]:

@@ -80,31 +80,31 @@ def copy(source: Path, out: Path, flushed: bool = True) -> tuple[str, ...]:
     return ("bash", "-c", _COPY, "-", str(source), str(out)) if flushed else ("cp", "-r", str(source), str(out))
 
 
-def start(made: Path, out: Path) -> Iterator[Section]:
-    chain = made / "start.chain"
+def start(inputs: Path, out: Path) -> Iterator[Section]:
+    chain = inputs / "start.chain"
     for step in (1, 2):
         measure(ckpt("append", chain, SAMPLE, "--step", step))
-    measure(ckpt("convert", SAMPLE, made / "tiny"))
+    measure(ckpt("convert", SAMPLE, inputs / "tiny"))
     yield Section(
         (
             Goal("--help", ckpt("--help"), "0.1 s", seconds(0.1)),
-            Goal("inspect, tiny", ckpt("inspect", made / "tiny"), "0.25 s", seconds(0.25)),
+            Goal("inspect, tiny", ckpt("inspect", inputs / "tiny"), "0.25 s", seconds(0.25)),
             Goal("log", ckpt("log", chain), "0.25 s", seconds(0.25)),
         )
     )
 
 
-def convert(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
+def convert(inputs: Path, out: Path, gigabytes: float) -> Iterator[Section]:
     for form in FORMATS:
-        source = _written(made, form, gigabytes)
+        source = _written(inputs, form, gigabytes)
         name, copied = f"convert {form} to universal", f"cp + fsync, {form}"
         goal = Goal(name, ckpt("convert", source, out), "1.2 x cp + fsync + 0.3 s", times(1.2, copied, 0.3))
         yield Section((goal,), {copied: copy(source, out)})
         _remove(source)
 
 
-def reshard(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
-    source, rules = _written(made, "deepspeed", gigabytes), made / "rules.toml"
+def reshard(inputs: Path, out: Path, gigabytes: float) -> Iterator[Section]:
+    source, rules = _written(inputs, "deepspeed", gigabytes), inputs / "rules.toml"
     from resharding import RULES
 
     rules.write_text(RULES)
@@ -114,12 +114,12 @@ def reshard(made: Path, out: Path, gigabytes: float) -> Iterator[Section]:
     _remove(source)
 
 
-def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator[Section]:
-    source = compress.make(state, int(gigabytes * 1e9), made / "state.pt")
-    small = made / "small"
+def compressed(inputs: Path, out: Path, state: Path, gigabytes: float) -> Iterator[Section]:
+    source = compress.make(state, int(gigabytes * 1e9), inputs / "state.pt")
+    small = inputs / "small"
     measure(ckpt("compress", source, f"{small}/"))
     print(f"ratio of ckpt compress: {size(source) / size(small):.3f}, goal 1.42", flush=True)
-    programs = compress.programs(source, out, made, 2)
+    programs = compress.programs(source, out, inputs, 2)
     zstd = next(name for name in programs if name.startswith("zstd -T"))
     others = {zstd: tuple(programs[zstd].command), "cp + fsync": copy(source, out)}
     goals = [
@@ -139,13 +139,13 @@ def compressed(made: Path, out: Path, state: Path, gigabytes: float) -> Iterator
     _remove(source)
 
 
-def many(made: Path, out: Path) -> Iterator[Section]:
-    folder = made / "many"
+def many(inputs: Path, out: Path) -> Iterator[Section]:
+    folder = inputs / "many"
     folder.mkdir()
     # In a process of its own: a child's peak memory is at least ours.
     code = f"import many_tensors; from pathlib import Path; many_tensors.make(Path({str(folder)!r}), 20_000)"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=HERE)
-    source, first, second = folder / many_tensors.KINDS["torch"], made / "first", made / "second"
+    source, first, second = folder / many_tensors.KINDS["torch"], inputs / "first", inputs / "second"
     for target in (first, second):
         measure(ckpt("convert", source, target))
     yield Section(
@@ -159,16 +159,16 @@ def many(made: Path, out: Path) -> Iterator[Section]:
     )
 
 
-def chain(made: Path, out: Path, state: Path) -> Iterator[Section]:
+def chain(inputs: Path, out: Path, state: Path) -> Iterator[Section]:
     """Members are states of real training, one after another."""
     steps = sorted(state.parent.glob("*.pt"))
     # A base, and 5 or 30 deltas, among them each step from the last state back to the first as often as the others.
     for length in (6, 31):
-        run = made / f"{length}.chain"
+        run = inputs / f"{length}.chain"
         for number in range(length):
             measure(ckpt("append", run, steps[number % len(steps)], "--step", number, "--tip"))
-    short, long, last = made / "6.chain", made / "31.chain", steps[-1]
-    plain = made / "last"
+    short, long, last = inputs / "6.chain", inputs / "31.chain", steps[-1]
+    plain = inputs / "last"
     measure(ckpt("restore", long, plain))
     again = ("append", long, last, "--step", 99, "--dry-run")
     yield Section(
@@ -194,15 +194,17 @@ def plan() -> Iterator[str]:
         yield f"plan ZeRO-3, 1,024 x 10,240: {name:8} {figures[name]:8.2f} {unit}, goal {goal:g}: {reached}"
 
 
-def _written(made: Path, form: str, gigabytes: float) -> Path:
+def _written(inputs: Path, form: str, gigabytes: float) -> Path:
     """A checkpoint in a format, made in a process of its own, which has the model in memory."""
-    target = made / form
+    target = inputs / form
     if form in ("torch", "dcp"):
-        source = _written(made, "universal", gigabytes)
+        source = _written(inputs, "universal", gigabytes)
         measure(ckpt("convert", source, target, "--to", form))
         _remove(source)
         return target.with_suffix(".pt") if form == "torch" and not target.exists() else target
-    code = f"import resharding; from pathlib import Path; resharding.make(Path({str(made)!r}), {gigabytes}, [{form!r}])"
+    code = (
+        f"import resharding; from pathlib import Path; resharding.make(Path({str(inputs)!r}), {gigabytes}, [{form!r}])"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE)
     warm(target) if target.is_dir() else None
     return target
@@ -244,17 +246,17 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="where everything goes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ckpt-goals-", dir=options.scratch) as folder:
-        made, scratch = Path(folder) / "made", Path(folder) / "scratch"
-        made.mkdir()
+        inputs, scratch = Path(folder) / "made", Path(folder) / "scratch"
+        inputs.mkdir()
         scratch.mkdir()
         out = scratch / "out"
         makers: dict[str, Callable[[], Iterator[Section]]] = {
-            "start": lambda: start(made, out),
-            "convert": lambda: convert(made, out, options.gigabytes),
-            "reshard": lambda: reshard(made, out, options.reshard_gigabytes),
-            "compress": lambda: compressed(made, out, options.state, options.gigabytes),
-            "many": lambda: many(made, out),
-            "chain": lambda: chain(made, out, options.state),
+            "start": lambda: start(inputs, out),
+            "convert": lambda: convert(inputs, out, options.gigabytes),
+            "reshard": lambda: reshard(inputs, out, options.reshard_gigabytes),
+            "compress": lambda: compressed(inputs, out, options.state, options.gigabytes),
+            "many": lambda: many(inputs, out),
+            "chain": lambda: chain(inputs, out, options.state),
         }
         for name in options.only:
             print(f"-- {name}", flush=True)

@@ -95,12 +95,12 @@ def seconds(coder: Coder, chunks: list[Chunk]) -> float:
 
 def compared(both: list[Coder], chunks: list[Chunk], rounds: int) -> list[tuple[float, float]]:
     """Seconds of ours and of theirs, round by round."""
-    found = []
+    ratios = []
     for i in range(rounds):
         order = (0, 1) if i % 2 else (1, 0)
         spent = {which: seconds(both[which], chunks) for which in order}
-        found.append((spent[0], spent[1]))
-    return found
+        ratios.append((spent[0], spent[1]))
+    return ratios
 
 
 def threaded(coder: Coder, chunks: list[Chunk], threads: int) -> float:
@@ -168,10 +168,10 @@ def lines(given: argparse.Namespace, old: ModuleType, new: ModuleType) -> Iterat
         every.append((ours, chunks))
         cells = [f"{state:12}"]
         for way, name in enumerate(("encode", "decode")):
-            found = np.array(compared([ours[way], theirs[way]], chunks, given.rounds))
-            sums[way] += found
-            ratio, speed = np.median(found[:, 1] / found[:, 0]), sum(c.values.nbytes for c in chunks) / 1e6
-            cells.append(f"{name} x{ratio:.2f} ({speed / np.median(found[:, 0]):.0f} MB/s)")
+            seconds_of = np.array(compared([ours[way], theirs[way]], chunks, given.rounds))
+            sums[way] += seconds_of
+            ratio, speed = np.median(seconds_of[:, 1] / seconds_of[:, 0]), sum(c.values.nbytes for c in chunks) / 1e6
+            cells.append(f"{name} x{ratio:.2f} ({speed / np.median(seconds_of[:, 0]):.0f} MB/s)")
         yield "  ".join(cells)
     totals = np.median(sums[:, :, 1] / sums[:, :, 0], axis=1)
     yield f"{'all':12}  encode x{totals[0]:.2f}  decode x{totals[1]:.2f}"

@@ -114,7 +114,7 @@ def pairs_of_sparse_steps(old: Any, share: float) -> Iterator[Pair]:
     )
     many = int(np.count_nonzero(before != after))
     written = old.find_changes(before, after, which, 16, many)
-    found = deltas.find_steps(before, after, which, 16, many)
+    steps = deltas.find_steps(before, after, which, 16, many)
     yield (
         f"find_steps, {share:.1%}",
         lambda: old.find_changes(before, after, which, 16, many)[3],
@@ -125,11 +125,11 @@ def pairs_of_sparse_steps(old: Any, share: float) -> Iterator[Pair]:
     yield (
         f"write_sparse_steps, {share:.1%}",
         lambda: room[0][: old.write_changes(*written, shifts, room[0])],
-        lambda: room[1][: deltas.write_sparse_steps(*found, shifts, room[1])],
+        lambda: room[1][: deltas.write_sparse_steps(*steps, shifts, room[1])],
     )
-    data = room[1][: deltas.write_sparse_steps(*found, shifts, room[1])].copy()
+    data = room[1][: deltas.write_sparse_steps(*steps, shifts, room[1])].copy()
     out = [np.empty(N, np.uint16) for _ in range(2)]
-    sizes = found[3]
+    sizes = steps[3]
     yield (
         f"read_sparse_steps, {share:.1%}",
         lambda: [old.read_changes(data, before, which, sizes, out[0]), out[0]],

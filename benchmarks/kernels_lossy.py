@@ -59,11 +59,11 @@ def spent(work: Callable[[], object]) -> float:
 
 def rounds_of(new: Callable[[], object], old: Callable[[], object], rounds: int) -> np.ndarray[Any, Any]:
     """Seconds of the new and of the old, round by round."""
-    found = np.empty((rounds, 2))
+    measurements = np.empty((rounds, 2))
     for i in range(rounds):
         for which in (0, 1) if i % 2 else (1, 0):
-            found[i, which] = spent((new, old)[which])
-    return found
+            measurements[i, which] = spent((new, old)[which])
+    return measurements
 
 
 def lines(new: ModuleType, old: ModuleType, rounds: int) -> Iterator[str]:
@@ -86,10 +86,10 @@ def lines(new: ModuleType, old: ModuleType, rounds: int) -> Iterator[str]:
 
         cells = [f"{name:12}"]
         for way, (what, make) in enumerate((("encode", encoder), ("decode", decoder))):
-            found = rounds_of(make(codecs[0]), make(codecs[1]), rounds)
-            sums[way] += found
-            speed = size / np.median(found[:, 0])
-            cells.append(f"{what} x{np.median(found[:, 1] / found[:, 0]):.2f} ({speed:.0f} MB/s)")
+            measured = rounds_of(make(codecs[0]), make(codecs[1]), rounds)
+            sums[way] += measured
+            speed = size / np.median(measured[:, 0])
+            cells.append(f"{what} x{np.median(measured[:, 1] / measured[:, 0]):.2f} ({speed:.0f} MB/s)")
         yield "  ".join(cells)
     totals = np.median(sums[:, :, 1] / sums[:, :, 0], axis=1)
     yield f"{'all':12}  encode x{totals[0]:.2f}  decode x{totals[1]:.2f}"

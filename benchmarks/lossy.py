@@ -78,22 +78,22 @@ def by_codec(codec: DeltaCodec) -> Method:
         if hasattr(codec, "survey"):
             samples = ((states["fp32"].size, c) for n, states in after.items() for _, c in chunks(old[n], states))
             surveyed = codec.survey(samples, StepInfo())
-        nbytes, made = 0, {}
+        nbytes, restored = 0, {}
         for name, states in after.items():
 
             def changes(name: str = name, states: States = states) -> Iterator[StatePair]:
                 return (change for _, change in chunks(old[name], states))
 
             fitted, form = surveyed.fit(changes, StepInfo()), {n: a.dtype for n, a in states.items()}
-            made[name] = {n: np.empty(a.size, a.dtype) for n, a in states.items()}
+            restored[name] = {n: np.empty(a.size, a.dtype) for n, a in states.items()}
             for part, change in chunks(old[name], states):
                 data = fitted.encode(change)
                 nbytes += len(data) + ROW_NBYTES
                 shape = next(iter(change.after.values())).shape
                 for n, values in fitted.decode(data, change.before, shape, form).items():
-                    made[name][n][part] = values.reshape(-1)
-            made[name] = {n: a.reshape(states[n].shape) for n, a in made[name].items()}
-        return Delta(nbytes, made)
+                    restored[name][n][part] = values.reshape(-1)
+            restored[name] = {n: a.reshape(states[n].shape) for n, a in restored[name].items()}
+        return Delta(nbytes, restored)
 
     return method
 
@@ -115,7 +115,7 @@ def top_k(share: float) -> Method:
     def method(before: State, after: State) -> Delta:
         deltas = {n: s["fp32"] - before[n]["fp32"] for n, s in after.items()}
         size = np.sort(np.abs(np.concatenate([d.reshape(-1) for d in deltas.values()])))
-        least, made, nbytes = size[int(size.size * (1 - share))], {}, 0
+        least, restored, nbytes = size[int(size.size * (1 - share))], {}, 0
         for name, delta in deltas.items():
             kept = np.flatnonzero(np.abs(delta.reshape(-1)) >= least)
             gaps = np.diff(kept, prepend=0)
@@ -126,8 +126,8 @@ def top_k(share: float) -> Method:
             nbytes += len(_zstd(wide)) + len(_zstd(values.view(np.uint8).reshape(-1, 2).T))
             change = np.zeros(delta.size, np.float32)
             change[kept] = values
-            made[name] = {"fp32": before[name]["fp32"] + change.reshape(delta.shape)}
-        return Delta(nbytes, made)
+            restored[name] = {"fp32": before[name]["fp32"] + change.reshape(delta.shape)}
+        return Delta(nbytes, restored)
 
     return method
 
@@ -138,24 +138,24 @@ def uniform(step: float) -> Method:
     def method(before: State, after: State) -> Delta:
         deltas = [s["fp32"] - before[n]["fp32"] for n, s in after.items()]
         scale = step * sqrt(sum(float((d**2).sum()) for d in deltas) / sum(d.size for d in deltas))
-        made: State = {}
+        restored: State = {}
         nbytes = 0
         for name, states in after.items():
-            made[name] = {}
+            restored[name] = {}
             for state, true in states.items():
                 old = before[name][state]
                 if state == "exp_avg_sq":
                     with np.errstate(divide="ignore"):
                         codes = np.clip(np.rint(np.log2(true)), -140, 100)
-                    made[name][state] = np.where(true > 0, np.exp2(codes), 0).astype(np.float32)
+                    restored[name][state] = np.where(true > 0, np.exp2(codes), 0).astype(np.float32)
                     codes = codes - np.clip(np.rint(np.log2(np.maximum(old, 1e-40))), -140, 100)
                 else:
                     each = scale if state == "fp32" else step * float(np.sqrt((true**2).mean())) or 1.0
                     base = old if state == "fp32" else np.float32(0)
                     codes = np.rint((true - base) / each)
-                    made[name][state] = (base + codes * np.float32(each)).astype(np.float32)
+                    restored[name][state] = (base + codes * np.float32(each)).astype(np.float32)
                 nbytes += len(_zstd(codes.astype(np.int16).view(np.uint8).reshape(-1, 2).T))
-        return Delta(nbytes, made)
+        return Delta(nbytes, restored)
 
     return method
 
@@ -205,8 +205,8 @@ class Results:
             began = time.monotonic()
             self.known[part][name] = make()
             self.path.write_text(json.dumps(self.known, indent=1))
-            told = {k: round(v, 4) if isinstance(v, float) else v for k, v in self.known[part][name].items()}
-            print(f"{part}: {name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+            figures = {k: round(v, 4) if isinstance(v, float) else v for k, v in self.known[part][name].items()}
+            print(f"{part}: {name}: {figures} ({time.monotonic() - began:.0f} s)", flush=True)
         return dict(self.known[part][name])
 
 
@@ -240,8 +240,8 @@ def digits(results: Results, network: str, seed: int) -> None:
         results.run(part, name, make)
 
 
-def _lost(found: tuple[float, float], reference: tuple[float, float], ratio: float) -> dict[str, Any]:
-    return {"ratio": ratio, "train": found[0] - reference[0], "validation": found[1] - reference[1]}
+def _lost(measured: tuple[float, float], reference: tuple[float, float], ratio: float) -> dict[str, Any]:
+    return {"ratio": ratio, "train": measured[0] - reference[0], "validation": measured[1] - reference[1]}
 
 
 class Trajectory:
@@ -268,12 +268,12 @@ class Trajectory:
         return self._folder / f"{self._name}-{step}.npz"
 
     def _load(self, step: int) -> State:
-        made: State = {}
+        loaded: State = {}
         with np.load(self._path(step)) as held:
             for key in held.files:
                 name, state = key.split("|")
-                made.setdefault(name, {})[state] = held[key]
-        return made
+                loaded.setdefault(name, {})[state] = held[key]
+        return loaded
 
 
 def single(
@@ -330,8 +330,8 @@ def ten(results: Results, trajectory: Trajectory, beta2: float, start: int, ever
 
     exact = results.run(part, "reference", lambda: dict(zip(("train", "validation"), goes(None)[:2], strict=True)))
 
-    def less(found: tuple[float, float, float]) -> dict[str, Any]:
-        return _lost(found[:2], (exact["train"], exact["validation"]), found[2])
+    def less(measured: tuple[float, float, float]) -> dict[str, Any]:
+        return _lost(measured[:2], (exact["train"], exact["validation"]), measured[2])
 
     for name in names:
         results.run(part, name, lambda name=name: less(goes(METHODS[name])))  # type: ignore[misc]
@@ -416,7 +416,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 def lost_steps(part: dict[str, dict[str, float]], validation: float) -> float:
     """How much older the exact state would have to be that costs as much validation loss: by a line through nothing."""
-    older = {float(n.split()[0]): found["validation"] for n, found in part.items() if n.endswith("steps older")}
+    older = {float(n.split()[0]): figures["validation"] for n, figures in part.items() if n.endswith("steps older")}
     slope = sum(n * loss for n, loss in older.items()) / sum(n * n for n in older)
     return max(0.0, validation / slope) if slope > 0 else 0.0
 
@@ -427,27 +427,27 @@ Parts = dict[str, dict[str, dict[str, float]]]
 def pooled(known: Parts) -> Parts:
     """Means over the seeds of each part, and of how many there are."""
     seeds: dict[str, list[dict[str, dict[str, float]]]] = {}
-    for part, found in known.items():
-        seeds.setdefault(part.partition(" seed ")[0], []).append(found)
-    return {part: _mean(found) for part, found in seeds.items()}
+    for part, figures in known.items():
+        seeds.setdefault(part.partition(" seed ")[0], []).append(figures)
+    return {part: _mean(figures) for part, figures in seeds.items()}
 
 
 def _mean(parts: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    made: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(name for found in parts for name in found):
-        rows = [found[name] for found in parts if name in found]
-        made[name] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]} | {"seeds": len(rows)}
-    return made
+    means: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        rows = [part[name] for part in parts if name in part]
+        means[name] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]} | {"seeds": len(rows)}
+    return means
 
 
 def table(parts: Parts) -> None:
-    for part, found in parts.items():
-        columns = list(dict.fromkeys(k for figures in found.values() for k in figures))
-        calibrated = any(name.endswith("steps older") for name in found)
+    for part, by_method in parts.items():
+        columns = list(dict.fromkeys(k for figures in by_method.values() for k in figures))
+        calibrated = any(name.endswith("steps older") for name in by_method)
         print(f"\n{part}\n  {'':24}" + "".join(f"{c:>14}" for c in columns) + ("   lost steps" if calibrated else ""))
-        for name, figures in found.items():
+        for name, figures in by_method.items():
             row = "".join(_cell(c, figures.get(c)) for c in columns)
-            lost = f"{lost_steps(found, figures['validation']):13.0f}" if calibrated and name != "reference" else ""
+            lost = f"{lost_steps(by_method, figures['validation']):13.0f}" if calibrated and name != "reference" else ""
             print(f"  {name:24}{row}{lost}")
 
 
@@ -471,15 +471,15 @@ def plot(known: Parts, path: Path) -> None:
     for axes, part in zip(row, parts, strict=True):
         key = "train" if part.startswith("ten") else "validation"
         ours = []
-        for name, found in known[part].items():
+        for name, figures in known[part].items():
             if name.endswith("steps older"):
-                axes.axhline(found[key], color="grey", lw=0.6, ls=":")
-                axes.text(11, found[key], name, fontsize=6, color="grey", va="bottom")
+                axes.axhline(figures[key], color="grey", lw=0.6, ls=":")
+                axes.text(11, figures[key], name, fontsize=6, color="grey", va="bottom")
             elif name.startswith("subspace") and "," not in name:
-                ours.append((found["ratio"], found[key]))
-            elif found.get("ratio"):
+                ours.append((figures["ratio"], figures[key]))
+            elif figures.get("ratio"):
                 counted = "whole state" if METHODS[name].whole else "weights alone"
-                axes.plot(found["ratio"], found[key], "s", label=f"{name} ({counted})")
+                axes.plot(figures["ratio"], figures[key], "s", label=f"{name} ({counted})")
         axes.plot(*zip(*sorted(ours), strict=True), "o-", color="black", label="subspace (whole state)")
         axes.set_xscale("log")
         axes.set_xlim(10, 200)

@@ -69,10 +69,10 @@ def make(folder: Path, states: int) -> None:
         with open(folder / manifest.pack_file(number), "wb") as pack:
             pack.write(header)
             pack.truncate(total)
-    made = manifest.Manifest(Origin("torch"), index, tuple(packs), (group,))
+    document = manifest.Manifest(Origin("torch"), index, tuple(packs), (group,))
     data = index.dump()
     (folder / manifest.INDEX).write_bytes(data)
-    (folder / manifest.NAME).write_bytes(manifest.dump(made, data, None))
+    (folder / manifest.NAME).write_bytes(manifest.dump(document, data, None))
 
 
 def _header(names: list[str]) -> bytes:

@@ -179,14 +179,14 @@ def main() -> None:
     parser.add_argument("--only", choices=list(KINDS))
     parser.add_argument("--other", type=Path, metavar="FOLDER")
     parser.add_argument(
-        "--made", type=Path, metavar="FOLDER", help="keep the checkpoints here, and use those there are"
+        "--keep", type=Path, metavar="FOLDER", help="keep the checkpoints here, and use those there are"
     )
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--profile", choices=list(KINDS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ckpt-bench-") as temporary:
-        folder = options.made or Path(temporary)
+        folder = options.keep or Path(temporary)
         if not (folder / KINDS["dcp"]).is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             make(folder, options.parameters)
@@ -196,11 +196,11 @@ def main() -> None:
         checkouts = {"ckpt": sys.executable}
         if options.other:
             checkouts = {"before": options.other / ".venv/bin/python", **checkouts}
-        found = {}
+        measurements = {}
         for kind in [options.only] if options.only else KINDS:
-            found[kind] = _measure(kind, folder / KINDS[kind], checkouts, options)
+            measurements[kind] = _measure(kind, folder / KINDS[kind], checkouts, options)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(measurements, indent=1) + "\n")
 
 
 def _measure(

@@ -47,11 +47,11 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Run
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
     ) as child:
-        said = bytearray()
+        errors = bytearray()
         ended = threading.Event()
         peaks = [0]
         threads = [
-            threading.Thread(target=_drain, args=(child, said)),
+            threading.Thread(target=_drain, args=(child, errors)),
             threading.Thread(target=_sample, args=(child.pid, ended, peaks)),
         ]
         for thread in threads:
@@ -63,7 +63,7 @@ def measure(command: Sequence[str], env: Mapping[str, str] | None = None) -> Run
             thread.join()
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise Failed(f"{' '.join(command)}\nexit code {child.returncode}\n{said[-3000:].decode(errors='replace')}")
+        raise Failed(f"{' '.join(command)}\nexit code {child.returncode}\n{errors[-3000:].decode(errors='replace')}")
     cpu, written = usage.ru_utime + usage.ru_stime, _handed_to_write() - before
     return Run(wall, cpu, peaks[0], usage.ru_maxrss * 1024, written)
 
@@ -118,10 +118,10 @@ def _handed_to_write() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
-def _drain(child: subprocess.Popen[bytes], said: bytearray) -> None:
+def _drain(child: subprocess.Popen[bytes], errors: bytearray) -> None:
     assert child.stdout is not None
     while chunk := child.stdout.read1(1 << 16):
-        said += chunk
+        errors += chunk
 
 
 def _sample(pid: int, ended: threading.Event, peaks: list[int]) -> None:

@@ -197,11 +197,11 @@ Coded = list[tuple[Piece, Any]]
 
 def coded(method: Method, state: str, held: dict[str, list[Array]]) -> Coded:
     """Every piece, and what a method makes of it, of which every bit comes back."""
-    made = []
+    results = []
     for piece in method.cut(state, held):
         data = method.encode(state, piece)
         back = method.decode(state, data, piece)
-        found = back.reshape(-1).view(np.uint8) if isinstance(back, np.ndarray) else np.frombuffer(back, np.uint8)
-        assert np.array_equal(found, np.frombuffer(raw(piece.values), np.uint8)), (method.name, state)
-        made.append((piece, bytes(data)))  # what `encode` gave may be used again
-    return made
+        decoded = back.reshape(-1).view(np.uint8) if isinstance(back, np.ndarray) else np.frombuffer(back, np.uint8)
+        assert np.array_equal(decoded, np.frombuffer(raw(piece.values), np.uint8)), (method.name, state)
+        results.append((piece, bytes(data)))  # what `encode` gave may be used again
+    return results

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    found: dict[str, list[list[float]]] = {name: [] for name in READERS}
+    measurements: dict[str, list[list[float]]] = {name: [] for name in READERS}
     with tempfile.TemporaryDirectory(prefix="ckpt-bench-") as folder:
         path = Path(folder) / "big.pt"
         write(path, int(options.gigabytes * 1e9))
@@ -75,14 +75,14 @@ def main() -> None:
             for name, program in READERS.items():
                 command = [sys.executable, "-c", program, str(path)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
-                found[name].append(json.loads(done.stdout))
+                measurements[name].append(json.loads(done.stdout))
         print(f"a file of {path.stat().st_size:,} bytes with {TENSORS:,} tensors, {options.rounds} rounds")
     print(f"{'':28}{'ms':>8}{'grew by MB':>12}{'peak MB, imports and all':>26}")
-    for name, runs in found.items():
+    for name, runs in measurements.items():
         milliseconds, grew, peak = (median(column) for column in zip(*runs, strict=True))
         print(f"{name:28}{milliseconds:8.1f}{grew:12.1f}{peak:26.1f}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(measurements, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,15 +91,15 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 def load(path: Path, states: Sequence[str]) -> State:
     """The parameters that have all of these states. Masters in a file of `torch.save` are tensors of their own."""
     source = open_checkpoint(path)
-    made: State = {}
+    loaded: State = {}
     for name, parameter in source.parameters.items():
         master = source.parameters.get(f"{name}/fp32")
         tensors = {**parameter.states, **({} if master is None else {"fp32": master.weight})}
         if parameter.role != "extra" and set(states) <= tensors.keys():
-            made[name] = {state: read(tensors[state]) for state in states}
-    if not made:
+            loaded[name] = {state: read(tensors[state]) for state in states}
+    if not loaded:
         raise SystemExit(f"{path} has no parameter with {', '.join(states)}")
-    return made
+    return loaded
 
 
 def chunks(before: States, after: States) -> Iterator[StatePair]:
@@ -113,7 +113,7 @@ def chunks(before: States, after: States) -> Iterator[StatePair]:
 
 def ours(codec: DeltaCodec, before: State, after: State, step: StepInfo, lossy: bool = False) -> Measured:
     """A delta codec of the wheel, with the rows of the index that its chunks take."""
-    made = Measured()
+    measured = Measured()
     if hasattr(codec, "survey"):
         changes = (c for n, s in after.items() for c in chunks(before[n], s))
         some = only_changed_rows(changes) if codec.name.endswith("rows") else changes
@@ -121,7 +121,7 @@ def ours(codec: DeltaCodec, before: State, after: State, step: StepInfo, lossy: 
     for name, states in after.items():
         old = before[name]
         fitted, fit = timed(lambda old=old, states=states: codec.fit(lambda: chunks(old, states), step))
-        made.add(0, 0, fit, 0)
+        measured.add(0, 0, fit, 0)
         for change in chunks(old, states):
             form = {n: v.dtype for n, v in change.after.items()}
             shape = next(iter(change.after.values())).shape
@@ -129,14 +129,14 @@ def ours(codec: DeltaCodec, before: State, after: State, step: StepInfo, lossy: 
             decoded, decode = timed(
                 lambda f=fitted, data=data, c=change, shape=shape, form=form: f.decode(data, c.before, shape, form)
             )
-            made.add(sum(v.nbytes for v in change.after.values()), len(data) + ROW_NBYTES, encode, decode)
+            measured.add(sum(v.nbytes for v in change.after.values()), len(data) + ROW_NBYTES, encode, decode)
             for state, values in change.after.items():
                 if lossy:
                     if state == "fp32":
-                        made.compare(decoded[state], values, change.before[state])
+                        measured.compare(decoded[state], values, change.before[state])
                 else:
                     assert np.array_equal(raw(decoded[state]), raw(values)), (codec.name, name, state)
-    return made
+    return measured
 
 
 def theirs(
@@ -147,38 +147,38 @@ def theirs(
     bound: Callable[[Array], float] | None = None,
 ) -> Measured:
     """A paper's codec, on each state of each parameter; `bound` None: lossless."""
-    made = Measured()
+    measured = Measured()
     for name, states in after.items():
         for state, values in states.items():
             old = before[name][state]
             data, encoding = timed(lambda values=values, old=old: encode(values, old))
             decoded, decoding = timed(lambda data=data, old=old: decode(data, old))
-            made.add(values.nbytes, len(data), encoding, decoding)
+            measured.add(values.nbytes, len(data), encoding, decoding)
             if bound is None:
                 assert np.array_equal(raw(decoded), raw(values)), (name, state)
             else:
-                made.compare(decoded, values, old)
+                measured.compare(decoded, values, old)
                 rounding = 1e-7 * float(np.abs(values).max(initial=0))  # to float32, at the end
                 assert np.abs(decoded.astype(np.float64) - values).max(initial=0) <= 1.001 * bound(values) + rounding
-    return made
+    return measured
 
 
 def clusters(bits: int, pruned: float, before: State, after: State) -> Measured:
     """Inshrinkerator: matrices in clusters, all else in bfloat16; a decoder has the clusters of the state before."""
-    made = Measured()
+    measured = Measured()
     for name, states in after.items():
         new, old = states["fp32"], before[name]["fp32"]
         if new.ndim < 2:
-            made.add(new.nbytes, new.nbytes // 2, 0, 0)
-            made.compare(new.astype(ml_dtypes.bfloat16).astype(np.float32), new, old)
+            measured.add(new.nbytes, new.nbytes // 2, 0, 0)
+            measured.compare(new.astype(ml_dtypes.bfloat16).astype(np.float32), new, old)
             continue
         known = inshrinkerator.quantise(old, bits, pruned)
         quantised, fit = timed(lambda n=new, k=known: inshrinkerator.quantise(n, bits, pruned, k))
         data, encode = timed(lambda q=quantised, k=known: inshrinkerator.encode(q, k))
         decoded, decode = timed(lambda d=data, k=known: inshrinkerator.decode(d, k).values())
-        made.add(new.nbytes, len(data), fit + encode, decode)
-        made.compare(decoded.reshape(new.shape), new, old)
-    return made
+        measured.add(new.nbytes, len(data), fit + encode, decode)
+        measured.compare(decoded.reshape(new.shape), new, old)
+    return measured
 
 
 def raw(values: Array) -> Array:
@@ -215,10 +215,10 @@ def lossless(folder: Path, start: int) -> None:
                     for name in ("difference", "replay")
                 },
             }
-            for name, made in results.items():
+            for name, measured in results.items():
                 kind = "masters and moments" if states == MOMENTS else "copies, bfloat16"
-                ratio = f"{made.raw / made.stored:.3f}"
-                row(pair.name, kind, name, ratio, f"{made.encode:.2f}", f"{made.decode:.2f}")
+                ratio = f"{measured.raw / measured.stored:.3f}"
+                row(pair.name, kind, name, ratio, f"{measured.encode:.2f}", f"{measured.decode:.2f}")
 
 
 def lossy(folder: Path, start: int) -> None:
@@ -231,21 +231,21 @@ def lossy(folder: Path, start: int) -> None:
         )
         weights = [{n: {"fp32": s["fp32"]} for n, s in state.items()} for state in (before, after)]
         for eps in (1e-2, 1e-3, 1e-4, 1e-5):
-            made = theirs(
+            measured = theirs(
                 lambda new, old, eps=eps: delta_dnn.encode(new, old, eps),
                 delta_dnn.decode,
                 *weights,
                 lambda values, eps=eps: log1p(eps),
             )
-            _lossy_row(pair, f"Delta-DNN, eps {eps:g}", made)
+            _lossy_row(pair, f"Delta-DNN, eps {eps:g}", measured)
         for bits in (8, 10, 12):
-            made = theirs(
+            measured = theirs(
                 lambda new, old, bits=bits: qd.encode(new, old, bits),
                 qd.decode,
                 *weights,
                 lambda values, bits=bits: qd.step_size(values, bits) / 2,
             )
-            _lossy_row(pair, f"QD, {bits} bits", made)
+            _lossy_row(pair, f"QD, {bits} bits", measured)
         for bits in (4, 5):
             _lossy_row(pair, f"Inshrinkerator, {bits} bits, 20 % pruned", clusters(bits, 0.2, *weights))
         for error in (1e-2, 1e-3, 1e-4, 1e-5):
@@ -260,9 +260,9 @@ def lossy(folder: Path, start: int) -> None:
         _lossy_row(pair, "`subspace:step_size=2`, with moments", ours(codec, before, after, step, lossy=True))
 
 
-def _lossy_row(pair: Pair, name: str, made: Measured) -> None:
-    figures = f"{made.raw / made.stored:.1f}", f"{made.worst:.2g}", f"{made.relative:.3f}"
-    row(pair.name, name, *figures, f"{made.encode:.2f}", f"{made.decode:.2f}")
+def _lossy_row(pair: Pair, name: str, measured: Measured) -> None:
+    figures = f"{measured.raw / measured.stored:.1f}", f"{measured.worst:.2g}", f"{measured.relative:.3f}"
+    row(pair.name, name, *figures, f"{measured.encode:.2f}", f"{measured.decode:.2f}")
 
 
 def embedding() -> None:
@@ -297,9 +297,14 @@ def embedding() -> None:
             for size in (0.25, 2.0):
                 codec = delta_from_config({"name": "subspace-rows", "step_size": size})
                 results[f"`subspace-rows:step_size={size:g}`"] = ours(codec, before, after, step, lossy=True)
-            for name, made in results.items():
-                error = f"{made.relative:.3f}" if made.change else "0"
-                figures = f"{made.raw / made.stored:.1f}", f"{made.encode:.2f}", f"{made.decode:.2f}", error
+            for name, measured in results.items():
+                error = f"{measured.relative:.3f}" if measured.change else "0"
+                figures = (
+                    f"{measured.raw / measured.stored:.1f}",
+                    f"{measured.encode:.2f}",
+                    f"{measured.decode:.2f}",
+                    error,
+                )
                 row(optimizer, str(since), f"{share:.2%}", name, *figures)
 
 

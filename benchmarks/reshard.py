@@ -33,17 +33,17 @@ INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}
 DEGREES = {"tp4": ["--tp", "4", "--pp", "1"], "tp1pp4": ["--tp", "1", "--pp", "4"]}
 
 
-def programs(made: Path, out: Path, gigabytes: float) -> dict[str, Program]:
+def programs(inputs: Path, out: Path, gigabytes: float) -> dict[str, Program]:
     """Every program by name; each writes something at `out`."""
     listed: dict[str, Program] = {}
     for folder, layout in LAYOUTS.items():
-        source = made / folder
+        source = inputs / folder
         listed |= copying(f"cp, {layout}", source, str(out))
         for name, degrees in DEGREES.items():
             ours = [*CKPT, "reshard", str(source), str(out), *degrees]
             listed[f"ckpt: {layout} to {name}"] = Program(ours, f"cp, {layout}")
     for name, degrees in DEGREES.items():
-        theirs = [*BIG, "reshard", str(made / "dist"), str(out), f"--gigabytes={gigabytes}", *degrees]
+        theirs = [*BIG, "reshard", str(inputs / "dist"), str(out), f"--gigabytes={gigabytes}", *degrees]
         listed[f"Megatron: torch_dist to {name}"] = Program(theirs, "cp, torch_dist")
     return listed
 
@@ -59,23 +59,25 @@ def main() -> None:
     report = []
     for gigabytes in options.gigabytes:
         with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=options.scratch) as folder:
-            made, scratch = Path(folder) / "made", Path(folder) / "scratch"
+            inputs, scratch = Path(folder) / "made", Path(folder) / "scratch"
             scratch.mkdir()
-            measure([*BIG, "make", str(made), f"--gigabytes={gigabytes}", "--tp=2", "--pp=2"])
-            listed = programs(made, scratch / "out", gigabytes)
+            measure([*BIG, "make", str(inputs), f"--gigabytes={gigabytes}", "--tp=2", "--pp=2"])
+            listed = programs(inputs, scratch / "out", gigabytes)
             wanted = {
                 name: program.command
                 for name, program in listed.items()
                 if name.startswith("cp") or not options.only or any(text in name for text in options.only)
             }
             measure([*CKPT, "--help"], INSTALLED)
-            warm(made)
-            found, sizes = in_turn(wanted, options.rounds, scratch, INSTALLED)
-            title = f"{size(made / 'dist') / 1e6:.0f} MB, {options.rounds} rounds"
-            print(f"{title}\n{table(listed, found, sizes)}\n", flush=True)
-            runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in found.items()}
+            warm(inputs)
+            measurements, sizes = in_turn(wanted, options.rounds, scratch, INSTALLED)
+            title = f"{size(inputs / 'dist') / 1e6:.0f} MB, {options.rounds} rounds"
+            print(f"{title}\n{table(listed, measurements, sizes)}\n", flush=True)
+            runs = {
+                name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in measurements.items()
+            }
             report.append({"source": title, "programs": runs})
-            shutil.rmtree(made)
+            shutil.rmtree(inputs)
     if options.json:
         machine = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
         options.json.write_text(json.dumps({"machine": machine, "checkpoints": report}, indent=1) + "\n")

@@ -65,25 +65,30 @@ def make(out: Path, gigabytes: float, forms: list[str]) -> None:
     from megatron_models import args_of, model
 
     layers = max(1, round((gigabytes * 1e9 / BYTES - ROWS) / LAYER))
-    said = args_of("llama", layers, UNIT)
-    said |= {"position_embedding_type": "rope", "normalization": "RMSNorm", "rotary_base": 10000, "rotary_percent": 1.0}
-    said |= {"max_position_embeddings": 128, "layernorm_epsilon": 1e-5, "vocab_size": 7 * UNIT}
-    source = model("llama", said | {"make_vocab_size_divisible_by": 1})
+    arguments = args_of("llama", layers, UNIT)
+    arguments |= {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+    }
+    arguments |= {"max_position_embeddings": 128, "layernorm_epsilon": 1e-5, "vocab_size": 7 * UNIT}
+    source = model("llama", arguments | {"make_vocab_size_divisible_by": 1})
     for form in forms:
         save(source, out / form, writable(form, **({"dp": 2} if form == "deepspeed" else {})), Resources())
 
 
-def programs(made: Path, out: Path, cases: list[str], before: Path | None) -> dict[str, Program]:
+def programs(inputs: Path, out: Path, cases: list[str], before: Path | None) -> dict[str, Program]:
     """Every program by name; each writes something at `out`."""
     trees = {"": Path(__file__).resolve().parents[1]} | ({", before": before.resolve()} if before else {})
     listed: dict[str, Program] = {}
     for case in cases:
         form, to, options = CASES[case]
-        listed |= copying(f"cp, {form}", made / form, str(out))
-        rules = [str(made / "rules.toml")] if options[-1] == "--rules" else []
+        listed |= copying(f"cp, {form}", inputs / form, str(out))
+        rules = [str(inputs / "rules.toml")] if options[-1] == "--rules" else []
         for name, tree in trees.items():
             ckpt = [str(tree / ".venv" / "bin" / "python"), "-m", "ckpt_cli", "convert"]
-            command = [*ckpt, str(made / form), str(out), "--to", to, *options, *rules]
+            command = [*ckpt, str(inputs / form), str(out), "--to", to, *options, *rules]
             listed[f"{case}{name}"] = Program(command, f"cp, {form}")
     return listed
 
@@ -105,25 +110,27 @@ def main() -> None:
     report = []
     for gigabytes in options.gigabytes:
         with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=options.scratch) as folder:
-            made, scratch = Path(folder) / "made", Path(folder) / "scratch"
-            made.mkdir()
+            inputs, scratch = Path(folder) / "made", Path(folder) / "scratch"
+            inputs.mkdir()
             scratch.mkdir()
-            (made / "rules.toml").write_text(RULES)
+            (inputs / "rules.toml").write_text(RULES)
             only = [f"--only={case}" for case in cases]
-            measure([sys.executable, __file__, f"--make={made}", f"--gigabytes={gigabytes}", *only])
-            listed = programs(made, scratch / "out", cases, options.before)
-            warm(made)
+            measure([sys.executable, __file__, f"--make={inputs}", f"--gigabytes={gigabytes}", *only])
+            listed = programs(inputs, scratch / "out", cases, options.before)
+            warm(inputs)
             commands = {name: program.command for name, program in listed.items()}
-            found, sizes = in_turn(commands, options.rounds, scratch, INSTALLED)
-            title = f"{size(made / CASES[cases[0]][0]) / 1e6:.0f} MB, {options.rounds} rounds"
-            print(f"{title}\n{table(listed, found, sizes)}")
+            measurements, sizes = in_turn(commands, options.rounds, scratch, INSTALLED)
+            title = f"{size(inputs / CASES[cases[0]][0]) / 1e6:.0f} MB, {options.rounds} rounds"
+            print(f"{title}\n{table(listed, measurements, sizes)}")
             for case in cases:
-                ratio = medians(found[case]).wall / medians(found[listed[case].beside]).wall
+                ratio = medians(measurements[case]).wall / medians(measurements[listed[case].beside]).wall
                 print(f"{case}: {ratio:.2f} x cp, goal {GOAL} at 4 GB: {'reached' if ratio <= GOAL else 'missed'}")
             print(flush=True)
-            runs = {name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in found.items()}
+            runs = {
+                name: {"output": sizes[name], "runs": list(map(asdict, done))} for name, done in measurements.items()
+            }
             report.append({"source": title, "programs": runs})
-            shutil.rmtree(made)
+            shutil.rmtree(inputs)
     if options.json:
         machine = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
         options.json.write_text(json.dumps({"machine": machine, "checkpoints": report}, indent=1) + "\n")

@@ -230,11 +230,12 @@ def foretold(figures: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 def show(name: str, setup: Setup) -> None:
     """Print one row."""
-    found = outcome(setup)
-    repeated = f"  {found.repeated} parts again" if found.repeated else ""
+    result = outcome(setup)
+    repeated = f"  {result.repeated} parts again" if result.repeated else ""
     print(
-        f"{name:44}{found.seconds / 60:8.1f} min {setup.work.nbytes / found.seconds / GB:7.1f} GB/s  "
-        f"{found.bound:9}{found.gets / 1e6:8.2f} M GET {found.puts / 1e6:6.2f} M PUT ${found.dollars:6.0f}{repeated}"
+        f"{name:44}{result.seconds / 60:8.1f} min {setup.work.nbytes / result.seconds / GB:7.1f} GB/s  "
+        f"{result.bound:9}{result.gets / 1e6:8.2f} M GET {result.puts / 1e6:6.2f} M PUT "
+        f"${result.dollars:6.0f}{repeated}"
     )
 
 

@@ -69,8 +69,8 @@ def _work(function: Callable[[Any], Any], items: Iterable[Any]) -> float:
 
 def _waited() -> float:
     """Seconds that this thread was ready and had no core."""
-    told = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    return int(told.read_text().split()[1]) / 1e9 if told.exists() else 0.0
+    statistics = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(statistics.read_text().split()[1]) / 1e9 if statistics.exists() else 0.0
 
 
 def main() -> None:
@@ -86,12 +86,12 @@ def main() -> None:
         work = coded(method, state, held) * REPEATED
         nbytes = sum(piece.values.nbytes for piece, _ in work)
         largest = max(work, key=lambda pair: pair[0].values.nbytes)
-        found: list[list[float]] = [[], [], [], []]
+        shares: list[list[float]] = [[], [], [], []]
         for _ in range(given.rounds):
             for i, threads in enumerate((1, given.threads)):
-                found[i].append(share(threads, partial(_encode, method, state), work, largest))
-                found[2 + i].append(share(threads, partial(_decode, method, state), work, largest))
-        middle = [median(times) for times in found]
+                shares[i].append(share(threads, partial(_encode, method, state), work, largest))
+                shares[2 + i].append(share(threads, partial(_decode, method, state), work, largest))
+        middle = [median(times) for times in shares]
         sums = [a + b for a, b in zip(sums, middle, strict=True)]
         _show(state, nbytes, middle)
     _show("all", REPEATED * sum(array.nbytes for arrays in held.values() for array in arrays), sums)

@@ -30,15 +30,15 @@ from ckpt_recorder import Recorder
 class Command:
     """`ckpt` in a process of its own, on some cores. Each line that it prints is an event."""
 
-    def __init__(self, arguments: list[str], cores: set[int], said: Path) -> None:
-        self._said: IO[bytes] = said.open("w+b")
+    def __init__(self, arguments: list[str], cores: set[int], output_path: Path) -> None:
+        self._output: IO[bytes] = output_path.open("w+b")
         command = [sys.executable, "-m", "ckpt_cli", *arguments, "--json"]
-        self.process = subprocess.Popen(command, stdout=self._said)
+        self.process = subprocess.Popen(command, stdout=self._output)
         os.sched_setaffinity(self.process.pid, cores)
 
     def events(self) -> list[dict[str, object]]:
-        self._said.seek(0)
-        return [json.loads(line) for line in self._said.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        self._output.seek(0)
+        return [json.loads(line) for line in self._output.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
@@ -86,13 +86,13 @@ def main() -> None:
                 chain = str(commands[0].events()[0]["address"])
             commands.append(Command(["shadow", chain, "--workers", "1"], cores, place / "shadow.said"))
             wait_for(commands[-1], recorder.step)
-            found: dict[str, list[tuple[float, float]]] = {"alone": [], "beside a shadow": []}
+            measurements: dict[str, list[tuple[float, float]]] = {"alone": [], "beside a shadow": []}
             for number in range(given.blocks):
                 beside = number % 2 == 1
                 for command in commands:
                     command.send(signal.SIGCONT if beside else signal.SIGSTOP)
                 rows = [step(training) for _ in range(given.steps)]
-                found["beside a shadow" if beside else "alone"].append(
+                measurements["beside a shadow" if beside else "alone"].append(
                     (median(wall for wall, _ in rows), median(cpu for _, cpu in rows))
                 )
             wait_for(commands[-1], recorder.step)
@@ -105,10 +105,10 @@ def main() -> None:
         last = commands[-1].events()[-1]
     ratios = []
     for kind in range(2):
-        pairs = zip(found["alone"], found["beside a shadow"], strict=True)
+        pairs = zip(measurements["alone"], measurements["beside a shadow"], strict=True)
         ratios.append(median(after[kind] / before[kind] for before, after in pairs))
     row = {"parameters": training.numel, "way": given.way, "cores": 1 + len(others)}
-    row |= {name: f"{1e3 * median(wall for wall, _ in rows):.1f} ms" for name, rows in found.items()}
+    row |= {name: f"{1e3 * median(wall for wall, _ in rows):.1f} ms" for name, rows in measurements.items()}
     more = [f"{100 * ratio - 100:+.2f} %" for ratio in ratios]
     print(json.dumps({**row, "a step's wall time": more[0], "its CPU time": more[1], "shadow at": last["step"]}))
 

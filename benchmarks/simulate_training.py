@@ -142,8 +142,8 @@ def curves(settings: list[Setting], failures: int, seed: int, shape: float) -> d
     for setting in settings:
         points = result.setdefault(setting.name, {})
         for system in SYSTEMS:
-            found = [row(setting, system, mtbf, failures, seed, shape) for mtbf in CURVE_SECONDS]
-            points[system] = [[one.mtbf, one.outcome.effective, one.outcome.error] for one in found if one]
+            curve = [row(setting, system, mtbf, failures, seed, shape) for mtbf in CURVE_SECONDS]
+            points[system] = [[one.mtbf, one.outcome.effective, one.outcome.error] for one in curve if one]
     return result
 
 

@@ -71,8 +71,8 @@ def compare(chain: Path, out: Path, report: dict[str, Any]) -> None:
     for member in listed.members[report["bases"] :]:
         base = open_member(chain, listed, member)
         saved = out / f"saved-{member.step}"
-        found = differences(base, open_checkpoint(saved))
-        report["differences"] |= {f"{member.step}: {name}": what for name, what in found.items()}
+        mismatches = differences(base, open_checkpoint(saved))
+        report["differences"] |= {f"{member.step}: {name}": what for name, what in mismatches.items()}
         report["values"] += sum(t.size for p in base.parameters.values() for t in p.states.values())
         report["bases"] += 1
         for one in out.glob("saved-*"):

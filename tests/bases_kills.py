@@ -46,8 +46,8 @@ class Net(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.BatchNorm1d(WIDTH))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(values)
-        return found
+        result: torch.Tensor = self.layers(values)
+        return result
 
 
 def train(rank: int, work: Path, base: str | None, progress: Progress) -> None:

@@ -95,9 +95,9 @@ def stored(target: Path, folder: Path, values: bool) -> list[str | None]:
         return [digest(target)]
     again = folder / "values"
     code, _ = run("convert", target, again, "--to", "torch")
-    found = digest(again)
+    content = digest(again)
     remove(again)
-    return [code, found]
+    return [code, content]
 
 
 def of_recorded(folder: Path) -> Iterator[tuple[str, list[str | None]]]:

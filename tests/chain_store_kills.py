@@ -201,12 +201,12 @@ def _appending(folder: str, pause: float, step: int) -> None:
         os._exit(LATE)
 
 
-def _assert_equal(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+def _assert_equal(actual: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     lists = {key for key in expected if key.endswith(index.NAME)}
-    assert not [key for key in expected.keys() - lists if found[key] != expected[key]]
+    assert not [key for key in expected.keys() - lists if actual[key] != expected[key]]
     for key in lists:
-        members = [_timeless(index.parse(data, Path(key))) for data in (found[key], expected[key])]
+        members = [_timeless(index.parse(data, Path(key))) for data in (actual[key], expected[key])]
         assert members[0] == members[1], key
 
 

@@ -34,8 +34,8 @@ def cases(seed: int = 0) -> Iterator[Case]:
                 yield f"mostly-zero-{dtype}-{shape}", sparse.astype(dtype), None
     yield from moments(random)
     for dtype in ("int8", "int32", "int64", "uint16"):
-        for name, made in integers(random):
-            yield f"{name}-{dtype}", made.astype(dtype), None
+        for name, values in integers(random):
+            yield f"{name}-{dtype}", values.astype(dtype), None
     yield "mask", np.tril(np.ones((200, 200), np.bool_)), None
     yield "rare", random.random(30000) < 0.004, None
 

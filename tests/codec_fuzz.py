@@ -21,7 +21,7 @@ def seeds() -> list[tuple[Codec, Case, bytes]]:
     first = (np.sqrt(second) * random.normal(0, 1, second.shape)).astype(F32)
     steady = (scales * np.exp(random.normal(0, 0.1, weights.shape)) * 1e-8).astype(F32)
     sparse = np.where(random.random(6000) < 0.05, weights.reshape(-1)[:1][0], 0).astype(F32)
-    found: list[tuple[Codec, Case]] = [
+    pairs: list[tuple[Codec, Case]] = [
         (Planes(), ("weights", weights, None)),
         (Planes(), ("bf16", weights.astype(BF16), None)),
         (Planes(), ("float64", weights.astype(np.float64), None)),
@@ -41,42 +41,42 @@ def seeds() -> list[tuple[Codec, Case, bytes]]:
         (Zstd(), ("tokens", np.tile(random.integers(0, 40000, 500), 3), None)),
         (Zstd(), ("weights", weights, None)),
     ]
-    return [(codec, case, bytes(codec.encode(case[1], case[2]))) for codec, case in found]
+    return [(codec, case, bytes(codec.encode(case[1], case[2]))) for codec, case in pairs]
 
 
 def survives(codec: Codec, data: bytes, values: Array, base: Array | None) -> bool:
     """Decode it: True if an array came of it."""
     try:
-        made = codec.decode(data, values.shape, values.dtype, base)
+        decoded = codec.decode(data, values.shape, values.dtype, base)
     except CodecError:
         return False
-    assert made.shape == values.shape
-    assert made.dtype == values.dtype
+    assert decoded.shape == values.shape
+    assert decoded.dtype == values.dtype
     return True
 
 
 def mutations(data: bytes, random: np.random.Generator) -> Iterator[bytes]:
     """Without end: flipped bits, other bytes, other counts, cuts, repetitions; mostly where the structure is."""
     while True:
-        made = bytearray(data)
+        mutated = bytearray(data)
         for _ in range(int(random.integers(1, 4))):
-            near = int(random.integers(0, min(len(made), 60 if random.random() < 0.6 else len(made))))
+            near = int(random.integers(0, min(len(mutated), 60 if random.random() < 0.6 else len(mutated))))
             what = random.integers(0, 6)
             if what == 0:
-                made[near] ^= 1 << int(random.integers(0, 8))
+                mutated[near] ^= 1 << int(random.integers(0, 8))
             elif what == 1:
-                made[near] = int(random.integers(0, 256))
+                mutated[near] = int(random.integers(0, 256))
             elif what == 2:
-                made[near : near + 4] = struct.pack("<I", LARGE[random.integers(0, len(LARGE))])
+                mutated[near : near + 4] = struct.pack("<I", LARGE[random.integers(0, len(LARGE))])
             elif what == 3:
-                del made[near : near + int(random.integers(1, 9))]
+                del mutated[near : near + int(random.integers(1, 9))]
             elif what == 4:
-                made[near:near] = made[near : near + int(random.integers(1, 9))]
+                mutated[near:near] = mutated[near : near + int(random.integers(1, 9))]
             else:
-                made[near : near + 8] = random.bytes(8)
-            if not made:
-                made = bytearray(1)
-        yield bytes(made)
+                mutated[near : near + 8] = random.bytes(8)
+            if not mutated:
+                mutated = bytearray(1)
+        yield bytes(mutated)
 
 
 def fuzz(seed: int, count: int) -> dict[str, int]:

@@ -66,8 +66,8 @@ def ckpt(*arguments: object) -> Ran:
 def make_sources(folder: Path) -> None:
     """One small good checkpoint of every kind, in `folder`."""
     for name, sample in _REAL.items():
-        found = next(SAMPLES.glob(f"deepspeed-*-{sample}"))
-        shutil.copytree(found, folder / name, ignore=shutil.ignore_patterns("truth.safetensors"))
+        sample_folder = next(SAMPLES.glob(f"deepspeed-*-{sample}"))
+        shutil.copytree(sample_folder, folder / name, ignore=shutil.ignore_patterns("truth.safetensors"))
     for name, options in _MADE.items():
         done = ckpt("convert", folder / "zero1", folder / name, *options)
         assert done.code == 0, done.err
@@ -236,9 +236,9 @@ def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], objec
     def harm(path: Path) -> None:
         data = path.read_bytes()
         (length,) = struct.unpack_from("<Q", data)
-        said = json.loads(data[8 : 8 + length])
-        change(said)
-        text = json.dumps(said).encode()
+        fields = json.loads(data[8 : 8 + length])
+        change(fields)
+        text = json.dumps(fields).encode()
         path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
     return harm
@@ -253,9 +253,9 @@ def index(change: Callable[[dict[str, Any]], object]) -> Harm:
 
     def harm(root: Path) -> None:
         path = root / "model.safetensors.index.json"
-        said = json.loads(path.read_text())
-        change(said)
-        path.write_text(json.dumps(said))
+        fields = json.loads(path.read_text())
+        change(fields)
+        path.write_text(json.dumps(fields))
 
     return harm
 
@@ -516,8 +516,8 @@ for _place, _at in CUTS.items():
 _add("pipeline: a layer cut in a tensor", "pipeline", in_file("layer_02-model_01*", cut(in_member("data/1"))), BROKEN, "layer_02-model_01-model_states.pt")
 _add("zero3: a model file cut in a tensor", "zero3", in_file(_MODEL3, cut(in_member("data/1"))), BROKEN, _MODEL3)
 
-for _place, (_at, _said) in FLIPS.items():
-    _add(f"zero1: a bit flipped in {_place}", "zero1", in_file(_MODEL, flip(_at)), BROKEN, _MODEL, _said)
+for _place, (_at, _message) in FLIPS.items():
+    _add(f"zero1: a bit flipped in {_place}", "zero1", in_file(_MODEL, flip(_at)), BROKEN, _MODEL, _message)
 
 _add("zero1: a bit flipped in a master", "zero1", in_file(_OPTIM1, flip(in_member("data/6"))), BROKEN, "rank_1_mp_rank_00_optim_states", "data/6", seen="data")
 _add("zero1: a bit flipped in a moment", "zero1", in_file(_OPTIM0, flip(in_member("data/1"))), BROKEN, "rank_0_mp_rank_00_optim_states", "data/1", seen="data")
@@ -665,8 +665,8 @@ _add_all(
 # Safetensors
 
 
-def _first(said: dict[str, Any]) -> dict[str, Any]:
-    return next(value for key, value in said.items() if key != "__metadata__")  # type: ignore[no-any-return]
+def _first(fields: dict[str, Any]) -> dict[str, Any]:
+    return next(value for key, value in fields.items() if key != "__metadata__")  # type: ignore[no-any-return]
 
 
 _add_all(
@@ -688,24 +688,24 @@ _add_all(
             ("a header with a name twice", header_text(b'{"a":{},"a":{}}'), BROKEN, ("twice",)),
             ("a header of another encoding", header_text('{"é":1}'.encode("latin-1")), BROKEN, ("not valid JSON",)),
             ("a header with an endless number", header_text(b'{"a":' + b"9" * 10_000 + b"}"), BROKEN, ("not valid JSON",)),
-            ("an unknown element type", header(lambda said: _first(said).update(dtype="F3")), UNSUPPORTED, ("F3",)),
-            ("an element type of a list", header(lambda said: _first(said).update(dtype=["F32"])), UNSUPPORTED, ("F32",)),
-            ("an absurd shape", header(lambda said: _first(said).update(shape=[1 << 40, 1 << 40])), BROKEN, ("within the file",)),
-            ("a negative shape", header(lambda said: _first(said).update(shape=[-1])), BROKEN, ("not a shape",)),
-            ("a shape of floats", header(lambda said: _first(said).update(shape=[1.0])), BROKEN, ("not a shape",)),
-            ("a range that is reversed", header(lambda said: _first(said).update(data_offsets=[8, 0])), BROKEN, ("range",)),
-            ("a range behind the file", header(lambda said: _first(said).update(data_offsets=[1 << 40, 1 << 41])), BROKEN, ("within the file",)),
-            ("a range of negative numbers", header(lambda said: _first(said).update(data_offsets=[-8, 0])), BROKEN, ("not a range",)),
-            ("two ranges that overlap", header(lambda said: said.update(again=dict(_first(said)))), BROKEN, ("overlap",)),
-            ("a hole", header(lambda said: said.pop(next(k for k in said if k != "__metadata__"))), BROKEN, ("gap",)),
-            ("metadata that is a list", header(lambda said: said.update(__metadata__=[1])), BROKEN, ("__metadata__",)),
+            ("an unknown element type", header(lambda fields: _first(fields).update(dtype="F3")), UNSUPPORTED, ("F3",)),
+            ("an element type of a list", header(lambda fields: _first(fields).update(dtype=["F32"])), UNSUPPORTED, ("F32",)),
+            ("an absurd shape", header(lambda fields: _first(fields).update(shape=[1 << 40, 1 << 40])), BROKEN, ("within the file",)),
+            ("a negative shape", header(lambda fields: _first(fields).update(shape=[-1])), BROKEN, ("not a shape",)),
+            ("a shape of floats", header(lambda fields: _first(fields).update(shape=[1.0])), BROKEN, ("not a shape",)),
+            ("a range that is reversed", header(lambda fields: _first(fields).update(data_offsets=[8, 0])), BROKEN, ("range",)),
+            ("a range behind the file", header(lambda fields: _first(fields).update(data_offsets=[1 << 40, 1 << 41])), BROKEN, ("within the file",)),
+            ("a range of negative numbers", header(lambda fields: _first(fields).update(data_offsets=[-8, 0])), BROKEN, ("not a range",)),
+            ("two ranges that overlap", header(lambda fields: fields.update(again=dict(_first(fields)))), BROKEN, ("overlap",)),
+            ("a hole", header(lambda fields: fields.pop(next(k for k in fields if k != "__metadata__"))), BROKEN, ("gap",)),
+            ("metadata that is a list", header(lambda fields: fields.update(__metadata__=[1])), BROKEN, ("__metadata__",)),
         ]
     ],
 )
 
 
-def _first_name(said: dict[str, Any]) -> str:
-    return next(iter(said["weight_map"]))
+def _first_name(fields: dict[str, Any]) -> str:
+    return next(iter(fields["weight_map"]))
 
 
 _SHARD = "model-00002-of-*"
@@ -724,13 +724,13 @@ _add_all(
         ("the index is no JSON", in_file("*.json", write(b"{")), BROKEN, ("index.json", "not valid JSON")),
         ("the index is empty", in_file("*.json", write(b"")), BROKEN, ("index.json", "not valid JSON")),
         ("the index is a list", in_file("*.json", write(b"[]")), BROKEN, ("index.json", "not a JSON object")),
-        ("the index maps nothing", index(lambda said: said.pop("weight_map")), BROKEN, ("weight_map",)),
-        ("the index maps to numbers", index(lambda said: said["weight_map"].update(a=1)), BROKEN, ("weight_map",)),
-        ("the index leads elsewhere", index(lambda said: said["weight_map"].update(a="../model.safetensors")), UNSAFE, ("../model.safetensors",)),
-        ("the index leads to a root", index(lambda said: said["weight_map"].update(a="/etc/passwd")), UNSAFE, ("/etc/passwd",)),
-        ("the index leads to a NUL", index(lambda said: said["weight_map"].update(a="a\0b")), BROKEN, ("index.json", r"\x00")),
-        ("the index names a tensor that is not there", index(lambda said: said["weight_map"].update(a=said["weight_map"][_first_name(said)])), BROKEN, ("tensor `a`",)),
-        ("the index lacks a tensor", index(lambda said: said["weight_map"].pop(_first_name(said))), BROKEN, ("index.json", "the index states")),
+        ("the index maps nothing", index(lambda fields: fields.pop("weight_map")), BROKEN, ("weight_map",)),
+        ("the index maps to numbers", index(lambda fields: fields["weight_map"].update(a=1)), BROKEN, ("weight_map",)),
+        ("the index leads elsewhere", index(lambda fields: fields["weight_map"].update(a="../model.safetensors")), UNSAFE, ("../model.safetensors",)),
+        ("the index leads to a root", index(lambda fields: fields["weight_map"].update(a="/etc/passwd")), UNSAFE, ("/etc/passwd",)),
+        ("the index leads to a NUL", index(lambda fields: fields["weight_map"].update(a="a\0b")), BROKEN, ("index.json", r"\x00")),
+        ("the index names a tensor that is not there", index(lambda fields: fields["weight_map"].update(a=fields["weight_map"][_first_name(fields)])), BROKEN, ("tensor `a`",)),
+        ("the index lacks a tensor", index(lambda fields: fields["weight_map"].pop(_first_name(fields))), BROKEN, ("index.json", "the index states")),
     ],
 )
 

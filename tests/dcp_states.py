@@ -95,10 +95,10 @@ def loaded(folder: Path) -> State:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_to_torch_save(str(folder), str(target))
-    found: State = torch.load(target, weights_only=False)
+    content: State = torch.load(target, weights_only=False)
     target.unlink()
-    found.pop("ckpt", None)
-    return found
+    content.pop("ckpt", None)
+    return content
 
 
 def raw(values: torch.Tensor) -> bytes:

@@ -7,10 +7,10 @@ from ckpt_formats.core.tensor import read
 from torch_values import same
 
 
-def assert_is_the_truth(found: Checkpoint, truth: dict[str, Any]) -> None:
+def assert_is_the_truth(actual: Checkpoint, truth: dict[str, Any]) -> None:
     """All values, roles, names, ties and groups are those of the truth file."""
     for name, states in truth["params"].items():
-        parameter = found.parameters[name]
+        parameter = actual.parameters[name]
         assert parameter.role == "parameter", name
         for state, expected in states.items():
             assert same(parameter.states[MODEL if state == "lp" else state], expected), f"{name}/{state}"
@@ -22,11 +22,11 @@ def assert_is_the_truth(found: Checkpoint, truth: dict[str, Any]) -> None:
             assert step is None or step == max(max(raw), truth["step"]) or step in raw - {0}, name
     for part, role in (("frozen", "frozen"), ("buffers", "buffer")):
         for name, expected in truth[part].items():
-            assert found.parameters[name].role == role, name
-            assert same(found.parameters[name].states[MODEL], expected), name
+            assert actual.parameters[name].role == role, name
+            assert same(actual.parameters[name].states[MODEL], expected), name
     known = {*truth["params"], *truth["frozen"], *truth["buffers"]}
-    assert {name for name, p in found.parameters.items() if p.role != "extra"} == known
-    assert dict(found.aliases) == {
-        alias: name for alias, name in truth.get("tied", {}).items() if alias in found.aliases
+    assert {name for name, p in actual.parameters.items() if p.role != "extra"} == known
+    assert dict(actual.aliases) == {
+        alias: name for alias, name in truth.get("tied", {}).items() if alias in actual.aliases
     }
-    assert [list(group.names) for group in found.groups] == [group["names"] for group in truth["param_groups"]]
+    assert [list(group.names) for group in actual.groups] == [group["names"] for group in truth["param_groups"]]

@@ -30,23 +30,23 @@ CHOSEN = (
 def seeds() -> list[Seed]:
     """Chunks with parts of every kind."""
     chosen = [case for case in cases(5) if case[0] in CHOSEN]
-    made = []
+    encoded = []
     for name, change, step in chosen:
         for codec in DELTAS:
             ready = fitted(codec, change, step)
-            made.append((f"{codec.name}-{name}", ready, change, bytes(ready.encode(change))))
-    return made
+            encoded.append((f"{codec.name}-{name}", ready, change, bytes(ready.encode(change))))
+    return encoded
 
 
 def survives(codec: DeltaCodec, data: bytes, change: StatePair) -> bool:
     """Decode it: True if arrays came of it."""
     try:
-        made = decoded(codec, data, change)
+        states = decoded(codec, data, change)
     except CodecError:
         return False
     for name, values in change.after.items():
-        assert made[name].shape == values.shape
-        assert made[name].dtype == values.dtype
+        assert states[name].shape == values.shape
+        assert states[name].dtype == values.dtype
     return True
 
 

@@ -188,9 +188,9 @@ def values_of(checkpoint: Checkpoint) -> dict[str, dict[str, Array]]:
     }
 
 
-def same(found: Mapping[str, Mapping[str, Array]], wanted: Mapping[str, Mapping[str, Array]]) -> bool:
+def same(actual: Mapping[str, Mapping[str, Array]], wanted: Mapping[str, Mapping[str, Array]]) -> bool:
     """Are they alike in every bit?"""
-    return {(n, s): v.tobytes() for n, held in found.items() for s, v in held.items()} == {
+    return {(n, s): v.tobytes() for n, held in actual.items() for s, v in held.items()} == {
         (n, s): v.tobytes() for n, held in wanted.items() for s, v in held.items()
     }
 
@@ -202,40 +202,40 @@ HOSTILE: list[Any] = [
 ]
 
 
-def mutants(said: Any) -> Iterable[tuple[str, Any]]:
+def mutants(fields: Any) -> Iterable[tuple[str, Any]]:
     """Copies of some JSON, each with one place that is otherwise, and which place that is."""
-    for path in _places(said):
+    for path in _places(fields):
         shown = ".".join(map(str, path))
         for value in HOSTILE:
             yield (
                 f"{shown} = {value!r:.30}",
-                _changed(said, path, lambda holder, key, value=value: holder.__setitem__(key, value)),
+                _changed(fields, path, lambda holder, key, value=value: holder.__setitem__(key, value)),
             )
-        yield f"{shown} missing", _changed(said, path, lambda holder, key: holder.__delitem__(key))
-        if isinstance(_at(said, path), list):
-            yield f"{shown} twice", _changed(said, path, lambda holder, key: holder.__setitem__(key, holder[key] * 2))
-            yield f"{shown} reversed", _changed(said, path, lambda holder, key: holder[key].reverse())
-        if isinstance(_at(said, path), (list, str)):
+        yield f"{shown} missing", _changed(fields, path, lambda holder, key: holder.__delitem__(key))
+        if isinstance(_at(fields, path), list):
+            yield f"{shown} twice", _changed(fields, path, lambda holder, key: holder.__setitem__(key, holder[key] * 2))
+            yield f"{shown} reversed", _changed(fields, path, lambda holder, key: holder[key].reverse())
+        if isinstance(_at(fields, path), (list, str)):
             yield (
                 f"{shown} longer",
-                _changed(said, path, lambda holder, key: holder.__setitem__(key, holder[key] + holder[key][:1])),
+                _changed(fields, path, lambda holder, key: holder.__setitem__(key, holder[key] + holder[key][:1])),
             )
 
 
-def _places(said: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
-    keys = said if isinstance(said, dict) else range(len(said)) if isinstance(said, list) else ()
+def _places(fields: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
+    keys = fields if isinstance(fields, dict) else range(len(fields)) if isinstance(fields, list) else ()
     for key in keys:
         yield (*path, key)
-        yield from _places(said[key], (*path, key))
+        yield from _places(fields[key], (*path, key))
 
 
-def _at(said: Any, path: tuple[Any, ...]) -> Any:
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
-        said = said[key]
-    return said
+        value = value[key]
+    return value
 
 
-def _changed(said: Any, path: tuple[Any, ...], change: Any) -> Any:
-    copy = deepcopy(said)
+def _changed(fields: Any, path: tuple[Any, ...], change: Any) -> Any:
+    copy = deepcopy(fields)
     change(_at(copy, path[:-1]), path[-1])
     return copy

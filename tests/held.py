@@ -30,11 +30,11 @@ def array(dtype: DType, shape: Shape, seed: int = 0) -> Array:
     bits = random.integers(0, 256, prod(shape) * dtype.itemsize, np.uint8)
     if dtype == np.bool_:
         bits &= 1
-    made = bits.view(dtype)
+    values = bits.view(dtype)
     if is_float(dtype) and dtype.name != "float8_e8m0fnu":
-        for i, value in enumerate(_awkward(dtype)[: made.size]):
-            made[i : i + 1].view(np.uint8)[:] = value
-    return made.reshape(shape)
+        for i, value in enumerate(_awkward(dtype)[: values.size]):
+            values[i : i + 1].view(np.uint8)[:] = value
+    return values.reshape(shape)
 
 
 def _awkward(dtype: DType) -> list[Array]:
@@ -64,7 +64,7 @@ def tensor(values: Array) -> Tensor:
 
 
 def parameter(name: str, states: Mapping[str, Array], role: Role = "parameter", **values: Value) -> Parameter:
-    return Parameter(name, role, {state: tensor(made) for state, made in states.items()}, values)
+    return Parameter(name, role, {state: tensor(content) for state, content in states.items()}, values)
 
 
 ORIGIN = Origin("held", "1.0", 7, {"tp": 2})
@@ -85,14 +85,14 @@ def checkpoint(
 
 def contents(source: Checkpoint) -> dict[tuple[str, str], tuple[str, Shape, bytes]]:
     """Every bit of every state."""
-    return {(p.name, state): bits(read(found)) for p, state, found in source.tensors()}
+    return {(p.name, state): bits(read(stored)) for p, state, stored in source.tensors()}
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
     """A fresh folder for one example: Hypothesis runs many in one test."""
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
 
 
 @st.composite

@@ -106,11 +106,11 @@ def hub() -> Iterator[Hub]:
 
         def _tree(self, files: dict[str, bytes], folder: str, query: dict[str, str]) -> None:
             below = f"{folder}/" if folder else ""
-            found = {path: data for path, data in files.items() if path.startswith(below)}
-            if not found:
+            below_path = {path: data for path, data in files.items() if path.startswith(below)}
+            if not below_path:
                 return self._refuse(404, "EntryNotFound")
             entries: dict[str, object] = {}
-            for path, data in sorted(found.items()):
+            for path, data in sorted(below_path.items()):
                 names = path[len(below) :].split("/")
                 for depth in range(1, len(names)):
                     path_of_folder = below + "/".join(names[:depth])

@@ -77,8 +77,8 @@ def _run(
     if child == 0:
         _be(work, folder, point, act, writing)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        heard = said.read()
+    with os.fdopen(reading) as pipe:
+        heard = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, KILLED), f"the work ended with {code}: {heard}"
     return None if code == KILLED else int(heard)

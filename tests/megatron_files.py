@@ -45,12 +45,12 @@ def whole(**changes: Any) -> dict[str, np.ndarray[Any, Any]]:
             f"{prefix}.mlp.linear_fc2.weight": (8, 12),
         }
     shapes |= {"decoder.final_layernorm.weight": (8,), "output_layer.weight": (16, 8)}
-    made, at = {}, 0
+    tensors, at = {}, 0
     for name, shape in shapes.items():
         size = int(np.prod(shape))
-        made[name] = np.arange(at, at + size, dtype=np.float32).reshape(shape)
+        tensors[name] = np.arange(at, at + size, dtype=np.float32).reshape(shape)
         at += size
-    return made
+    return tensors
 
 
 def cut(name: str, values: np.ndarray[Any, Any], tp: int, rank: int) -> np.ndarray[Any, Any]:
@@ -73,7 +73,7 @@ def write(
     **more: Any,
 ) -> Path:
     """A legacy checkpoint of one stage: the weights, without optimizer."""
-    said = {
+    arguments = {
         **LLAMA,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": 1,
@@ -88,7 +88,7 @@ def write(
             for name, values in tensors.items()
         }
         root = {
-            "args": argparse.Namespace(**said, rank=rank),
+            "args": argparse.Namespace(**arguments, rank=rank),
             "checkpoint_version": 3.0,
             "iteration": 5,
             "model": model,
@@ -100,11 +100,11 @@ def write(
 
 def loaded(run: Path) -> dict[str, dict[str, Any]]:
     """What PyTorch loads of every file: a value for each place in it. The order of a file's own items is left out."""
-    found = {}
+    files = {}
     for path in sorted(run.rglob("*.pt")):
         values = torch.load(path, weights_only=False)
-        found[str(path.relative_to(run))] = {**dict(places(values)), "/": sorted(map(str, values))}
-    return found
+        files[str(path.relative_to(run))] = {**dict(places(values)), "/": sorted(map(str, values))}
+    return files
 
 
 def places(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:

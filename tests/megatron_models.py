@@ -52,7 +52,7 @@ EACH_FAMILY = pytest.mark.parametrize(
 
 def args_of(family: str, layers: int, unit: int, experts: int = 4) -> dict[str, Value]:
     """The arguments of a run; everything that may be cut is a multiple of `unit`, and otherwise odd."""
-    said: dict[str, Value] = {
+    arguments: dict[str, Value] = {
         **BASE,
         "num_layers": layers,
         "hidden_size": 3 * unit,
@@ -66,40 +66,40 @@ def args_of(family: str, layers: int, unit: int, experts: int = 4) -> dict[str, 
         "padded_vocab_size": 7 * unit,
     }
     if family == "gpt":
-        said |= {"swiglu": False, "add_bias_linear": True, "group_query_attention": False}
-        said |= {"untie_embeddings_and_output_weights": False}
+        arguments |= {"swiglu": False, "add_bias_linear": True, "group_query_attention": False}
+        arguments |= {"untie_embeddings_and_output_weights": False}
     if family in ("moe", "shared_moe"):
-        said |= {"num_experts": experts, "moe_ffn_hidden_size": 3 * unit, "moe_grouped_gemm": False}
+        arguments |= {"num_experts": experts, "moe_ffn_hidden_size": 3 * unit, "moe_grouped_gemm": False}
     if family == "shared_moe":
-        said |= {"moe_shared_expert_intermediate_size": 3 * unit, "add_bias_linear": True}
+        arguments |= {"moe_shared_expert_intermediate_size": 3 * unit, "add_bias_linear": True}
     if family == "latent":
-        said |= {"multi_latent_attention": True, "q_lora_rank": unit, "kv_lora_rank": 3 * unit}
-        said |= {"qk_pos_emb_head_dim": unit, "v_head_dim": 3, "group_query_attention": False}
+        arguments |= {"multi_latent_attention": True, "q_lora_rank": unit, "kv_lora_rank": 3 * unit}
+        arguments |= {"qk_pos_emb_head_dim": unit, "v_head_dim": 3, "group_query_attention": False}
     if family == "mamba":
-        said |= {"mamba_head_dim": 3, "mamba_state_dim": 5, "mamba_num_groups": unit, "mamba_num_heads": 2 * unit}
-    return said
+        arguments |= {"mamba_head_dim": 3, "mamba_state_dim": 5, "mamba_num_groups": unit, "mamba_num_heads": 2 * unit}
+    return arguments
 
 
-def shapes_of(family: str, said: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def shapes_of(family: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     """Names and shapes in the order of Megatron's modules."""
-    hidden, rows = said["hidden_size"], said["padded_vocab_size"]
+    hidden, rows = arguments["hidden_size"], arguments["padded_vocab_size"]
     yield "embedding.word_embeddings.weight", (rows, hidden)
     if family == "gpt":
         yield "embedding.position_embeddings.weight", (11, hidden)
-    for i in range(said["num_layers"]):
+    for i in range(arguments["num_layers"]):
         layer = _mamba if family == "mamba" and i % 2 == 0 else _transformer
-        for name, shape in layer(said, hidden):
+        for name, shape in layer(arguments, hidden):
             yield f"decoder.layers.{i}.{name}", shape
     yield ("decoder.final_norm.weight" if family == "mamba" else "decoder.final_layernorm.weight"), (hidden,)
     if family == "gpt":
         yield "decoder.final_layernorm.bias", (hidden,)
-    if said["untie_embeddings_and_output_weights"]:
+    if arguments["untie_embeddings_and_output_weights"]:
         yield "output_layer.weight", (rows, hidden)
 
 
-def _mamba(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
-    heads, state = said["mamba_num_heads"], said["mamba_num_groups"] * said["mamba_state_dim"]
-    inner = heads * said["mamba_head_dim"]
+def _mamba(arguments: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
+    heads, state = arguments["mamba_num_heads"], arguments["mamba_num_groups"] * arguments["mamba_state_dim"]
+    inner = heads * arguments["mamba_head_dim"]
     yield "mixer.dt_bias", (heads,)
     yield "mixer.A_log", (heads,)
     yield "mixer.D", (heads,)
@@ -111,16 +111,16 @@ def _mamba(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
     yield "norm.weight", (hidden,)
 
 
-def _transformer(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
-    heads, dim = said["num_attention_heads"], said["kv_channels"]
-    groups = said["num_query_groups"] if said["group_query_attention"] else heads
-    biased, gate = said["add_bias_linear"], 2 if said["swiglu"] else 1
+def _transformer(arguments: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Shape]]:
+    heads, dim = arguments["num_attention_heads"], arguments["kv_channels"]
+    groups = arguments["num_query_groups"] if arguments["group_query_attention"] else heads
+    biased, gate = arguments["add_bias_linear"], 2 if arguments["swiglu"] else 1
     shapes: list[tuple[str, Shape, Shape | None]] = [
         ("input_layernorm", (hidden,), (hidden,)),
         ("self_attention.linear_proj", (hidden, heads * dim), (hidden,)),
     ]
-    if said.get("multi_latent_attention"):
-        q, kv, rope = said["q_lora_rank"], said["kv_lora_rank"], said["qk_pos_emb_head_dim"]
+    if arguments.get("multi_latent_attention"):
+        q, kv, rope = arguments["q_lora_rank"], arguments["kv_lora_rank"], arguments["qk_pos_emb_head_dim"]
         shapes += [
             ("self_attention.linear_q_down_proj", (q, hidden), None),
             ("self_attention.linear_q_up_proj", (heads * 5, q), None),
@@ -134,17 +134,17 @@ def _transformer(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Sh
             ("self_attention.linear_qkv", ((heads + 2 * groups) * dim, hidden), ((heads + 2 * groups) * dim,))
         )
     shapes.append(("pre_mlp_layernorm", (hidden,), (hidden,)))
-    experts, ffn = said.get("num_experts") or 0, said["ffn_hidden_size"]
+    experts, ffn = arguments.get("num_experts") or 0, arguments["ffn_hidden_size"]
     if not experts:
         shapes.append(("mlp.linear_fc1", (gate * ffn, hidden), (gate * ffn,)))
         shapes.append(("mlp.linear_fc2", (hidden, ffn), (hidden,)))
     else:
-        ffn = said["moe_ffn_hidden_size"]
+        ffn = arguments["moe_ffn_hidden_size"]
         shapes.append(("mlp.router", (experts, hidden), None))
         for i in range(experts):
             shapes.append((f"mlp.experts.local_experts.{i}.linear_fc1", (gate * ffn, hidden), (gate * ffn,)))
             shapes.append((f"mlp.experts.local_experts.{i}.linear_fc2", (hidden, ffn), (hidden,)))
-        if shared := said.get("moe_shared_expert_intermediate_size"):
+        if shared := arguments.get("moe_shared_expert_intermediate_size"):
             shapes.append(("mlp.shared_experts.linear_fc1", (gate * shared, hidden), (gate * shared,)))
             shapes.append(("mlp.shared_experts.linear_fc2", (hidden, shared), (hidden,)))
     for name, weight, bias in shapes:
@@ -157,15 +157,15 @@ def _transformer(said: Mapping[str, Any], hidden: int) -> Iterator[tuple[str, Sh
 
 def rounded(master: Array) -> Array:
     """What Megatron computes with: its master, rounded."""
-    made: Array = Rounded().decode(b"", master.shape, DTYPES["bfloat16"], master)
-    return made
+    result: Array = Rounded().decode(b"", master.shape, DTYPES["bfloat16"], master)
+    return result
 
 
-def model(family: str, said: Mapping[str, Any], *, distributed: bool = True, seed: int = 0) -> Checkpoint:
+def model(family: str, arguments: Mapping[str, Any], *, distributed: bool = True, seed: int = 0) -> Checkpoint:
     """A run after some steps: weights, masters, moments, groups, and what is carried along."""
     parameters: list[Parameter] = []
-    low = bool(said["bf16"])
-    for i, (name, shape) in enumerate(shapes_of(family, said)):
+    low = bool(arguments["bf16"])
+    for i, (name, shape) in enumerate(shapes_of(family, arguments)):
         master = np.random.default_rng([seed, i]).standard_normal(shape).astype("f4")
         if name.endswith("expert_bias"):
             parameters.append(parameter(name, {"param": master}, "buffer"))
@@ -177,7 +177,7 @@ def model(family: str, said: Mapping[str, Any], *, distributed: bool = True, see
         parameters.append(parameter(name, states, step=9))
     random = parameter("rng_state/0/torch_rng_state", {"param": array(DTYPES["uint8"], (17,), seed)}, "extra")
     extras: dict[str, Value] = {
-        "args": Record(NAMESPACE, state={**said, "use_distributed_optimizer": distributed}),
+        "args": Record(NAMESPACE, state={**arguments, "use_distributed_optimizer": distributed}),
         "checkpoint_version": 3.0,
         "iteration": 9,
         "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 72, "lr_decay_style": "cosine"},
@@ -185,17 +185,17 @@ def model(family: str, said: Mapping[str, Any], *, distributed: bool = True, see
         "num_floating_point_operations_so_far": 1e18,
         "extra_state": {
             f"{name.rpartition('.')[0]}._extra_state": None
-            for name, shape in shapes_of(family, said)
+            for name, shape in shapes_of(family, arguments)
             if "linear" in name and name.endswith("weight")
         },
     }
-    tied = not said["untie_embeddings_and_output_weights"]
+    tied = not arguments["untie_embeddings_and_output_weights"]
     return checkpoint(
         [*parameters, random],
         tuple(_groups([p for p in parameters if p.role == "parameter"])),
         extras,
         {"output_layer.weight": "embedding.word_embeddings.weight"} if tied else {},
-        Origin("megatron", None, 9, {"container": "torch", "tp": 1, "pp": 1, "layers": [said["num_layers"]]}),
+        Origin("megatron", None, 9, {"container": "torch", "tp": 1, "pp": 1, "layers": [arguments["num_layers"]]}),
     )
 
 

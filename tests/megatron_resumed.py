@@ -21,8 +21,8 @@ States = Callable[[Checkpoint], Mapping[Any, object]]
 
 def reshard(source: Path, target: Path, options: str) -> None:
     """By the command."""
-    made = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
-    assert made.exit_code == 0, (target, made.output, made.exception)
+    result = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
+    assert result.exit_code == 0, (target, result.output, result.exception)
 
 
 def assert_computes_the_same(resumed: Path, kind: str, case: str, changes: Mapping[str, Any]) -> None:
@@ -39,10 +39,10 @@ def assert_loaded_is_written(resumed: Path, case: str, format_name: str, states:
     """What Megatron saves of what it has loaded is what we wrote."""
     written = resumed / "written" / case
     assert detect(written).name == format_name
-    found = open_checkpoint(written)
-    check_complete(found)
-    check_not_suspicious(found)
-    assert states(found) == states(open_checkpoint(resumed / case / "loaded"))
+    actual = open_checkpoint(written)
+    check_complete(actual)
+    check_not_suspicious(actual)
+    assert states(actual) == states(open_checkpoint(resumed / case / "loaded"))
 
 
 def assert_goes_on_the_same(resumed: Path, kind: str, case: str, states: States) -> None:

@@ -116,19 +116,19 @@ AREAS: dict[str, tuple[int, list[str]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    told, pytest_options = _options(arguments)
+    options, pytest_options = _options(arguments)
     known = equivalents(HERE / "mutating" / "equivalent.toml")
     functions = choose(AREAS, SEED)
     faults = [fault for of_one in functions for fault in of_one]
     firsts = [next((fault for fault in of_one if fault.key not in known), None) for of_one in functions]
-    chosen = [fault for fault in firsts if fault and (not told.only or fault.area in told.only)]
-    if told.list:
+    chosen = [fault for fault in firsts if fault and (not options.only or fault.area in options.only)]
+    if options.list:
         for fault in chosen:
             print(f"{fault.area:12} {fault.place:55} {fault.function}: [{fault.change.operator}] {fault.change.text}")
         return 0
-    told.folder.mkdir(exist_ok=True)
+    options.folder.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = Results(told.folder / ("quick.json" if told.quick else "results.json"))
+    results = Results(options.folder / ("quick.json" if options.quick else "results.json"))
     with tempfile.TemporaryDirectory(prefix="ckpt-mutations-") as folder:
         write_modules(faults, Path(folder))
         os.environ["CKPT_FAULTS"] = folder
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         import fault_switch
 
         fault_switch.install(folder)
-        _measure(faults, chosen, results, told, pytest_options)
+        _measure(faults, chosen, results, options, pytest_options)
     print(table(chosen, results))
     return 0
 
@@ -172,17 +172,17 @@ class Results:
 
 
 def _measure(
-    faults: list[Fault], chosen: list[Fault], results: Results, told: argparse.Namespace, pytest_options: list[str]
+    faults: list[Fault], chosen: list[Fault], results: Results, settings: argparse.Namespace, pytest_options: list[str]
 ) -> None:
     import pytest
 
     from mutating.session import Plugin
     from mutating.trials import measure
 
-    if told.anew:
+    if settings.anew:
         results.known.clear()
     options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", *pytest_options]
-    plugin = Plugin(lambda collected: measure(faults, chosen, collected, results, told))
+    plugin = Plugin(lambda collected: measure(faults, chosen, collected, results, settings))
     os.chdir(ROOT)
     code = pytest.main(options, plugins=[plugin])
     if code not in (0, 5):

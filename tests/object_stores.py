@@ -281,10 +281,10 @@ def start(
 
 
 def _work_as_user(
-    environment: dict[str, str], told: Any, work: Callable[..., None], arguments: tuple[object, ...]
+    environment: dict[str, str], message: Any, work: Callable[..., None], arguments: tuple[object, ...]
 ) -> None:
     os.environ.update(environment)
-    told.recv()
+    message.recv()
     work(*arguments)
 
 

@@ -67,7 +67,7 @@ def model(layers: int, width: int, seed: int = 0, names: Iterable[str] = (), ste
         copy = values.astype(ml_dtypes.bfloat16)
         parameters.append(parameter(name, {"fp32": values, "param": copy, "exp_avg": values, "exp_avg_sq": values}))
     extras = {"epoch": 1, "<b>note</b>": "</script><script>alert(3)</script>", "lr_scheduler": {"last_epoch": step}}
-    made = checkpoint(
+    result = checkpoint(
         parameters,
         groups=(Group({"lr": 1e-4, "betas": (0.9, 0.95), "<i>": "</script>"}, tuple(shapes)),),
         extras=extras,
@@ -76,14 +76,14 @@ def model(layers: int, width: int, seed: int = 0, names: Iterable[str] = (), ste
         path=Path("runs/llama/<b>global</b>_step1000"),
     )
     files = tuple(
-        SourceFile(made.path / f"zero_pp_rank_{rank}_<i>_optim_states.pt", 1 << 20, "optimizer", {"dp": rank})
+        SourceFile(result.path / f"zero_pp_rank_{rank}_<i>_optim_states.pt", 1 << 20, "optimizer", {"dp": rank})
         for rank in range(2)
     )
-    return replace(made, files=files, notices=(Notice("in the folder, and not read", ("<script>",)),))
+    return replace(result, files=files, notices=(Notice("in the folder, and not read", ("<script>",)),))
 
 
-def inspect(made: Checkpoint) -> str:
-    return inspect_page.page_of(made)
+def inspect(source: Checkpoint) -> str:
+    return inspect_page.page_of(source)
 
 
 def diff(first: Checkpoint, second: Checkpoint) -> str:
@@ -162,8 +162,8 @@ def _log_fields(chain: Path) -> dict[str, Any]:
 
 def plan() -> str:
     costs = ckpt.RunCosts(step=0.8, mtbf=3 * 3600, base_stall=20, restart=120)
-    made = ckpt.plan_schedule(costs, ckpt.LogCosts(replay=0.04, slowdown=0.01))
+    schedule = ckpt.plan_schedule(costs, ckpt.LogCosts(replay=0.04, slowdown=0.01))
     times = exponential(costs.mtbf, 500, 0).tolist()
-    simulations = {"bases": simulate(made.run, None, made.bases.base_steps, None, times)}
-    report = PlanReport(made, None, simulations, {"source": "exponential", "seed": 0})
+    simulations = {"bases": simulate(schedule.run, None, schedule.bases.base_steps, None, times)}
+    report = PlanReport(schedule, None, simulations, {"source": "exponential", "seed": 0})
     return plan_page.page_of(report, plan_fields(report))

@@ -35,5 +35,5 @@ class Page(HTMLParser):
         return [data for within, data in self.inside if within == tag]
 
     def facts(self) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self.texts("script")[0])
-        return said
+        fields: dict[str, Any] = json.loads(self.texts("script")[0])
+        return fields

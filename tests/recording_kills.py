@@ -56,8 +56,8 @@ class Net(nn.Module):
         self.into, self.norm, self.out = nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Linear(48, 5)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.out(nn.functional.dropout(self.norm(self.into(values)), 0.1))
-        return found
+        result: torch.Tensor = self.out(nn.functional.dropout(self.norm(self.into(values)), 0.1))
+        return result
 
 
 class Progress:
@@ -175,14 +175,14 @@ def hash_of(arrays: Any) -> str:
     return digest.hexdigest()
 
 
-def forked(work: Callable[[], None], said: Path) -> int:
+def forked(work: Callable[[], None], output: Path) -> int:
     """The process id of a fork that does some work."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        file = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
         warnings.simplefilter("always")
@@ -245,13 +245,13 @@ class Campaign:
         progress, rng = Progress(), self._dice
         ranks = [forked(lambda r=rank: train(r, work, plan, progress), work / "said") for rank in range(2)]
         try:
-            found = self._kill(plan, run, ranks, progress, rng)
+            row = self._kill(plan, run, ranks, progress, rng)
         except BaseException as error:
-            said = (work / "said").read_text()[-6000:] if (work / "said").exists() else ""
-            raise AssertionError(f"{plan}: {error!r} in {work}\n{said}") from error
+            output = (work / "said").read_text()[-6000:] if (work / "said").exists() else ""
+            raise AssertionError(f"{plan}: {error!r} in {work}\n{output}") from error
         shutil.rmtree(work)
         gc.collect()
-        return found
+        return row
 
     def _kill(self, plan: Plan, run: Path, ranks: list[int], progress: Progress, rng: random.Random) -> dict[str, Any]:
         self._await_moment(plan, progress, ranks, rng)
@@ -344,8 +344,8 @@ class Campaign:
             if step == 0:
                 continue
             wanted = self._truth[step - 1]
-            found = [hash_of(_restored(checkpoint))]
-            assert found[0] == wanted[0], f"step {step} is not what the run had"
+            hashes = [hash_of(_restored(checkpoint))]
+            assert hashes[0] == wanted[0], f"step {step} is not what the run had"
             random_states = checkpoint.extras.get("random_states")
             if random_states is not None and step > FIRST:
                 assert isinstance(random_states, dict)
@@ -421,12 +421,12 @@ def main() -> None:
             rows.setdefault(key, []).append({"failed": True})
             print(f"FAILED: {error}", flush=True)
     print(f"{'killed':12} {'then':6} {'moment':6} {'rounds':>6} {'failed':>6} {'ahead':>6} {'restored, same bits':>20}")
-    for (victims, damage, moment), found in sorted(rows.items()):
-        good = [one for one in found if "failed" not in one]
+    for (victims, damage, moment), outcomes in sorted(rows.items()):
+        good = [one for one in outcomes if "failed" not in one]
         ahead = sum(one["last"] is not None and one["last"] > one["done"] for one in good)
         checked = sum(one["checked"] for one in good)
-        bad = len(found) - len(good)
-        print(f"{victims:12} {damage:6} {moment:6} {len(found):6} {bad:6} {ahead:6} {checked:20}")
+        bad = len(outcomes) - len(good)
+        print(f"{victims:12} {damage:6} {moment:6} {len(outcomes):6} {bad:6} {ahead:6} {checked:20}")
     total = sum(map(len, rows.values()))
     print(f"{total} kills, {failed} failed, {time.monotonic() - began:.0f} s")
     if not failed:

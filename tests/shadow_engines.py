@@ -44,11 +44,11 @@ def compare(out: Path, saves: list[int], trainer: subprocess.Popen[bytes]) -> di
             saved = open_checkpoint(out / str(step))
             for way in WAYS:
                 with followed.at(way, step) as checkpoint:
-                    found = differences(checkpoint, saved)
+                    mismatches = differences(checkpoint, saved)
                 compared[way] += 1
-                differ[way] += bool(found)
-                if found:
-                    print(out.name, step, way, dict(list(found.items())[:3]), flush=True)
+                differ[way] += bool(mismatches)
+                if mismatches:
+                    print(out.name, step, way, dict(list(mismatches.items())[:3]), flush=True)
             shutil.rmtree(out / str(step))
         verified = {way: followed.verified(way) for way in WAYS}
     finally:
@@ -90,14 +90,14 @@ def main() -> None:
         listed = Path(place) / "jobs.json"
         listed.write_text(json.dumps(jobs))
         command = [sys.executable, "recording_jobs/shadowed.py", str(listed)]
-        with (Path(place) / "said").open("wb") as said:
-            trainer = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **ENVIRONMENT})
+        with (Path(place) / "said").open("wb") as output:
+            trainer = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **ENVIRONMENT})
         try:
             for job in jobs:
                 out, saves = Path(str(job["out"])), [int(step) for step in job["saves"]]  # type: ignore[attr-defined]
-                found = compare(out, saves, trainer)
-                bad += sum(found["differ"].values())  # type: ignore[attr-defined]
-                print(json.dumps({"run": out.name, **found}), flush=True)
+                report = compare(out, saves, trainer)
+                bad += sum(report["differ"].values())  # type: ignore[attr-defined]
+                print(json.dumps({"run": out.name, **report}), flush=True)
                 shutil.rmtree(out)
         finally:
             trainer.kill()

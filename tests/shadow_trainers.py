@@ -108,7 +108,7 @@ class Process:
     """A command that is started again after it was killed."""
 
     arguments: list[str]
-    said: Path
+    output: Path
     process: subprocess.Popen[bytes] | None = None
     address: str = ""
 
@@ -116,24 +116,24 @@ class Process:
         """Start it. It listens where it did before."""
         if self.address:
             self.arguments[self.arguments.index("--listen") + 1] = self.address.removeprefix("tcp://")
-        with self.said.open("wb") as said:
+        with self.output.open("wb") as output:
             command = [sys.executable, "-m", "ckpt_cli", *self.arguments, "--json"]
-            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def await_address(self) -> None:
         """Wait until it listens."""
         assert self.process is not None
         deadline = time.monotonic() + SECONDS
-        while b"\n" not in self.said.read_bytes():
-            assert self.process.poll() is None, self.said.read_text()[-3000:]
+        while b"\n" not in self.output.read_bytes():
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
             assert time.monotonic() < deadline, "it does not listen"
             time.sleep(0.01)
-        self.address = json.loads(self.said.read_text().splitlines()[0])["address"]
+        self.address = json.loads(self.output.read_text().splitlines()[0])["address"]
 
     def kill(self) -> None:
         assert self.process is not None
         code = self.process.poll()
-        assert code is None, self.said.read_text()[-3000:]
+        assert code is None, self.output.read_text()[-3000:]
         self.process.kill()
         self.process.wait()
 
@@ -220,25 +220,25 @@ class Campaign:
 
     def _compare(self, address: NetworkAddress, last: int) -> None:
         """The shadow must reach the last step, and have the state of the run of which nothing was killed."""
-        found: object = None
+        actual: object = None
 
         def reached() -> bool:
-            nonlocal found
+            nonlocal actual
             try:
                 with ShadowConnection(address) as shadow:
-                    found = shadow.checkpoint.step
-                    if found == last and last > 0:
+                    actual = shadow.checkpoint.step
+                    if actual == last and last > 0:
                         assert hash_of(_restored(shadow.checkpoint)) == self.truth[last - 1], last
-                    return found == last
+                    return actual == last
             except CkptError as error:
-                found = error
+                actual = error
             return False
 
         try:
             self._wait(reached)
         except AssertionError as error:
-            said = "".join(one.said.read_text()[-2000:] for one in self.processes.values())
-            raise AssertionError(f"{error}: {address} has {found}, the log {last}\n{said}") from None
+            output = "".join(one.output.read_text()[-2000:] for one in self.processes.values())
+            raise AssertionError(f"{error}: {address} has {actual}, the log {last}\n{output}") from None
         self.compared += 1
 
     def _wait(self, done: Any) -> None:

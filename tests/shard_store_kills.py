@@ -57,7 +57,7 @@ _PARTS = 100_000
 """Bytes of a file that takes one request here; larger ones are uploaded in parts."""
 
 
-def command(words: Sequence[str], said: str, lease_seconds: float) -> None:
+def command(words: Sequence[str], output: str, lease_seconds: float) -> None:
     """What a process does: `ckpt` with these words. What it says goes into a file."""
     from ckpt.pipeline import lease
     from ckpt.pipeline.shards import objects
@@ -65,7 +65,7 @@ def command(words: Sequence[str], said: str, lease_seconds: float) -> None:
 
     bucket._SINGLE_REQUEST, objects._POLL, lease.SECONDS = _PARTS, 0.3, lease_seconds
     ran = ckpt(*words)
-    Path(said).write_text(f"ckpt {' '.join(map(str, words))}: {ran.code}\n{ran.out}{ran.err}")
+    Path(output).write_text(f"ckpt {' '.join(map(str, words))}: {ran.code}\n{ran.out}{ran.err}")
     sys.exit(ran.code)
 
 
@@ -75,7 +75,7 @@ class Run:
 
     process: Any
     words: Sequence[str]
-    said: Path
+    output: Path
 
     def code(self) -> int:
         """How it ended."""
@@ -84,7 +84,7 @@ class Run:
         return int(self.process.exitcode)
 
     def text(self) -> str:
-        return self.said.read_text() if self.said.exists() else f"{self.words}: killed"
+        return self.output.read_text() if self.output.exists() else f"{self.words}: killed"
 
 
 class Campaign:
@@ -115,9 +115,9 @@ class Campaign:
     # Processes
 
     def start(self, words: Sequence[str], killer: Killer | None = None, lease_seconds: float = 60.0) -> Run:
-        said = self.folder / f"said-{next(self._numbers)}"
-        given = (tuple(words), str(said), lease_seconds)
-        return Run(start(self.processes, self.server, command, *given, killer=killer), words, said)
+        output = self.folder / f"output-{next(self._numbers)}"
+        given = (tuple(words), str(output), lease_seconds)
+        return Run(start(self.processes, self.server, command, *given, killer=killer), words, output)
 
     def do(self, *words: str, codes: Iterable[int] = (0,)) -> int:
         """Run a command to its end."""

@@ -41,13 +41,13 @@ def locked(name: str) -> Iterator[Path]:
 def once(scripts: str, name: str, make: Callable[[Path], None]) -> Path:
     """A folder which `make` fills whole; one that failed is begun again."""
     with alone_in(scripts) as folder:
-        made, begun = folder / name, folder / f".{name}"
-        if not made.exists():
+        finished, begun = folder / name, folder / f".{name}"
+        if not finished.exists():
             shutil.rmtree(begun, ignore_errors=True)
             begun.mkdir()
             make(begun)
-            begun.rename(made)
-    return made
+            begun.rename(finished)
+    return finished
 
 
 @cache

@@ -27,8 +27,8 @@ class Net(nn.Module):
         self.head = nn.Linear(400, 7)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.embed(tokens)))
-        return found
+        result: torch.Tensor = self.head(self.norm(self.embed(tokens)))
+        return result
 
 
 def save_run(folder: Path, steps: int, optimizer: str = "adamw", form: str = "torch") -> list[Path]:

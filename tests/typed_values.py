@@ -28,7 +28,7 @@ SHORT = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
 @st.composite
 def numpy_values(draw: st.DrawFn) -> Any:
     if draw(st.booleans()):
-        made = array(DTYPES[draw(st.sampled_from(SHORT))], draw(st.sampled_from([(), (0,), (3,), (2, 2)])))
+        numbers = array(DTYPES[draw(st.sampled_from(SHORT))], draw(st.sampled_from([(), (0,), (3,), (2, 2)])))
     else:
         dtype = np.dtype(draw(st.sampled_from(CODES)))
         shape = draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
@@ -38,8 +38,8 @@ def numpy_values(draw: st.DrawFn) -> Any:
             raw = np.array(["ab", "é", "x"] * (size // 12 + 1), dtype).tobytes()[:size]
         if dtype.kind == "?":
             raw = bytes(b & 1 for b in raw)
-        made = np.frombuffer(raw, dtype).reshape(shape) if size else np.zeros(shape, dtype)
-    return made[()] if made.shape == () and draw(st.booleans()) else made
+        numbers = np.frombuffer(raw, dtype).reshape(shape) if size else np.zeros(shape, dtype)
+    return numbers[()] if numbers.shape == () and draw(st.booleans()) else numbers
 
 
 leaves = st.one_of(
@@ -66,10 +66,10 @@ hashable = st.recursive(
 
 
 def std_dict(cls: Global, factory: Global | None, items: list[tuple[Value, Value]], attrs: dict[str, Value]) -> StdDict:
-    made = StdDict(cls, factory)
-    made.update(items)
-    made.attrs = attrs
-    return made
+    result = StdDict(cls, factory)
+    result.update(items)
+    result.attrs = attrs
+    return result
 
 
 def containers(inner: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:

@@ -141,7 +141,7 @@ class ChainReader:
 
 def step_of(folder, default):
     """The step in the name of a member's folder; `default` for another name."""
-    return int(found[1]) if (found := MEMBER.fullmatch(folder)) else default
+    return int(match[1]) if (match := MEMBER.fullmatch(folder)) else default
 
 
 def elements(values, dtype, shape, start):

@@ -137,13 +137,13 @@ def main() -> None:
     options = parser.parse_args()
     rng, counts = random.Random(options.seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        made = checkpoints(Path(folder))
-        stored = {path: {} if path.name == "run" else places(path) for path in made}
+        targets = checkpoints(Path(folder))
+        stored = {path: {} if path.name == "run" else places(path) for path in targets}
         for number in range(options.flips):
-            path = made[number % len(made)]
+            path = targets[number % len(targets)]
             counts[f"{path.name}: {flipped(path, rng, stored[path])}"] += 1
         for number in range(options.hostile):
-            path = made[number % 2]
+            path = targets[number % 2]
             expected = contents(open_checkpoint(path))
             counts[f"hostile {path.name}: {hostile(path, rng, expected, Path(folder))}"] += 1
     for what, count in sorted(counts.items()):

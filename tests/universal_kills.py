@@ -55,7 +55,7 @@ def states(steps: int, elements: int = CHUNK + 9) -> Iterator[Checkpoint]:
     shapes = {"large": (elements,), "differs": (90, 70), **{f"small{i}": (60 + i, 33) for i in range(8)}}
     held = {name: [generator.standard_normal(shape).astype(np.float32) for _ in "wm"] for name, shape in shapes.items()}
     for step in range(1, steps + 1):
-        made = []
+        parameters = []
         for name, (w, m) in held.items():
             m = m * np.float32(0.9) + generator.standard_normal(w.shape).astype(np.float32)
             w = w - np.float32(1e-4) * m
@@ -63,15 +63,15 @@ def states(steps: int, elements: int = CHUNK + 9) -> Iterator[Checkpoint]:
             copy = w.astype(DTYPES["bfloat16"])
             if name == "differs":
                 copy[0, 0] = 77
-            made.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}, step=step))
-        made.append(parameter("odd", {"param": np.arange(7, dtype=np.int8)}, "buffer"))
-        yield checkpoint(made, (Group({"lr": 1e-4}, tuple(shapes)),), origin=Origin("held", None, step))
+            parameters.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}, step=step))
+        parameters.append(parameter("odd", {"param": np.arange(7, dtype=np.int8)}, "buffer"))
+        yield checkpoint(parameters, (Group({"lr": 1e-4}, tuple(shapes)),), origin=Origin("held", None, step))
 
 
 def files(path: Path) -> dict[str, bytes]:
     """Every file at a path, by its path in there."""
-    found = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    return {str(one.relative_to(path)): one.read_bytes() for one in found}
+    paths = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return {str(one.relative_to(path)): one.read_bytes() for one in paths}
 
 
 class Work(ABC):
@@ -123,10 +123,10 @@ class Written(Work):
         for part in (stage := self.folder / f".{self.target.name}.ckpt-partial", stage / "data", *stage.glob("data/*")):
             if part.exists() and part.name != "checkpoint.ucp":
                 try:
-                    found = detect(part)
+                    detected = detect(part)
                 except NotFound:
                     continue
-                raise AssertionError(f"{part} looks like a checkpoint: {found}")
+                raise AssertionError(f"{part} looks like a checkpoint: {detected}")
         return self.target.exists()
 
     def sweep(self) -> None:
@@ -208,14 +208,14 @@ def works(folder: Path) -> dict[str, Work]:
         append(chain, open_checkpoint(path), None, DeltaPolicy(tip=True), Resources())
     shutil.copytree(chain, longer)
     append(longer, open_checkpoint(saved[-1]), None, DeltaPolicy(tip=True), Resources())
-    (made := folder / "made").mkdir()
+    (targets := folder / "made").mkdir()
     return {
-        "folder": Written(saved[0], made / "folder", "out", None),
-        "one file": Written(saved[0], made / "file", "out.ucp", None),
-        "folder, encoded": Written(saved[0], made / "encoded", "out", "auto"),
-        "one file, encoded": Written(saved[0], made / "encoded-file", "out.ucp", "auto"),
-        "append": Appended(chain, made / "append", saved[-1]),
-        "compact": Compacted(longer, made / "compact"),
+        "folder": Written(saved[0], targets / "folder", "out", None),
+        "one file": Written(saved[0], targets / "file", "out.ucp", None),
+        "folder, encoded": Written(saved[0], targets / "encoded", "out", "auto"),
+        "one file, encoded": Written(saved[0], targets / "encoded-file", "out.ucp", "auto"),
+        "append": Appended(chain, targets / "append", saved[-1]),
+        "compact": Compacted(longer, targets / "compact"),
     }
 
 

@@ -90,8 +90,8 @@ class UniversalReader:
             name, states = tables["states"][row["name"]], entries[row["parameter"]]["states"]
             assert name not in states
             assert (row["storage"] in (PLAIN, IN_DELTA)) == (row["codec"] == 0)
-            found = {"shape": shape, "dtype": dtype, "error": tables["errors"][row["error"]]}
-            states[name] = row | tables["codecs"][row["codec"]] | found
+            fields = {"shape": shape, "dtype": dtype, "error": tables["errors"][row["error"]]}
+            states[name] = row | tables["codecs"][row["codec"]] | fields
             states[name]["hashes"] = [bytes(islice(hashes, 16)) for _ in range(chunk_count(shape))]
             if row["storage"] == CODED:
                 states[name]["chunks"] = take_chunks(coded, row, shape, ITEMSIZE[dtype])
@@ -140,9 +140,9 @@ class UniversalReader:
                 assert offset >= at if owner else offset == at
                 at = offset + length
                 expected[text] = {"dtype": tag, "shape": shape, "data_offsets": [offset - begin, at - begin]}
-            found, wanted = parse_json(raw[8:]), {"__metadata__": {"ckpt": "universal 1"}, **expected}
-            assert (expected and at <= nbytes) if owner else (at, found) == (nbytes, wanted)
-            assert all(slot in found.values() for slot in wanted.values())  # an owner has others, too, by other names
+            actual, wanted = parse_json(raw[8:]), {"__metadata__": {"ckpt": "universal 1"}, **expected}
+            assert (expected and at <= nbytes) if owner else (at, actual) == (nbytes, wanted)
+            assert all(slot in actual.values() for slot in wanted.values())  # an owner has others, too, by other names
 
     def _content_id(self):
         order, names = sorted(self.entries), list(self.entries)

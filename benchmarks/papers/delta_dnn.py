@@ -23,12 +23,12 @@ def encode(after: Array, before: Array, eps: float) -> bytes:
     steps = np.floor((before.astype(np.float64) - after.astype(np.float64)) / step + 0.5).reshape(-1).astype(np.int64)
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= steps.min(initial=0) and _below(steps, w))
     planes = np.ascontiguousarray(steps.astype(f"<i{width}").view(np.uint8).reshape(-1, width).T).reshape(-1)
-    made = {
+    candidates = {
         b"z": zstd(planes.tobytes(), 19),
         b"l": lzma.compress(planes.tobytes(), preset=6),
         b"r": encode_runs(planes),
     }
-    kind, body = min(made.items(), key=lambda item: len(item[1]))
+    kind, body = min(candidates.items(), key=lambda item: len(item[1]))
     return kind + width.to_bytes(1, "little") + np.float64(eps).tobytes() + body
 
 

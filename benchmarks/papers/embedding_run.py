@@ -62,9 +62,9 @@ class EmbeddingRun:
 
     def state(self) -> State:
         """Of each table, weights and moments: (rows, 32) float32."""
-        made: State = {}
+        tables: State = {}
         for number, table in enumerate(self.tables):
             kept = self.sparse.state[table.weight]
             moments = {name: kept[name].detach().numpy().copy() for name in self.moments}
-            made[f"table{number}"] = {"fp32": table.weight.detach().numpy().copy(), **moments}  # type: ignore[union-attr]
-        return made
+            tables[f"table{number}"] = {"fp32": table.weight.detach().numpy().copy(), **moments}  # type: ignore[union-attr]
+        return tables

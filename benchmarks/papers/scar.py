@@ -65,10 +65,10 @@ def rows_of(state: Blocks) -> list[tuple[str, int, int]]:
 
 
 def masks(state: Blocks, chosen: Iterator[tuple[str, int]]) -> dict[str, Array]:
-    made = {name: np.zeros(len(values), bool) for name, values in state.items()}
+    selected = {name: np.zeros(len(values), bool) for name, values in state.items()}
     for name, row in chosen:
-        made[name][row] = True
-    return made
+        selected[name][row] = True
+    return selected
 
 
 def in_turn(saved: Blocks, now: Blocks, turn: int, random: np.random.Generator) -> dict[str, Array]:

@@ -15,6 +15,8 @@ def show_completion(shell: str, as_json: bool) -> None:
     assert kind is not None
     complete = kind(click.Command("ckpt"), {}, "ckpt", VARIABLE)
     script = complete.source_template % complete.source_vars()  # `source` also starts the shell, to see how old it is
+    # Click's script for fish would end a description at its first comma.
+    script = script.replace('string split ","', 'string split --max 1 ","')
     if as_json:
         data({"shell": shell, "script": script})
     else:

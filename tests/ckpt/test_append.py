@@ -214,33 +214,33 @@ def test_the_tip_is_the_last_state_and_a_restore_reads_it_alone(
 
 
 def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
-    run, made = tmp_path / "chain", list(states(5))
-    for state in made[:3]:
+    run, checkpoints = tmp_path / "chain", list(states(5))
+    for state in checkpoints[:3]:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     pack = run / tips(run)[0] / "packs/00000.safetensors"
     flip(pack, pack.stat().st_size // 2)
-    found, _ = tip.opened(run, index.read(run))
-    assert [finding.kind for finding in find_problems(found[0], Resources(), lambda nbytes: None)] != []
+    tip_state, _ = tip.opened(run, index.read(run))
+    assert [finding.kind for finding in find_problems(tip_state[0], Resources(), lambda nbytes: None)] != []
     done = ckpt("restore", run, tmp_path / "out")
     assert done.code == 20
     assert f"Remove the folder {tips(run)[0]}" in done.err
-    written = append(run, made[3], None, DeltaPolicy(tip=True), ONE)
+    written = append(run, checkpoints[3], None, DeltaPolicy(tip=True), ONE)
     assert "read in another way" in str(written.notes[0])
     shutil.rmtree(run / tips(run)[0])
     assert tip.opened(run, index.read(run))[1][0].kind == "unreadable"
-    append(run, made[4], None, DeltaPolicy(tip=True), ONE)
-    for state in made:
+    append(run, checkpoints[4], None, DeltaPolicy(tip=True), ONE)
+    for state in checkpoints:
         assert contents(open_step(run, state.step, ReadOptions()).checkpoint) == contents(state)
     assert ckpt("verify", run).code == 0
 
 
 def test_a_base_needs_no_tip_and_what_a_crash_left_of_one_is_removed(tmp_path: Path) -> None:
-    run, made = tmp_path / "chain", list(states(4, 1000))
-    for state in made[:2]:
+    run, checkpoints = tmp_path / "chain", list(states(4, 1000))
+    for state in checkpoints[:2]:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     (run / "tip-0000000077").mkdir()
     (run / ".tip-0000000003.ckpt-partial").mkdir()
-    append(run, made[2], None, DeltaPolicy(tip=True, base_every=2), ONE)
+    append(run, checkpoints[2], None, DeltaPolicy(tip=True, base_every=2), ONE)
     assert tips(run) == []
     assert index.read(run).tip is None
 
@@ -267,13 +267,13 @@ def test_base_every_takes_a_number_or_auto(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("retention", [Retention(("last:2",)), Retention(("all",), upto=3)])
 def test_compact_leaves_no_tip_of_another_state(retention: Retention, tmp_path: Path) -> None:
-    run, made = tmp_path / "chain", list(states(4, 1000))
-    for state in made:
+    run, checkpoints = tmp_path / "chain", list(states(4, 1000))
+    for state in checkpoints:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     compact(run, retention, DeltaPolicy(), ONE)
     chain = index.read(run)
     assert tips(run) == ([] if chain.tip is None else [chain.tip.folder])
-    last = made[chain.members[-1].step - 1]
+    last = checkpoints[chain.members[-1].step - 1]
     assert contents(open_step(run, None, ReadOptions()).checkpoint) == contents(last)
     assert chain.tip is None or chain.tip.content == chain.members[-1].content
 

@@ -66,7 +66,7 @@ def counted(folder: Path, parameters: int) -> dict[str, Counter[str]]:
     model(folder / "S.pt", parameters)
     model(folder / "T.pt", parameters, drift=1e-4)
     within = {
-        name: [str(folder / word) if _is_path(word) else word for word in told] for name, told in COMMANDS.items()
+        name: [str(folder / word) if _is_path(word) else word for word in words] for name, words in COMMANDS.items()
     }
     uncounted = ",".join((*READS, *WRITES))
     options = [

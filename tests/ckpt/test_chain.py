@@ -48,13 +48,15 @@ def content(path: Path) -> str:
     return manifest.load(path / manifest.NAME).content
 
 
-def assert_same_state(found: Checkpoint, expected: Checkpoint) -> None:
-    assert contents(found) == contents(expected)
-    assert list(found.parameters) == list(expected.parameters)
-    assert plain(found.extras) == plain(expected.extras)
-    assert plain([(g.options, g.names) for g in found.groups]) == plain([(g.options, g.names) for g in expected.groups])
-    assert found.aliases == expected.aliases
-    assert {n: plain(p.values) for n, p in found.parameters.items()} == {
+def assert_same_state(actual: Checkpoint, expected: Checkpoint) -> None:
+    assert contents(actual) == contents(expected)
+    assert list(actual.parameters) == list(expected.parameters)
+    assert plain(actual.extras) == plain(expected.extras)
+    assert plain([(g.options, g.names) for g in actual.groups]) == plain(
+        [(g.options, g.names) for g in expected.groups]
+    )
+    assert actual.aliases == expected.aliases
+    assert {n: plain(p.values) for n, p in actual.parameters.items()} == {
         n: plain(p.values) for n, p in expected.parameters.items()
     }
 
@@ -75,10 +77,10 @@ def drifting(steps: int, elements: int = 1000, seed: int = 0) -> Iterator[Checkp
 
 def chain_of(run: Path, states: Iterator[Checkpoint], codec: str = "auto", **policy: Any) -> list[Checkpoint]:
     """Append all; what was appended."""
-    made = list(states)
-    for state in made:
+    checkpoints = list(states)
+    for state in checkpoints:
         append(run, state, None, DeltaPolicy(codec, **policy), Resources())
-    return made
+    return checkpoints
 
 
 @pytest.mark.quick(2)
@@ -137,10 +139,12 @@ def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
         parameter("rng", {"param": array(DTYPES["uint8"], (16,))}, "extra"),
     ]
     third = everything(5).parameters.values()
-    made = [checkpoint(held, origin=Origin("held", None, i)) for i, held in enumerate((first, second, third, first), 1)]
+    checkpoints = [
+        checkpoint(held, origin=Origin("held", None, i)) for i, held in enumerate((first, second, third, first), 1)
+    ]
     run = tmp_path / "run"
-    chain_of(run, iter(made))
-    for step, state in enumerate(made, 1):
+    chain_of(run, iter(checkpoints))
+    for step, state in enumerate(checkpoints, 1):
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
 
 
@@ -162,8 +166,8 @@ def test_any_two_checkpoints_make_a_delta(data: st.DataObject) -> None:
         return checkpoint(held, origin=Origin("held", None, seed))
 
     with folder() as at:
-        made = chain_of(at / "run", (drawn(step) for step in (1, 2, 3)))
-        for step, state in enumerate(made, 1):
+        checkpoints = chain_of(at / "run", (drawn(step) for step in (1, 2, 3)))
+        for step, state in enumerate(checkpoints, 1):
             assert_same_state(open_step(at / "run", step, ReadOptions()).checkpoint, state)
 
 
@@ -216,11 +220,11 @@ def test_deltas_without_bytes_are_at_one_place_and_are_not_taken_for_each_other(
     for step in (1, 2):
         same = checkpoint(held, origin=Origin("held", None, step))
         append(tmp_path / "run", same, None, DeltaPolicy(f"{Refusing.name}:holds=99"), Resources(1))
-    found = open_checkpoint(tmp_path / "run")
+    restored = open_checkpoint(tmp_path / "run")
     entries = manifest.load(tmp_path / "run" / "step-0000000002" / manifest.NAME).entries
     assert len({(entry.delta.extent.offset, entry.delta.extent.nbytes) for entry in entries}) == 1
     with Reader() as reader:
-        for one, name, tensor in found.tensors():
+        for one, name, tensor in restored.tensors():
             expected = values if one.name == "one" else opposite
             assert bits(read(tensor, reader)) == bits(expected[name])
 
@@ -262,24 +266,24 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("coded", [False, True], ids=["exact anchor", "coded anchor"])
 def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(12), coarse, base="coded" if coded else "exact")
+    checkpoints = chain_of(run, drifting(12), coarse, base="coded" if coded else "exact")
     largest = []
-    for step, state in enumerate(made, 1):
-        found = open_step(run, step, ReadOptions()).checkpoint
-        true, kept = (read(one.parameters["w"].states["fp32"]) for one in (state, found))
+    for step, state in enumerate(checkpoints, 1):
+        restored = open_step(run, step, ReadOptions()).checkpoint
+        true, kept = (read(one.parameters["w"].states["fp32"]) for one in (state, restored))
         largest.append(float(np.abs(true.astype(np.float64) - kept).max()))
-        copied = read(found.parameters["w"].states["param"])
+        copied = read(restored.parameters["w"].states["param"])
         assert bits(copied) == bits(kept.astype(DTYPES["bfloat16"]))
         if step == 1 and not coded:
-            assert not found.errors
+            assert not restored.errors
             continue
-        assert found.errors["w", "fp32"]["max_abs"] == largest[-1]
-        assert set(found.errors) == {("w", state) for state in state.parameters["w"].states}
-        assert "approximate" in found.notices[0]
+        assert restored.errors["w", "fp32"]["max_abs"] == largest[-1]
+        assert set(restored.errors) == {("w", state) for state in state.parameters["w"].states}
+        assert "approximate" in restored.notices[0]
     assert 0 < max(largest) <= Coarse.unit
-    said = json.loads(ckpt("log", run, "--json").out)
-    assert [step["exact"] for step in said["steps"]] == [not coded] + [False] * 11
-    assert said["steps"][-1]["errors"]["fp32"]["max_abs"] == largest[-1]
+    report = json.loads(ckpt("log", run, "--json").out)
+    assert [step["exact"] for step in report["steps"]] == [not coded] + [False] * 11
+    assert report["steps"][-1]["errors"]["fp32"]["max_abs"] == largest[-1]
     assert "approximate" in ckpt("log", run).out
     assert "approximate" in ckpt("restore", run, tmp_path / "out").err
     assert ckpt("verify", run).code == 0
@@ -289,26 +293,28 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
     states = list(drifting(2))
     w = [state.parameters["w"].states for state in states]
     held = [[("lossy", "parameter"), ("kept", "parameter"), ("frozen", "frozen")] for _ in states]
-    made = []
+    checkpoints = []
     for step, (of, names) in enumerate(zip(w, held, strict=True), 1):
         arrays = {state: read(tensor) for state, tensor in of.items()}
-        made.append(checkpoint([parameter(n, arrays, role) for n, role in names], origin=Origin("held", None, step)))
+        checkpoints.append(
+            checkpoint([parameter(n, arrays, role) for n, role in names], origin=Origin("held", None, step))
+        )
     run = tmp_path / "run"
-    for state in made:
+    for state in checkpoints:
         append(run, state, None, DeltaPolicy(coarse, ("^kept",)), Resources())
-    found = open_checkpoint(run)
-    assert {name for name, _ in found.errors} == {"lossy"}
-    assert contents(found) != contents(made[1])
+    restored = open_checkpoint(run)
+    assert {name for name, _ in restored.errors} == {"lossy"}
+    assert contents(restored) != contents(checkpoints[1])
     for name in ("kept", "frozen"):
-        for state, tensor in made[1].parameters[name].states.items():
-            assert bits(read(found.parameters[name].states[state])) == bits(read(tensor))
+        for state, tensor in checkpoints[1].parameters[name].states.items():
+            assert bits(read(restored.parameters[name].states[state])) == bits(read(tensor))
 
 
 def test_each_nth_member_is_a_base(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(7), base_every=3)
+    checkpoints = chain_of(run, drifting(7), base_every=3)
     assert "".join(member.kind[0] for member in index.read(run).members) == "bddbddb"
-    for step, state in enumerate(made, 1):
+    for step, state in enumerate(checkpoints, 1):
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
 
 
@@ -322,19 +328,19 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
     def replay(config, data, shape, before, form):  # type: ignore[no-untyped-def]
         known = {state: np.frombuffer(values, DTYPES[form[state]]).reshape(shape) for state, values in before.items()}
         types = {state: DTYPES[name] for state, name in form.items()}
-        made = delta_from_config(typed(config)).decode(data, known, tuple(shape), types)
-        return {state: np.ascontiguousarray(values).tobytes() for state, values in made.items()}
+        decoded = delta_from_config(typed(config)).decode(data, known, tuple(shape), types)
+        return {state: np.ascontiguousarray(values).tobytes() for state, values in decoded.items()}
 
-    def typed(said):  # type: ignore[no-untyped-def]
-        return {key: tuple(v["$tuple"]) if isinstance(v, dict) and "$tuple" in v else v for key, v in said.items()}
+    def typed(fields):  # type: ignore[no-untyped-def]
+        return {key: tuple(v["$tuple"]) if isinstance(v, dict) and "$tuple" in v else v for key, v in fields.items()}
 
     saved = save_run(tmp_path, 3)
     for path in saved:
         ckpt("append", tmp_path / "run", path)
-    found = UniversalDecoder(tmp_path / "run" / "step-0000000003", decode, replay)
-    assert any("delta" in entry for entry in found.entries.values())
+    decoder = UniversalDecoder(tmp_path / "run" / "step-0000000003", decode, replay)
+    assert any("delta" in entry for entry in decoder.entries.values())
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
-        assert found.values(one.name, state) == read(tensor).tobytes()
+        assert decoder.values(one.name, state) == read(tensor).tobytes()
 
 
 def test_steps_only_grow(tmp_path: Path) -> None:
@@ -342,12 +348,12 @@ def test_steps_only_grow(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert ckpt("append", run, saved[1]).code == 0
     before = sorted(os.listdir(run))
-    for path, told, words in (
+    for path, options, words in (
         (saved[1], (), "step 2 exists already"),
         (saved[0], (), "step 1 is before 2"),
         (saved[2], ("--step", "1"), "step 1 is before 2"),
     ):
-        done = ckpt("append", run, path, *told)
+        done = ckpt("append", run, path, *options)
         assert done.code == 22
         assert words in done.err
         assert sorted(os.listdir(run)) == before
@@ -369,20 +375,20 @@ def test_a_dry_run_tells_what_will_be_stored_and_writes_nothing(tmp_path: Path) 
     saved, run, alone = save_run(tmp_path, 3), tmp_path / "run", tmp_path / "alone"
     for path, options in zip(saved, ((), (), ("--preset", "resume")), strict=True):
         before = sorted(run.rglob("*"))
-        told = ("append", run, path, *options, "--json")
-        dry = json.loads(ckpt(*told, "--dry-run").out)
+        arguments = ("append", run, path, *options, "--json")
+        dry = json.loads(ckpt(*arguments, "--dry-run").out)
         assert sorted(run.rglob("*")) == before
         assert run.exists() == (path != saved[0])
-        said = json.loads(ckpt(*told).out)
+        report = json.loads(ckpt(*arguments).out)
         for key in ("step", "kind", "raw_nbytes"):
-            assert dry[key] == said[key]
-        assert ("approximate" in dry) == (not said["exact"])
-        assert dry["stored_nbytes"] == pytest.approx(said["stored_nbytes"], rel=0.15)
+            assert dry[key] == report[key]
+        assert ("approximate" in dry) == (not report["exact"])
+        assert dry["stored_nbytes"] == pytest.approx(report["stored_nbytes"], rel=0.15)
         assert dry["ratio"] == pytest.approx(dry["raw_nbytes"] / dry["stored_nbytes"], rel=1e-3)
     dry = json.loads(ckpt("diff", run, saved[0], "-o", alone, "--dry-run", "--json").out)
     assert not alone.exists()
-    said = json.loads(ckpt("diff", run, saved[0], "-o", alone, "--json").out)
-    assert dry["stored_nbytes"] == pytest.approx(said["stored_nbytes"], rel=0.15)
+    report = json.loads(ckpt("diff", run, saved[0], "-o", alone, "--json").out)
+    assert dry["stored_nbytes"] == pytest.approx(report["stored_nbytes"], rel=0.15)
 
 
 def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path) -> None:
@@ -523,15 +529,15 @@ def test_each_stored_byte_is_read_once(
     form: str, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    made = chain_of(run, drifting(3, elements))
+    checkpoints = chain_of(run, drifting(3, elements))
     numbers = counted(run, monkeypatch)
     assert ckpt("restore", run, tmp_path / "out", "--to", form).code == 0
     stored = packed(run)
     assert 0.9 * stored < numbers["nbytes"] <= 1.05 * stored
-    assert contents(open_checkpoint(tmp_path / "out")) == contents(made[-1])
+    assert contents(open_checkpoint(tmp_path / "out")) == contents(checkpoints[-1])
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
     if form == "universal":
-        save(made[-1], tmp_path / "saved", writable(form), Resources())
+        save(checkpoints[-1], tmp_path / "saved", writable(form), Resources())
         files = [path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved").rglob("*.safetensors")]
         assert files
         assert all((tmp_path / "out" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes() for file in files)

@@ -149,23 +149,23 @@ def test_damage_is_named_and_nothing_is_written(name: str, whole: Path, tmp_path
     out.mkdir()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     good = 1 if name == "reordered" else 2
-    for told in (
+    for arguments in (
         ("restore", run, out / "it"),
         ("restore", run, out / "it", "--to", "dcp"),
         ("convert", run, out / "it"),
     ):
-        done = ckpt(*told)
+        done = ckpt(*arguments)
         assert done.code == 20, done.err
         assert says in done.err
         assert "Traceback" not in done.err
-        assert f"--step {good}" in done.err or told[0] == "convert"
+        assert f"--step {good}" in done.err or arguments[0] == "convert"
         assert os.listdir(out) == []
     done = ckpt("verify", run, "--json")
     assert done.code == 20
-    said = json.loads(done.out)
-    assert says in json.dumps(said["findings"])
-    assert set(said["damaged_steps"]) >= {3, 4}
-    assert 1 not in said["damaged_steps"]
+    report = json.loads(done.out)
+    assert says in json.dumps(report["findings"])
+    assert set(report["damaged_steps"]) >= {3, 4}
+    assert 1 not in report["damaged_steps"]
     assert ckpt("restore", run, out / "good", "--step", str(good)).code == 0
     assert contents(open_checkpoint(out / "good")) == contents(open_checkpoint(whole / f"step{good}"))
     if name != "altered":  # which shows only where the bytes are read
@@ -203,13 +203,13 @@ def test_flipped_bytes_of_a_delta_are_found(name: str, step: int, whole: Path, t
 def test_a_damaged_list_is_refused_and_the_members_can_still_be_read(byte: int, whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
     flip(run / index.NAME, byte)
-    for told in (
+    for arguments in (
         ("log", run),
         ("restore", run, tmp_path / "out"),
         ("append", run, whole / "step4"),
         ("compact", run),
     ):
-        done = ckpt(*told)
+        done = ckpt(*arguments)
         assert done.code == 20, done.err
         assert "chain.json" in done.err
     assert not (tmp_path / "out").exists()
@@ -218,10 +218,10 @@ def test_a_damaged_list_is_refused_and_the_members_can_still_be_read(byte: int, 
 
 def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Change a file with a checksum in its first line, and make the checksum fit again."""
-    said = json.loads(path.read_text())
-    del said["checksum"]
-    edit(said)
-    path.write_bytes(sealed_json.dump(said))
+    fields = json.loads(path.read_text())
+    del fields["checksum"]
+    edit(fields)
+    path.write_bytes(sealed_json.dump(fields))
 
 
 LARGEST = "embed.weight"
@@ -455,9 +455,9 @@ def test_a_hostile_delta_is_refused(name: str, whole: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
     verified = ckpt("verify", member(run, 3))
     assert verified.code in (20, 22)
-    for said in (done.err, verified.out + verified.err):
-        assert "Traceback" not in said
-        assert "fault of ckpt" not in said
+    for output in (done.err, verified.out + verified.err):
+        assert "Traceback" not in output
+        assert "fault of ckpt" not in output
 
 
 def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) ->
 def test_a_delta_that_is_its_own_ancestor(whole: Path, tmp_path: Path) -> None:
     own = shutil.copytree(member(whole / "run", 3), tmp_path / "own")
     content = manifest.load(own / manifest.NAME).content
-    edited(own / manifest.NAME, lambda said: said["parent"].update(content=content, path="../own"))
+    edited(own / manifest.NAME, lambda fields: fields["parent"].update(content=content, path="../own"))
     done = ckpt("inspect", own)
     assert done.code == 20
     assert "its own ancestor" in done.err

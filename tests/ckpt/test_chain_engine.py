@@ -32,11 +32,11 @@ def resumed(tmp_path: Path, checkpoint: Path, tag: str, out: Path, saves: int, *
         "saves": saves,
         "out": out,
     }
-    told = tmp_path / f"{out.name}.job"
-    told.write_text(json.dumps(job, default=str))
-    launch.run_script(launch.HERE / "train_on.py", [str(told)], 1)
-    found = out.glob("global_step*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("global_step")))
+    job_file = tmp_path / f"{out.name}.job"
+    job_file.write_text(json.dumps(job, default=str))
+    launch.run_script(launch.HERE / "train_on.py", [str(job_file)], 1)
+    folders = out.glob("global_step*")
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("global_step")))
 
 
 def test_a_run_that_changed_its_stage_and_degree(tmp_path: Path) -> None:

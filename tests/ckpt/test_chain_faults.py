@@ -51,8 +51,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    told = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(told, capture_output=True).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root may mount a file system")
     try:
         yield folder
@@ -86,9 +86,9 @@ def is_state(run: Path, saved: Path) -> bool:
 def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, disk: Path) -> None:
     run = shutil.copytree(whole / "run", disk / "run")
     before = snapshot(run)
-    told = ("append", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
+    arguments = ("append", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
     fill(disk, ROOM)
-    done = ckpt(*told)
+    done = ckpt(*arguments)
     assert done.code == FULL, done.err
     assert "space left" in done.err
     assert str(run) in done.err
@@ -96,7 +96,7 @@ def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, d
     assert snapshot(run) == before
     assert ckpt("verify", run).code == 0
     remount(disk, "size=64m")
-    done = ckpt(*told)
+    done = ckpt(*arguments)
     assert done.code == 0, done.err
     assert is_state(run, whole / ("step4" if command == "diff" else "step3"))
     members = [member.folder for member in index.read(run).members]
@@ -132,12 +132,12 @@ def test_a_disk_that_fills_up_while_it_is_replayed(whole: Path, disk: Path, monk
     raw = index.read(whole / "run").members[-1].raw_nbytes
     fill(disk, raw + ROOM)
     monkeypatch.setattr(restoring, "_check_space", lambda *given: None)  # as if another took it meanwhile
-    told = ("restore", whole / "run", disk / "out", "--to", "dcp")
-    assert ckpt(*told).code == FULL
+    arguments = ("restore", whole / "run", disk / "out", "--to", "dcp")
+    assert ckpt(*arguments).code == FULL
     assert os.listdir(disk) == [".out.ckpt-partial"]
     remount(disk, "size=64m")
     monkeypatch.undo()
-    assert ckpt(*told).code == 0
+    assert ckpt(*arguments).code == 0
     assert os.listdir(disk) == ["out"]
     assert is_state(disk / "out", whole / "step3")
 
@@ -153,8 +153,8 @@ def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path
         assert is_state(tmp_path / form, whole / "step2")
     assert ckpt("compact", run, "--keep", "last:1", "--dry-run").code == 0
     assert ckpt("append", run, whole / "step4", "--dry-run").code == 0
-    for told in (("append", run, whole / "step4"), ("compact", run, "--keep", "last:1")):
-        done = ckpt(*told)
+    for arguments in (("append", run, whole / "step4"), ("compact", run, "--keep", "last:1")):
+        done = ckpt(*arguments)
         assert done.code == OUTPUT, done.err
         assert "Read-only" in done.err
         assert str(run) in done.err
@@ -164,17 +164,17 @@ def test_a_file_system_that_is_read_only(whole: Path, disk: Path, tmp_path: Path
 @pytest.mark.slow
 def test_a_limit_of_file_sizes(command: str, whole: Path, run: Path) -> None:
     before = snapshot(run)
-    told = ["append", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
+    arguments = ["append", run, whole / "step4"] if command == "diff" else ["compact", run, "--keep", "last:1"]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
-    done = subprocess.run([*CKPT, *map(str, told)], capture_output=True, text=True, preexec_fn=limit, timeout=120)
+    done = subprocess.run([*CKPT, *map(str, arguments)], capture_output=True, text=True, preexec_fn=limit, timeout=120)
     assert done.returncode == OUTPUT, done.stderr
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert snapshot(run) == before
-    assert ckpt(*told).code == 0
+    assert ckpt(*arguments).code == 0
 
 
 def test_a_chain_may_be_moved_and_renamed_as_a_whole(whole: Path, run: Path, tmp_path: Path) -> None:
@@ -201,18 +201,18 @@ def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
         run = shutil.copytree(whole / "run", tmp_path / f"run{i}")
         both = []
         for step in (10, 11):
-            told = ["append", run, whole / "step4", "--step", step]
-            both.append(subprocess.Popen([*CKPT, *map(str, told)], stderr=subprocess.PIPE, text=True))
+            arguments = ["append", run, whole / "step4", "--step", step]
+            both.append(subprocess.Popen([*CKPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True))
             time.sleep(random_.random() * 0.2 * i)
-        said = [one.communicate(timeout=120)[1] for one in both]
+        errors = [one.communicate(timeout=120)[1] for one in both]
         codes.append([one.returncode for one in both])
-        assert 0 in codes[-1], said
-        assert set(codes[-1]) <= {0, LOCKED, UNSUPPORTED}, said
+        assert 0 in codes[-1], errors
+        assert set(codes[-1]) <= {0, LOCKED, UNSUPPORTED}, errors
         steps = [member.step for member in index.read(run).members]
         assert steps[:3] == [1, 2, 3]
         assert len(steps) == 3 + codes[-1].count(0)
         assert all(
-            "another process is changing this chain" in s for s, c in zip(said, codes[-1], strict=True) if c == 11
+            "another process is changing this chain" in s for s, c in zip(errors, codes[-1], strict=True) if c == 11
         )
         assert ckpt("verify", run).code == 0
         assert is_state(run, whole / "step4")
@@ -228,10 +228,10 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
     folder = tmp_path / "folder"
     folder.mkdir()
     out, stage, seen = folder / "out", folder / ".out.ckpt-partial", tmp_path / "seen.json"
-    told = ["restore", whole / "all", out, "--to", form]
+    arguments = ["restore", whole / "all", out, "--to", form]
 
     def restore() -> None:
-        done = ckpt(*told)
+        done = ckpt(*arguments)
         seen.write_text(json.dumps([done.code, done.err]))
 
     many = points(restore, folder)
@@ -250,7 +250,7 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
             assert ("run the same command again" in err) == (code == INTERRUPTED)
             assert "Traceback" not in err
             assert set(os.listdir(folder)) <= {stage.name}  # none yet, if it was killed in front of its first change
-            assert ckpt(*told).code == 0
+            assert ckpt(*arguments).code == 0
             assert os.listdir(folder) == ["out"]
         shutil.rmtree(stage, ignore_errors=True)  # killed between the last rename and the last removal
         assert is_state(out, whole / "step4")
@@ -276,7 +276,7 @@ def test_what_a_killed_command_spilled_is_not_part_of_the_target(whole: Path, tm
             compress()
             del ballast
         shutil.rmtree(stage, ignore_errors=True)
-        found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-        assert found == {"manifest.json", "original.json", "index.safetensors", "packs/00000.safetensors"}
+        paths = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+        assert paths == {"manifest.json", "original.json", "index.safetensors", "packs/00000.safetensors"}
     assert spilled
     assert is_state(out, whole / "step4")

@@ -58,7 +58,7 @@ class Killed:
         command, self.after = COMMANDS[name]
         self.run, self.whole, self.before = folder / "run", whole, steps(whole / "run")
         places = {"RUN": str(self.run), "NEXT": str(whole / "step5")}
-        self.told = [*(places.get(word, word) for word in command), "--json"]
+        self.command = [*(places.get(word, word) for word in command), "--json"]
         self.appends, self.adds_tip = name != "compact", name == "tip"
         self.old = self.left = 0
 
@@ -67,19 +67,19 @@ class Killed:
         shutil.copytree(self.whole / "run", self.run)
 
     def work(self) -> None:
-        assert ckpt(*self.told).code == 0
+        assert ckpt(*self.command).code == 0
 
     def kill_and_look(self, kill: Callable[[], object], thorough: bool) -> None:
         self.renew()
         kill()
-        found = steps(self.run)
-        assert found in (self.before, self.after)
-        self.old += found == self.before
-        self.left += len(list(self.run.iterdir())) > 2 + len(found) + (index.read(self.run).tip is not None)
-        if thorough or found == self.after:
+        listed = steps(self.run)
+        assert listed in (self.before, self.after)
+        self.old += listed == self.before
+        self.left += len(list(self.run.iterdir())) > 2 + len(listed) + (index.read(self.run).tip is not None)
+        if thorough or listed == self.after:
             assert_whole(self.run, self.whole)
-        if found == self.before:
-            done = ckpt(*self.told)
+        if listed == self.before:
+            done = ckpt(*self.command)
             assert done.code == 0, done.err
             assert json.loads(done.out)
             if thorough:
@@ -89,9 +89,9 @@ class Killed:
         tip = index.read(self.run).tip
         names |= set() if tip is None else {tip.folder}
         assert self.appends is False or (tip is not None) == self.adds_tip
-        if self.appends or found == self.before:
+        if self.appends or listed == self.before:
             there = {path.name for path in self.run.iterdir()}
-            assert there == names or (found == self.after and there - {TIP} == names)  # killed before it was removed
+            assert there == names or (listed == self.after and there - {TIP} == names)  # killed before it was removed
 
 
 @pytest.mark.slow
@@ -110,14 +110,14 @@ def test_killed_at_any_point_the_chain_is_the_old_or_the_new(name: str, whole: P
 @EACH
 def test_killed_by_the_clock_as_well(name: str, whole: Path, tmp_path: Path) -> None:
     one, generator = Killed(name, whole, tmp_path), random.Random(name)
-    told = [sys.executable, "-m", "ckpt_cli", *one.told]
+    command = [sys.executable, "-m", "ckpt_cli", *one.command]
     one.renew()
     began = time.monotonic()
-    assert subprocess.run(told, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
     seconds = time.monotonic() - began
 
     def kill(number: int) -> None:
-        running = subprocess.Popen(told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         # Most of the time goes into starting up: nothing can break there.
         time.sleep(seconds * (0.4 + 0.6 * (number + generator.random()) / KILLS))
         running.kill()

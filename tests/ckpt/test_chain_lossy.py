@@ -100,10 +100,10 @@ def test_what_is_recorded_is_what_is_lost(saved: list[Path], tmp_path: Path) -> 
     run = tmp_path / "run"
     appended(run, saved[:3], "--preset", "balanced")
     for state in (WEIGHTS, "exp_avg", "exp_avg_sq"):
-        off, found = error(saved[2], at(run, 3), state), loss(run, state)
-        assert found["max_abs"] == np.abs(off).max()
-        assert found["differing"] <= found["elements"] == off.size
-        assert np.count_nonzero(off) <= found["differing"]
+        off, recorded = error(saved[2], at(run, 3), state), loss(run, state)
+        assert recorded["max_abs"] == np.abs(off).max()
+        assert recorded["differing"] <= recorded["elements"] == off.size
+        assert np.count_nonzero(off) <= recorded["differing"]
 
 
 def test_where_nothing_was_learned_little_is_lost(saved: list[Path], tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_no_weight_is_off_by_more_than_was_promised(
     for step, path in enumerate(saved[:3], 1):
         out = tmp_path / f"out{step}"
         assert ckpt("restore", run, out, "--step", step).code == 0
-        found = np.abs(error(path, open_checkpoint(out))).max()
-        assert found <= bound
-        assert (found == 0) == (step == 1 and anchor == "exact")
+        largest_error = np.abs(error(path, open_checkpoint(out))).max()
+        assert largest_error <= bound
+        assert (largest_error == 0) == (step == 1 and anchor == "exact")
     assert loss(run)["promised_max_abs"] == bound
 
 
@@ -141,11 +141,11 @@ def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path
         held = {**states, "param": states["fp32"].astype(BF16)}
         state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
         append(run, state, None, DeltaPolicy(f"subspace:max_abs_err={bound}"), Resources())
-        found = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
-        off = np.abs(found["fp32"].astype(np.float64) - states["fp32"]).max()
+        restored = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
+        off = np.abs(restored["fp32"].astype(np.float64) - states["fp32"]).max()
         assert off <= bound
         assert (off == 0) == (step == 1)
-        assert bits(found["param"]) == bits(found["fp32"].astype(BF16))
+        assert bits(restored["param"]) == bits(restored["fp32"].astype(BF16))
 
 
 @pytest.mark.parametrize("bound", [0.5, 0.01])
@@ -157,9 +157,9 @@ def test_the_error_is_no_larger_than_the_share_of_the_change_that_was_promised(
     appended(run, saved[:3], "--rel-error", bound)
     change = norm(error(saved[2], at(run, 2)))
     assert 0 < norm(error(saved[2], at(run, 3))) <= bound * change
-    found = loss(run)
-    assert found["rel_change"] <= found["promised_rel_change"] == bound
-    assert found["progress"] > 1 - bound
+    recorded = loss(run)
+    assert recorded["rel_change"] <= recorded["promised_rel_change"] == bound
+    assert recorded["progress"] > 1 - bound
 
 
 @dataclass(frozen=True)
@@ -191,14 +191,14 @@ def test_counters_random_states_and_what_is_named_stay_exact(saved: list[Path], 
     run, out = tmp_path / "run", tmp_path / "out"
     appended(run, saved[:3], "--preset", "archive", "--exact", r"^norm\.", "--exact", "head.bias")
     assert ckpt("restore", run, out).code == 0
-    true, found = open_checkpoint(saved[2]), open_checkpoint(out)
-    assert plain(found.extras) == plain(true.extras)
-    assert plain([group.options for group in found.groups]) == plain([group.options for group in true.groups])
-    approximate = {(name, state) for name, state in found.errors}
+    true, restored = open_checkpoint(saved[2]), open_checkpoint(out)
+    assert plain(restored.extras) == plain(true.extras)
+    assert plain([group.options for group in restored.groups]) == plain([group.options for group in true.groups])
+    approximate = {(name, state) for name, state in restored.errors}
     assert {name for name, _ in approximate} == {"embed.weight", "head.weight"}
     assert {state for _, state in approximate} == {WEIGHTS, "exp_avg", "exp_avg_sq"}
     for one, state, tensor in true.tensors():
-        same = bits(read(tensor)) == bits(read(found.parameters[one.name].states[state]))
+        same = bits(read(tensor)) == bits(read(restored.parameters[one.name].states[state]))
         assert same == ((one.name, state) not in approximate), (one.name, state)
 
 
@@ -225,8 +225,8 @@ def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypa
         states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
         append(tmp_path / "run", state, None, DeltaPolicy(Zeroing.name), Resources())
-    found = open_checkpoint(tmp_path / "run").parameters["scale"].states
-    assert {state: set(read(tensor)) for state, tensor in found.items()} == {
+    scale_states = open_checkpoint(tmp_path / "run").parameters["scale"].states
+    assert {state: set(read(tensor)) for state, tensor in scale_states.items()} == {
         state: {2 if state == "step" else 0} for state in states
     }
 
@@ -243,10 +243,10 @@ class Surveying(Subspace):
     fitted: ClassVar[list[float | None]] = []
 
     def survey(self, samples: Iterable[tuple[int, StatePair]], step: StepInfo) -> Subspace:
-        found = list(samples)
-        self.seen.append(found)
+        sampled = list(samples)
+        self.seen.append(sampled)
         assert not self.fitted
-        return super().survey(iter(found), step)
+        return super().survey(iter(sampled), step)
 
     def fit(self, changes, step):  # type: ignore[no-untyped-def]
         self.fitted.append(self.rms)
@@ -325,7 +325,7 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
             assert ("approximate" in dry[-1]) == ("approximate" in last.out)
         assert "approximate" not in dry[0]
         member = run / index.read(run).members[1].folder
-        said = {"diff": last.out, "diff --dry-run": dry[1]}
+        outputs = {"diff": last.out, "diff --dry-run": dry[1]}
         for name, command in {
             "log": ("log", run),
             "inspect": ("inspect", run),
@@ -339,8 +339,8 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
         }.items():
             done = ckpt(*command)
             assert done.code == 0, done.err
-            said[name] = done.out + done.err
-        for name, text in said.items():
+            outputs[name] = done.out + done.err
+        for name, text in outputs.items():
             assert bool(re.search(r"approximate(?!_steps\": \[\])", text)) == (run == lossy), (name, text)
     assert json.loads(ckpt("verify", lossy, "--json").out)["approximate_steps"] == [2]
     assert contents(open_checkpoint(exact)) == contents(open_checkpoint(saved[1]))
@@ -398,17 +398,17 @@ def test_the_coarsest_step_is_found_that_the_users_evaluation_accepts(saved: lis
     )
     assert any("nothing to evaluate" in note["text"] for note in json.loads(first.out)["notes"])
     assert second.code == 0, second.err
-    found = json.loads(second.out)["evaluation"]
+    evaluation = json.loads(second.out)["evaluation"]
     trials = re.findall(r"trial: step (\S+), loss \S+, (\S+)", second.err)
     tried = {float(step): float(more) for step, more in trials}
     accepted = {step for step, more in tried.items() if more <= limit}
     assert 0 < len(accepted) < len(tried)
-    assert found["step"] == pytest.approx(max(accepted), rel=1e-2)
+    assert evaluation["step"] == pytest.approx(max(accepted), rel=1e-2)
     assert max(accepted) < min(tried.keys() - accepted) < 1.1 * max(accepted)
     out = tmp_path / "out"
     assert ckpt("restore", run, out).code == 0
-    assert evaluate(script, out, saved[1]) == found["loss"] <= limit
-    assert found["exact"] == 0
+    assert evaluate(script, out, saved[1]) == evaluation["loss"] <= limit
+    assert evaluation["exact"] == 0
     assert sorted(os.listdir(tmp_path)) == ["evaluate it.py", "out", "run"]
 
 
@@ -443,25 +443,25 @@ def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, save
 @pytest.mark.slow
 def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tmp_path: Path) -> None:
     """Interrupted, killed, and two at once for one target."""
-    base, delta, asked = tmp_path / "base", tmp_path / "delta", tmp_path / "asked"
+    base, delta, started_file = tmp_path / "base", tmp_path / "delta", tmp_path / "asked"
     assert ckpt("compress", saved[0], f"{base}/").code == 0
-    script = f"import pathlib, time; pathlib.Path('{asked}').touch(); time.sleep(600)"
+    script = f"import pathlib, time; pathlib.Path('{started_file}').touch(); time.sleep(600)"
     waiting = f'{sys.executable} -c "{script}" {{}}'
-    told = ("diff", str(base), str(saved[1]), "-o", str(delta), "--max-loss-increase", "1", "--eval-cmd")
+    arguments = ("diff", str(base), str(saved[1]), "-o", str(delta), "--max-loss-increase", "1", "--eval-cmd")
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        running = subprocess.Popen([sys.executable, "-m", "ckpt_cli", *told, waiting], start_new_session=True)
-        while not asked.exists():
+        running = subprocess.Popen([sys.executable, "-m", "ckpt_cli", *arguments, waiting], start_new_session=True)
+        while not started_file.exists():
             time.sleep(0.05)
         assert {".delta.ckpt-trial", "base"} <= set(os.listdir(tmp_path))
-        others = ckpt(*told, f"{sys.executable} -c 'print(1)' {{}}")
+        others = ckpt(*arguments, f"{sys.executable} -c 'print(1)' {{}}")
         assert others.code == 11, others.err
         assert running.poll() is None
         running.send_signal(number)
         assert running.wait(60) == code
         os.killpg(running.pid, signal.SIGKILL) if number == signal.SIGKILL else None
-        asked.unlink()
+        started_file.unlink()
         assert (tmp_path / ".delta.ckpt-trial").exists() == (number == signal.SIGKILL)
-    assert ckpt(*told, f"{sys.executable} -c 'print(1)' {{}}").code == 0
+    assert ckpt(*arguments, f"{sys.executable} -c 'print(1)' {{}}").code == 0
     assert sorted(os.listdir(tmp_path)) == ["base", "delta"]
 
 

@@ -80,9 +80,9 @@ def test_verify_loads_each_manifest_once_and_decodes_each_delta_once(
     run = chain_of(tmp_path / "run", 5, rounded)
     counted = Counted(monkeypatch)
     report = verify_chain(run, Resources(2))
-    found = [(one.kind, one.what) for one in report.findings]
+    findings = [(one.kind, one.what) for one in report.findings]
     differ = ("copy", "1 of 262,244 weights differ from their rounded masters")
-    assert found == ([] if rounded else [differ])
+    assert findings == ([] if rounded else [differ])
     assert len(counted.manifests) == 5
     assert len(counted.chunks) == 4 * 2
     assert set(counted.manifests.values()) == {1}
@@ -149,14 +149,14 @@ def test_restore_says_what_it_will_replay_and_decodes_each_delta_once(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = chain_of(tmp_path / "run", 4)
-    told = ("restore", run, tmp_path / "out", "--to", form, "--workers", 1, "--json")
-    said = json.loads(ckpt(*told, "--dry-run").out)
+    arguments = ("restore", run, tmp_path / "out", "--to", form, "--workers", 1, "--json")
+    report = json.loads(ckpt(*arguments, "--dry-run").out)
     stored = sum(entry.delta.extent.nbytes for folder in run.glob("*/") for entry in _entries(folder) if entry.delta)
     nbytes = 3 * 8 * (CHUNK + 100)
-    assert said["replay"] == {"deltas": 3, "stored_nbytes": stored, "nbytes": nbytes, "seconds": 0.006}
-    assert any(note["text"].startswith("3 deltas to replay: ") for note in said["notes"])
+    assert report["replay"] == {"deltas": 3, "stored_nbytes": stored, "nbytes": nbytes, "seconds": 0.006}
+    assert any(note["text"].startswith("3 deltas to replay: ") for note in report["notes"])
     counted = Counted(monkeypatch)
-    done = ckpt(*told)
+    done = ckpt(*arguments)
     assert done.code == 0
     assert "3 deltas to replay: " in done.out
     assert set(counted.chunks.values()) == {1}

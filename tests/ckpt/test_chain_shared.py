@@ -100,7 +100,7 @@ def test_a_base_of_which_most_did_not_change_has_only_what_did(tmp_path: Path) -
 def test_a_row_names_the_pack_where_the_bytes_are_not_the_member_before(tmp_path: Path) -> None:
     states = chain_of(tmp_path / "run", 5, thaw=4)
     members = index.read(tmp_path / "run").members
-    assert [[one.folder for one in found.shared] for found in members] == [[], *[[members[0].folder]] * 4]
+    assert [[one.folder for one in reader.shared] for reader in members] == [[], *[[members[0].folder]] * 4]
     assert [one.kind for one in members] == ["base"] * 5
     assert members[3].shared_nbytes < members[2].shared_nbytes  # one matrix changed
     assert_states(tmp_path / "run", states)
@@ -322,9 +322,9 @@ def test_the_reader_of_the_page_reads_the_same(tmp_path: Path, policy: DeltaPoli
     chain = ChainReader(run, decode, decode_delta)
     assert any(member.get("shared") for member in chain.members)
     for state in states[1:]:
-        found = chain.checkpoints[state.step]
+        decoded = chain.checkpoints[state.step]
         expected = {key: values for key, (_, _, values) in contents(state).items()}
-        assert {(name, key): found.values(name, key) for name, key in expected} == expected
+        assert {(name, key): decoded.values(name, key) for name, key in expected} == expected
 
 
 class Stop(BaseException):

@@ -50,27 +50,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    made = Counter[str]()
+    counts = Counter[str]()
 
     class Counted:
         def __getattr__(self, name: str) -> object:
             if name in ("get", "put", "list", "list_with_delimiter", "head", "delete"):
-                made[name.removesuffix("_with_delimiter")] += 1
+                counts[name.removesuffix("_with_delimiter")] += 1
             return getattr(obstore, name)
 
     monkeypatch.setattr(buckets, "obstore", Counted())
     monkeypatch.setattr(object_store, "obstore", Counted())
-    return made
+    return counts
 
 
 def objects(server: StoreServer) -> dict[str, bytes]:
-    found = [meta["path"] for page in obstore.list(server.client, "a/run.chain/") for meta in page]
-    return {path[len("a/run.chain/") :]: bytes(obstore.get(server.client, path).bytes()) for path in found}
+    names = [meta["path"] for page in obstore.list(server.client, "a/run.chain/") for meta in page]
+    return {path[len("a/run.chain/") :]: bytes(obstore.get(server.client, path).bytes()) for path in names}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = (one for one in folder.rglob("*") if one.is_file() and one.name != "chain.lock")
-    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in found}
+    paths = (one for one in folder.rglob("*") if one.is_file() and one.name != "chain.lock")
+    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths}
 
 
 def assert_equal(there: dict[str, bytes], here: dict[str, bytes]) -> None:
@@ -174,18 +174,18 @@ def test_a_last_state_in_the_same_bucket_is_read_again_not_replayed(user: StoreS
 def test_of_two_that_append_one_wins_and_the_other_says_so(
     user: StoreServer, saved: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, said = appended(saved, 2), list[CkptError]()
+    run, errors = appended(saved, 2), list[CkptError]()
 
     def append_too(point: staging.Point) -> None:
-        if point == "settled" and not said:
-            said.append(OutputError("nothing"))
+        if point == "settled" and not errors:
+            errors.append(OutputError("nothing"))
             with pytest.raises(Locked, match="another process is writing") as refused:
                 library.Chain(THERE).append(library.open(saved[3]))
-            said.append(refused.value)
+            errors.append(refused.value)
 
     monkeypatch.setattr(staging, "reached", append_too)
     run.append(library.open(saved[2]))
-    assert len(said) == 2
+    assert len(errors) == 2
     assert list(run) == [1, 2, 3]
     run.append(library.open(saved[3]))  # and goes on after it
     assert not run.verify().findings or all(one.kind == "copy" for one in run.verify().findings)
@@ -222,11 +222,11 @@ def test_a_list_that_is_replaced_while_the_chain_is_opened_is_read_again(
     shorter = index.dump(replace(run.index, members=run.index.members[:2]))
 
     def then_replaced(*given: Any) -> Any:
-        found = listed(*given)
+        result = listed(*given)
         if not done:
             done.append(1)
             obstore.put(user.client, "a/run.chain/chain.json", shorter)
-        return found
+        return result
 
     monkeypatch.setattr(object_store, "_listed", then_replaced)
     assert list(run) == [1, 2]

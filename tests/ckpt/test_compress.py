@@ -78,20 +78,20 @@ def trained(shape: tuple[int, ...] = (600, 1000), seed: int = 0) -> Parameter:
 @pytest.mark.parametrize("level", LEVELS)
 def test_everything_comes_back(level: str, tmp_path: Path) -> None:
     source = checkpoint([*everything().parameters.values(), trained()], extras={"epoch": 2})
-    made = compress(source, tmp_path / "small", level=level)
-    assert contents(made) == contents(source)
-    assert [f.kind for f in find_problems(made, EFFORT) if f.kind != "copy"] == []
+    compressed = compress(source, tmp_path / "small", level=level)
+    assert contents(compressed) == contents(source)
+    assert [f.kind for f in find_problems(compressed, EFFORT) if f.kind != "copy"] == []
     save(source, tmp_path / "plain", Universal(), EFFORT)
-    assert files(decompress(made, tmp_path / "again")) == files(tmp_path / "plain")
+    assert files(decompress(compressed, tmp_path / "again")) == files(tmp_path / "plain")
 
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("sample", REAL, ids=lambda path: path.name)
 def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
     source = open_checkpoint(sample)
-    made = compress(source, tmp_path / "small")
+    compressed = compress(source, tmp_path / "small")
     save(source, tmp_path / "plain", Universal(), EFFORT)
-    assert files(decompress(made, tmp_path / "again")) == files(tmp_path / "plain")
+    assert files(decompress(compressed, tmp_path / "again")) == files(tmp_path / "plain")
     assert (
         manifest.load(tmp_path / "small" / manifest.NAME).content
         == manifest.load(tmp_path / "plain" / manifest.NAME).content
@@ -106,20 +106,20 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
     random = array(dtype, shape)
     few = np.resize(array(dtype, (7,)), shape)
     source = checkpoint([parameter("w", {"exp_avg": random, "exp_avg_sq": few, "param": few})])
-    made = compress(source, tmp_path / "small")
-    assert contents(made) == contents(source)
-    assert isinstance(blob(made, "w", "param"), EncodedBlob)
-    assert savings.total(savings.rows(made)).stored < savings.total(savings.rows(source)).raw
+    compressed = compress(source, tmp_path / "small")
+    assert contents(compressed) == contents(source)
+    assert isinstance(blob(compressed, "w", "param"), EncodedBlob)
+    assert savings.total(savings.rows(compressed)).stored < savings.total(savings.rows(source)).raw
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_training_leaves_becomes_smaller(level: str, tmp_path: Path) -> None:
-    made = compress(checkpoint([trained()]), tmp_path / "small", level=level)
-    found = {row.state: row for row in savings.rows(made)}
-    assert isinstance(blob(made, "w", "param"), DerivedBlob)
-    assert found["param"].stored == 0
-    assert all(found[state].ratio > 1.15 for state in ("fp32", "exp_avg", "exp_avg_sq"))
-    assert savings.total(found.values()).ratio > 1.36
+    compressed = compress(checkpoint([trained()]), tmp_path / "small", level=level)
+    saved_rows = {row.state: row for row in savings.rows(compressed)}
+    assert isinstance(blob(compressed, "w", "param"), DerivedBlob)
+    assert saved_rows["param"].stored == 0
+    assert all(saved_rows[state].ratio > 1.15 for state in ("fp32", "exp_avg", "exp_avg_sq"))
+    assert savings.total(saved_rows.values()).ratio > 1.36
 
 
 def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path: Path) -> None:
@@ -127,18 +127,18 @@ def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path: Path) -> None:
     values = read(one.states["param"])
     values[599, 999] = 1
     source = checkpoint([Parameter("w", "parameter", {**one.states, "param": tensor(values)})])
-    made = compress(source, tmp_path / "small")
-    assert isinstance(blob(made, "w", "param"), EncodedBlob)
-    assert contents(made) == contents(source)
-    assert [finding.kind for finding in find_problems(made, EFFORT)] == ["copy"]
+    compressed = compress(source, tmp_path / "small")
+    assert isinstance(blob(compressed, "w", "param"), EncodedBlob)
+    assert contents(compressed) == contents(source)
+    assert [finding.kind for finding in find_problems(compressed, EFFORT)] == ["copy"]
 
 
 def test_values_that_coding_does_not_help_are_stored_as_they_are(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
     one = np.float32(3).reshape(())
-    made = compress(checkpoint([parameter("w", {"param": noise, "step": one})]), tmp_path / "small")
-    assert isinstance(blob(made, "w", "param"), FileBlob)
-    assert isinstance(blob(made, "w", "step"), FileBlob)
+    compressed = compress(checkpoint([parameter("w", {"param": noise, "step": one})]), tmp_path / "small")
+    assert isinstance(blob(compressed, "w", "param"), FileBlob)
+    assert isinstance(blob(compressed, "w", "step"), FileBlob)
     assert json.loads((tmp_path / "small" / manifest.NAME).read_text())["version"] == 1
 
 
@@ -153,10 +153,10 @@ def test_the_version_is_1_with_and_without_coded_states(tmp_path: Path) -> None:
 
 
 def test_a_pack_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path) -> None:
-    made = compress(checkpoint([trained(), *everything().parameters.values()]), tmp_path / "small")
-    (pack,) = made.files
+    compressed = compress(checkpoint([trained(), *everything().parameters.values()]), tmp_path / "small")
+    (pack,) = compressed.files
     expected = {}
-    for name, one in made.parameters.items():
+    for name, one in compressed.parameters.items():
         for state, values in one.states.items():
             stored = values.fragments[0].blob
             if isinstance(stored, FileBlob):
@@ -226,8 +226,8 @@ def test_any_block_of_any_tensor_in_any_chunks_is_what_it_was(data: st.DataObjec
             box = data.draw(boxes(values.shape))
             assert bits(read(whole.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
             inner = data.draw(boxes(box.shape))
-            found = read(whole.crop(box).crop(inner), reader)
-            assert bits(found) == bits(np.ascontiguousarray(values[box.index][inner.index]))
+            block = read(whole.crop(box).crop(inner), reader)
+            assert bits(block) == bits(np.ascontiguousarray(values[box.index][inner.index]))
 
 
 class Counting(Reader):
@@ -253,22 +253,22 @@ def test_reading_all_chunks_in_order_takes_each_stored_byte_once(data: st.DataOb
 
 def test_a_block_takes_the_bytes_of_its_chunks_and_no_others(tmp_path: Path) -> None:
     one = trained((2400, 1000))
-    made = compress(checkpoint([one]), tmp_path / "small")
-    values, store = read(one.states["exp_avg"]), blob(made, "w", "exp_avg").store
+    compressed = compress(checkpoint([one]), tmp_path / "small")
+    values, store = read(one.states["exp_avg"]), blob(compressed, "w", "exp_avg").store
     rows = store.chunking.chunk[0]
     block = Box((4 * rows + 3, 10), (4 * rows + 5, 20))
     with Counting() as reader:
-        found = read(made.parameters["w"].states["exp_avg"].crop(block), reader)
-        again, first = read(made.parameters["w"].states["exp_avg"].crop(block), reader), reader.taken
-        assert bits(found) == bits(again) == bits(np.ascontiguousarray(values[block.index]))
+        decoded = read(compressed.parameters["w"].states["exp_avg"].crop(block), reader)
+        again, first = read(compressed.parameters["w"].states["exp_avg"].crop(block), reader), reader.taken
+        assert bits(decoded) == bits(again) == bits(np.ascontiguousarray(values[block.index]))
         chunk = store.chunking.chunk_size * 4
         assert first == reader.taken < 2.1 * chunk  # its own and, where it has one, that of its base
     for index in set(range(store.chunking.count)) - {4}:  # the others may be noise
         for state in ("exp_avg", "exp_avg_sq"):
-            _spoil(blob(made, "w", state).store, index)
-    assert bits(read(made.parameters["w"].states["exp_avg"].crop(block))) == bits(found)
+            _spoil(blob(compressed, "w", state).store, index)
+    assert bits(read(compressed.parameters["w"].states["exp_avg"].crop(block))) == bits(decoded)
     with pytest.raises(Corrupt, match="chunk 3"):
-        read(made.parameters["w"].states["exp_avg"].crop(Box((4 * rows - 1, 0), (4 * rows, 1))))
+        read(compressed.parameters["w"].states["exp_avg"].crop(Box((4 * rows - 1, 0), (4 * rows, 1))))
 
 
 def _spoil(store: ChunkedTensor, index: int) -> None:
@@ -332,15 +332,15 @@ def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
 
 
 def test_a_damaged_chunk_is_refused_before_anybody_sees_its_values(broken: Path) -> None:
-    made = Universal().read(broken, ReadOptions())
-    store = blob(made, "w", "fp32").store
+    compressed = Universal().read(broken, ReadOptions())
+    store = blob(compressed, "w", "fp32").store
     begin, nbytes = _chunk(store, 0)
     refusals = 0
     for at in range(begin, begin + nbytes, 997):
         flip(store.stored.path, at)
         with suppress(Corrupt):
             refusals += 1
-            values = read(made.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1000))))
+            values = read(compressed.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1000))))
             assert bits(values) == bits(read(trained().states["fp32"])[:1])  # a bit that nobody needs
             refusals -= 1
         flip(store.stored.path, at)
@@ -433,17 +433,17 @@ def test_a_hostile_index_is_refused_in_the_right_words(kind: str, broken: Path) 
 
 
 def one_value(target: Path) -> Array:
-    made = Universal().read(target, ReadOptions())
-    return read(made.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1))))
+    compressed = Universal().read(target, ReadOptions())
+    return read(compressed.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1))))
 
 
 def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:
-    made = Universal().read(broken, ReadOptions())
-    if blob(made, "w", "exp_avg").store.base is None:
+    compressed = Universal().read(broken, ReadOptions())
+    if blob(compressed, "w", "exp_avg").store.base is None:
         pytest.skip("the codec of exp_avg has no base")
-    _spoil(blob(made, "w", "exp_avg_sq").store, 0)
+    _spoil(blob(compressed, "w", "exp_avg_sq").store, 0)
     with pytest.raises(Corrupt, match="exp_avg_sq"):
-        read(made.parameters["w"].states["exp_avg"])
+        read(compressed.parameters["w"].states["exp_avg"])
 
 
 def test_forms_of_chunks() -> None:

@@ -34,12 +34,12 @@ def optimizer(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: 
     model = net()
     weights = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": weights}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
-    made = kind(groups, lr=0.01, **options)
+    result = kind(groups, lr=0.01, **options)
     for _ in range(2):
-        made.zero_grad()
+        result.zero_grad()
         sum(p.square().sum() for p in model.parameters()).backward()
-        made.step()
-    return made
+        result.step()
+    return result
 
 
 def tied() -> dict[str, Any]:
@@ -57,8 +57,8 @@ def tied() -> dict[str, Any]:
 
 
 def lightning() -> dict[str, Any]:
-    made = optimizer()
-    schedule = torch.optim.lr_scheduler.StepLR(made, 2)
+    adam = optimizer()
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 2)
     return {
         "epoch": 3,
         "global_step": 120,
@@ -66,7 +66,7 @@ def lightning() -> dict[str, Any]:
         "state_dict": OrderedDict((f"model.{name}", value) for name, value in net().state_dict().items()),
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4, "done": None}}}},
         "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_score": torch.tensor(0.5), "k": (1, 2.5)}},
-        "optimizer_states": [made.state_dict()],
+        "optimizer_states": [adam.state_dict()],
         "lr_schedulers": [schedule.state_dict()],
         "hyper_parameters": {"lr": 1e-3, "betas": [0.9, 0.95], "name": None, "flags": {"a": True}},
     }
@@ -168,9 +168,9 @@ def test_a_file_of_torch_is_what_it_was(kind: str, legacy: bool, tmp_path: Path)
         del held["small"]  # which torch itself cannot write so
     torch.save(held, tmp_path / "file.pt", _use_new_zipfile_serialization=not legacy)
     back(tmp_path / "file.pt", tmp_path / "again.pt")
-    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("again.pt", "file.pt"))
-    assert_same(found, expected)
-    assert lying(found) == lying(expected)
+    actual, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("again.pt", "file.pt"))
+    assert_same(actual, expected)
+    assert lying(actual) == lying(expected)
 
 
 def test_what_only_a_trusting_load_takes_is_what_it_was(tmp_path: Path) -> None:
@@ -183,20 +183,20 @@ def test_what_only_a_trusting_load_takes_is_what_it_was(tmp_path: Path) -> None:
     }
     torch.save(held, tmp_path / "file.pt")
     back(tmp_path / "file.pt", tmp_path / "again.pt")
-    found = torch.load(tmp_path / "again.pt", weights_only=False)
-    assert list(found) == list(held)
-    assert_same(found["model"], held["model"])
-    assert (found["args"], found["loss"], found["seen"]) == (held["args"], held["loss"], held["seen"])
-    assert type(found["loss"]) is np.float64
-    assert found["rng"][1].tobytes() == held["rng"][1].tobytes()
+    loaded = torch.load(tmp_path / "again.pt", weights_only=False)
+    assert list(loaded) == list(held)
+    assert_same(loaded["model"], held["model"])
+    assert (loaded["args"], loaded["loss"], loaded["seen"]) == (held["args"], held["loss"], held["seen"])
+    assert type(loaded["loss"]) is np.float64
+    assert loaded["rng"][1].tobytes() == held["rng"][1].tobytes()
 
 
 def test_the_device_is_told_again(tmp_path: Path) -> None:
-    made = {
+    views = {
         name: StorageView(Tensor.of(ArrayBlob(np.arange(4.0))), 0, (4,), location=device)
         for name, device in [("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu")]
     }
-    write_file(tmp_path / "file.pt", made, reading_chunks(Reader()))
+    write_file(tmp_path / "file.pt", views, reading_chunks(Reader()))
     back(tmp_path / "file.pt", tmp_path / "again.pt")
     root = open_file(tmp_path / "again.pt").root
     assert {name: ref.storage.location for name, ref in root.items()} == {"a": "cuda:0", "b": "cuda:0", "c": "cpu"}
@@ -206,8 +206,8 @@ def test_elements_that_no_tensor_shows_are_not_kept(tmp_path: Path) -> None:
     """torch saves all of a storage; of a row of a large table, we keep the row."""
     torch.save({"row": torch.randn(500, 1000)[7], "gap": torch.randn(400, 1000)[:, :3]}, tmp_path / "file.pt")
     back(tmp_path / "file.pt", tmp_path / "again.pt")
-    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("again.pt", "file.pt"))
-    assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in expected.items()}
+    actual, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("again.pt", "file.pt"))
+    assert {name: value.tolist() for name, value in actual.items()} == {n: v.tolist() for n, v in expected.items()}
     assert (tmp_path / "again.pt").stat().st_size < 20_000
 
 
@@ -234,18 +234,18 @@ def test_a_tie_in_the_metadata_stays_one(tmp_path: Path) -> None:
 def test_it_is_in_the_format_that_it_was_in(sample: str, tmp_path: Path) -> None:
     source = open_checkpoint(SAMPLES / sample)
     done(ckpt("compress", SAMPLES / sample, f"{tmp_path / 'small'}/"))
-    said = done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
+    output = done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     (again,) = tmp_path.glob("again*")  # a file gets the ending that it had
-    found = open_checkpoint(again)
-    assert contents(found) == contents(source)
+    reopened = open_checkpoint(again)
+    assert contents(reopened) == contents(source)
     if sample.startswith("transformers"):  # its folder, as we write it, has no place for the optimizer
-        assert "universal, since hf cannot hold all of it: optimizer states" in said
+        assert "universal, since hf cannot hold all of it: optimizer states" in output
         assert (tmp_path / "again" / manifest.NAME).is_file()
     elif not sample.startswith("universal"):
-        assert found.original is not None
+        assert reopened.original is not None
         assert source.original is not None
-        assert found.original.format == source.original.format
-        assert found.origin.layout == source.origin.layout
+        assert reopened.original.format == source.original.format
+        assert reopened.origin.layout == source.origin.layout
 
 
 def test_the_name_of_a_file_is_what_one_expects(tmp_path: Path) -> None:
@@ -257,12 +257,12 @@ def test_the_name_of_a_file_is_what_one_expects(tmp_path: Path) -> None:
     done(ckpt("decompress", tmp_path / "small", tmp_path / "step", "--to", "torch"))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "weights.safetensors"))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "plain", "--to", "universal"))
-    made = {"folder/model.ckpt", "again.ckpt", "again.pth", "step", "weights.safetensors", "plain"}
+    names = {"folder/model.ckpt", "again.ckpt", "again.pth", "step", "weights.safetensors", "plain"}
     assert {str(path.relative_to(tmp_path)) for path in [*tmp_path.iterdir(), *(tmp_path / "folder").iterdir()]} == {
         *{"model.ckpt", "small", "folder"},
-        *made,
+        *names,
     }
-    for name in made:
+    for name in names:
         assert contents(open_checkpoint(tmp_path / name)) == contents(open_checkpoint(tmp_path / "model.ckpt"))
 
 
@@ -357,10 +357,10 @@ def test_a_format_that_is_not_known_any_more_is_no_obstacle(tmp_path: Path) -> N
     torch.save({"w": torch.randn(30, 40)}, tmp_path / "file.pt")
     done(ckpt("compress", tmp_path / "file.pt", f"{tmp_path / 'small'}/"))
     path = tmp_path / "small" / manifest.NAME
-    said = json.loads(path.read_bytes())
-    del said["checksum"]
-    said["original"] = {"format": "of tomorrow"}
-    path.write_bytes(sealed_json.dump(said))
+    fields = json.loads(path.read_bytes())
+    del fields["checksum"]
+    fields["original"] = {"format": "of tomorrow"}
+    path.write_bytes(sealed_json.dump(fields))
     done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
     assert (tmp_path / "again" / manifest.NAME).is_file()
 
@@ -369,8 +369,8 @@ def test_a_file_that_cannot_come_back_as_it_was_says_so(tmp_path: Path) -> None:
     """A tensor and its conjugate are one storage, and only one of them is its values."""
     values = torch.randn(4, dtype=torch.complex64)
     torch.save({"w": values, "conjugate": values.conj()}, tmp_path / "file.pt")
-    said = back(tmp_path / "file.pt", tmp_path / "again.pt")
-    assert "note: the layout of the original file is unknown" in said
+    output = back(tmp_path / "file.pt", tmp_path / "again.pt")
+    assert "note: the layout of the original file is unknown" in output
     assert torch.equal(torch.load(tmp_path / "again.pt", weights_only=True)["model"]["w"], values)
 
 

@@ -92,19 +92,19 @@ def test_a_single_file(user: StoreServer, tmp_path: Path) -> None:
 
 
 def test_requests_of_a_copy(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    requests: list[str] = []
 
     class Counted:
         def __getattr__(self, name: str) -> object:
             if name in ("get", "put", "list", "head", "delete"):
-                made.append(name)
+                requests.append(name)
             return getattr(obstore, name)
 
     monkeypatch.setattr(buckets, "obstore", Counted())
     library.copy(CHAIN, THERE)
     count = len(expected(CHAIN.name))
-    assert made.count("put") == count + 6  # as for any target: lease, probe, job, journal, and what was committed
-    assert len(made) <= count + 25
+    assert requests.count("put") == count + 6  # as for any target: lease, probe, job, journal, and what was committed
+    assert len(requests) <= count + 25
 
 
 def test_an_interrupted_copy_goes_on(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def keys(server: StoreServer) -> list[str]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = (one for one in folder.rglob("*") if one.is_file() and one.name not in ("chain.lock", "chain.json"))
-    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in found}
+    paths = (one for one in folder.rglob("*") if one.is_file() and one.name not in ("chain.lock", "chain.json"))
+    return {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths}
 
 
 def test_a_log_is_followed_in_parts(
@@ -121,13 +121,13 @@ def test_the_command_ends_with_a_signal(user: StoreServer, run: Path) -> None:
     command = [sys.executable, "-m", "ckpt_cli", "copy", str(run), THERE, "--follow", "--every", "0.2", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
-        said = [json.loads(following.stdout.readline())]
+        reports = [json.loads(following.stdout.readline())]
         grow(run)
-        while said[-1]["last"] < 6:
-            said.append(json.loads(following.stdout.readline()))
+        while reports[-1]["last"] < 6:
+            reports.append(json.loads(following.stdout.readline()))
         following.send_signal(signal.SIGINT)
         assert following.wait(30) == 0
-    assert said[0]["last"] == 4
+    assert reports[0]["last"] == 4
     assert ckpt("diff", f"{THERE}@6", f"{RECORDED}@6").code == 0
     assert not any("/.ckpt/" in key for key in keys(user))
 

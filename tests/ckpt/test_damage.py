@@ -64,15 +64,15 @@ def test_damage_is_named_by_every_command_that_reads_it(name: str, broken: Path,
     if damage.seen == "index":
         assert_refused(inspected, damage)
         assert_refused(replace(verified, out=""), damage)
-        said = json.loads(verified.out)
-        assert said["findings"] if "error" not in said else said["error"]["code"] == damage.code
+        report = json.loads(verified.out)
+        assert report["findings"] if "error" not in report else report["error"]["code"] == damage.code
     else:
         assert inspected.code == 0
         assert verified.code == damage.code, verified.err
-        said = json.loads(verified.out)
-        assert said["ok"] is False
+        report = json.loads(verified.out)
+        assert report["ok"] is False
         for words in damage.says:
-            assert words in json.dumps(said["findings"])
+            assert words in json.dumps(report["findings"])
     for form in ("universal", "torch"):
         done = ckpt("convert", broken, target, "--to", form)
         if damage.seen == "spare":
@@ -115,8 +115,8 @@ def test_the_damaged_samples_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_damaged_sample_is_refused_by_the_real_command(tmp_path: Path) -> None:
     code, says = DAMAGED["truncated-shard"]
-    told = [sys.executable, "-m", "ckpt_cli", "convert", SAMPLES / "damaged" / "truncated-shard", tmp_path / "out"]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "ckpt_cli", "convert", SAMPLES / "damaged" / "truncated-shard", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code
     assert says in done.stderr
     assert "Traceback" not in done.stderr

@@ -229,19 +229,19 @@ def test_a_scheduler_that_is_lost_ends_the_command_which_can_go_on(
     from ckpt.pipeline.cluster import dask_cluster
 
     (place := tmp_path / "dask").mkdir()
-    (made := tmp_path / "made").mkdir()
+    (folder := tmp_path / "made").mkdir()
     with dask_processes(1, place) as cluster:
         kill = At(0.25, cluster.scheduler.kill)
         with pytest.raises(OutputError, match="the cluster was lost") as lost:
-            job(model, made / "out").run(Resources(executor=cluster.url), kill)
+            job(model, folder / "out").run(Resources(executor=cluster.url), kill)
         assert "with a cluster or without" in str(lost.value.hint)
         monkeypatch.setattr(dask_cluster, "_CONNECT", 1)
         with pytest.raises(OutputError, match="does not answer"):
             connect(cluster.url.rpartition(":")[0] + ":1")
-    result = job(model, made / "out").run()
+    result = job(model, folder / "out").run()
     assert result.resumed >= 40
-    assert files(made / "out") == expected
-    assert os.listdir(made) == ["out"]
+    assert files(folder / "out") == expected
+    assert os.listdir(folder) == ["out"]
 
 
 def test_what_does_not_scale_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

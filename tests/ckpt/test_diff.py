@@ -47,12 +47,12 @@ def test_nothing_differs_from_itself_whatever_its_bits(dtype: Any, shape: Any) -
 def test_sums_are_those_of_numpy(numbers: list[float], seed: int) -> None:
     a = np.array(numbers, np.float32)
     b = a + np.random.default_rng(seed).choice([0, 0, 1e-3, -7], a.size).astype(np.float32)
-    found, off = diff_sums(a, b), b.astype(float) - a.astype(float)
-    assert found.changed == int((a.view(np.uint32) != b.view(np.uint32)).sum())
-    assert found.largest == abs(off).max()
-    assert found.rms == pytest.approx(np.sqrt((off**2).mean()), rel=1e-12)
+    sums, off = diff_sums(a, b), b.astype(float) - a.astype(float)
+    assert sums.changed == int((a.view(np.uint32) != b.view(np.uint32)).sum())
+    assert sums.largest == abs(off).max()
+    assert sums.rms == pytest.approx(np.sqrt((off**2).mean()), rel=1e-12)
     if norm := np.linalg.norm(a.astype(float)):
-        assert found.relative == pytest.approx(np.linalg.norm(off) / norm, rel=1e-9)
+        assert sums.relative == pytest.approx(np.linalg.norm(off) / norm, rel=1e-9)
 
 
 def test_sums_add_up_over_blocks() -> None:
@@ -68,10 +68,10 @@ def test_sums_do_not_depend_on_the_bits_of_other_elements() -> None:
     a = np.random.default_rng(0).normal(size=20_001)
     b = a.copy()
     b[[0, 8191, 8192, 20_000]] += 2.0
-    found = diff_sums(a, b)
-    assert (found.changed, found.rms) == (4, pytest.approx(np.sqrt(16 / a.size), rel=1e-12))
-    assert found.histogram.lowest + len(found.histogram.counts) == 2
-    assert sum(found.histogram.counts) == 4
+    sums = diff_sums(a, b)
+    assert (sums.changed, sums.rms) == (4, pytest.approx(np.sqrt(16 / a.size), rel=1e-12))
+    assert sums.histogram.lowest + len(sums.histogram.counts) == 2
+    assert sum(sums.histogram.counts) == 4
 
 
 @given(st.lists(st.floats(-1e300, 1e300), max_size=50), st.lists(st.floats(-1e300, 1e300), max_size=50))
@@ -79,12 +79,12 @@ def test_a_histogram_counts_every_difference_by_its_power_of_two(some: list[floa
     def of_these(numbers: list[float]) -> Histogram:
         return diff_sums(np.zeros(len(numbers)), np.array(numbers, float)).histogram
 
-    found = of_these(some) + of_these(others)
-    counts = {found.lowest + i: count for i, count in enumerate(found.counts) if count}
+    joined = of_these(some) + of_these(others)
+    counts = {joined.lowest + i: count for i, count in enumerate(joined.counts) if count}
     smallest = np.finfo(float).smallest_normal  # all that is below lies in one bin
     truth = Counter(int(np.frexp(max(abs(x), smallest / 2))[1]) - 1 for x in (*some, *others) if x)
     assert counts == truth
-    assert found == of_these([*others, *some])
+    assert joined == of_these([*others, *some])
 
 
 def test_signs_of_zero_and_payloads_of_nan_are_differences() -> None:
@@ -122,7 +122,7 @@ def test_a_master_is_compared_with_a_weight_of_its_type_and_a_copy_with_a_copy()
 
 
 def test_counters_options_and_extras_are_compared_however_they_are_kept() -> None:
-    def made(step: Any, lr: float, epoch: int, steps: int) -> Checkpoint:
+    def version(step: Any, lr: float, epoch: int, steps: int) -> Checkpoint:
         states: dict[str, Any] = {"param": array(F32, (2,))}
         values = {}
         if isinstance(step, np.ndarray):
@@ -132,23 +132,23 @@ def test_counters_options_and_extras_are_compared_however_they_are_kept() -> Non
         one = parameter("w", states, **values)
         return checkpoint([one], (Group({"lr": lr}, ("w",)),), {"epoch": epoch}, origin=Origin("x", step=steps))
 
-    same = of(made(3, 0.1, 1, 5), made(np.array(3.0, np.float32), 0.1, 1, 5))
+    same = of(version(3, 0.1, 1, 5), version(np.array(3.0, np.float32), 0.1, 1, 5))
     assert same.same
-    found = of(made(3, 0.1, 1, 5), made(4, 0.2, 2, 6))
-    assert not found.same
-    assert not found.same_step
-    assert [value.partition(":")[0] for value in found.values] == [
+    compared = of(version(3, 0.1, 1, 5), version(4, 0.2, 2, 6))
+    assert not compared.same
+    assert not compared.same_step
+    assert [value.partition(":")[0] for value in compared.values] == [
         "step of 1 parameters, such as `w`", "option of the optimizer for 1 parameters, lr", "extras/epoch",
     ]  # fmt: skip
-    assert of(made(3, 0.1, 1, 5), made(4, 0.2, 2, 6), tensors_only=True).same
+    assert of(version(3, 0.1, 1, 5), version(4, 0.2, 2, 6), tensors_only=True).same
 
 
 def test_other_numbers_of_a_parameter_and_schedulers_in_a_list_are_told() -> None:
-    def made(decay: float, last: int) -> Checkpoint:
+    def version(decay: float, last: int) -> Checkpoint:
         one = parameter("w", {"param": array(F32, (2,))}, step=3, decay=decay)
         return checkpoint([one], extras={"schedulers": [{"last": 1, "by": [1, 2]}, {"last": last, "by": [1, 2]}]})
 
-    assert of(made(0.1, 1), made(0.2, 2)).values == (
+    assert of(version(0.1, 1), version(0.2, 2)).values == (
         "decay of 1 parameters, such as `w`: 0.1 -> 0.2",
         "extras/schedulers/1/last: 1 -> 2",
     )
@@ -209,9 +209,9 @@ def test_a_zero_3_folder_is_the_same_as_the_dcp_folder_that_was_made_of_it(tmp_p
     assert ckpt("convert", sample, tmp_path / "dcp", "--to", "dcp").code == 0
     done = ckpt("diff", sample, tmp_path / "dcp", "--json")
     assert done.code == 0, done.out + done.err
-    said = json.loads(done.out)
-    assert said["formats"] == ["deepspeed", "dcp"]
-    assert (len(said["tensors"]), said["total"]["changed"]) == (121, 0)
+    report = json.loads(done.out)
+    assert report["formats"] == ["deepspeed", "dcp"]
+    assert (len(report["tensors"]), report["total"]["changed"]) == (121, 0)
 
 
 def test_the_command_tells_what_changed(tmp_path: Path) -> None:
@@ -225,10 +225,10 @@ def test_the_command_tells_what_changed(tmp_path: Path) -> None:
     assert "layers.1.w weight" in done.out
     assert "by layer and role\n" in done.out
     assert "different: 1 of " in done.out
-    told = json.loads(ckpt("diff", a, b, "--json", "--by", "state").out)
-    assert [(t["name"], t["state"]) for t in told["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "weight")]
-    assert not told["same"]
-    assert {row["state"] for row in told["groups"]} >= {"weight", "exp_avg"}
+    report = json.loads(ckpt("diff", a, b, "--json", "--by", "state").out)
+    assert [(t["name"], t["state"]) for t in report["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "weight")]
+    assert not report["same"]
+    assert {row["state"] for row in report["groups"]} >= {"weight", "exp_avg"}
     assert ckpt("diff", a, b, "--skip", "layers.1").code == 0
     assert ckpt("diff", a, b, "--only", "nothing").code == 10
     assert ckpt("diff", a, tmp_path / "none").code == 10

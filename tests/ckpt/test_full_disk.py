@@ -47,8 +47,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    told = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(told, capture_output=True).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root may mount a small file system")
     try:
         yield folder
@@ -100,12 +100,12 @@ def test_a_disk_that_is_read_only_is_said(source: Path, small_disk: Path) -> Non
 @pytest.mark.slow
 def test_a_limit_of_file_sizes_is_said_and_leaves_no_target(form: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    told = [*CKPT, "convert", str(source), str(target), "--to", form]
+    command = [*CKPT, "convert", str(source), str(target), "--to", form]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    done = subprocess.run(told, capture_output=True, text=True, preexec_fn=limit, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=60)
     assert done.returncode == 30
     assert "File too large" in done.stderr
     assert str(target) in done.stderr
@@ -123,8 +123,8 @@ def test_few_open_files_are_enough(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 
-    told = [*CKPT, "convert", str(zero3), str(tmp_path / "out"), "--workers", "8"]
-    done = subprocess.run(told, capture_output=True, text=True, preexec_fn=limit, timeout=60)
+    command = [*CKPT, "convert", str(zero3), str(tmp_path / "out"), "--workers", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -139,8 +139,8 @@ def test_little_memory_is_enough_for_an_index(tmp_path: Path) -> None:
 
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     for path in (ZERO1, tmp_path / "universal", tmp_path / "hf"):
-        told = [*CKPT, "inspect", str(path)]
-        done = subprocess.run(told, capture_output=True, text=True, preexec_fn=limit, env=env, timeout=60)
+        command = [*CKPT, "inspect", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, env=env, timeout=60)
         assert done.returncode == 0, done.stderr
 
 
@@ -157,8 +157,8 @@ CASES = [
 
 def traced(target: Path, form: str, *options: str) -> "subprocess.CompletedProcess[str]":
     assert STRACE is not None
-    told = [STRACE, "-f", "-qq", *options, *CKPT, "convert", str(ZERO1), str(target), "--to", form, "--workers", "2"]
-    return subprocess.run(told, capture_output=True, text=True, timeout=120)
+    command = [STRACE, "-f", "-qq", *options, *CKPT, "convert", str(ZERO1), str(target), "--to", form, "--workers", "2"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -175,18 +175,18 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
     if STRACE is None:
         pytest.skip("strace is not installed")
     folder = tmp_path_factory.mktemp("counts")
-    found: Calls = {}
+    calls_by_form: Calls = {}
     for form in FORMS:
         log = folder / f"{form}.log"
         done = traced(folder / form, form, "-y", "-o", str(log), "-e", f"trace={','.join({call for call, _ in CASES})}")
         if done.returncode:
             pytest.skip(f"strace cannot trace here: {done.stderr[-200:]}")
         seen: Counter[str] = Counter()
-        for call, said in re.findall(r"^\d+ +(\w+)\((.*)", log.read_text(), re.MULTILINE):
+        for call, arguments in re.findall(r"^\d+ +(\w+)\((.*)", log.read_text(), re.MULTILINE):
             seen[call] += 1
-            if str(ZERO1) in said or str(folder) in said:
-                found.setdefault((form, call), []).append(seen[call])
-    return found
+            if str(ZERO1) in arguments or str(folder) in arguments:
+                calls_by_form.setdefault((form, call), []).append(seen[call])
+    return calls_by_form
 
 
 @pytest.mark.slow
@@ -202,16 +202,16 @@ def test_a_system_call_that_fails_is_no_wrong_result(
     good: dict[str, dict[str, bytes]],
     tmp_path: Path,
 ) -> None:
-    made = calls.get((form, call), [])
-    if not made:
+    numbers = calls.get((form, call), [])
+    if not numbers:
         pytest.skip(f"{call} is never called")
     codes = []
-    for n in sorted({made[i * (len(made) - 1) // (POINTS - 1)] for i in range(POINTS)}):
+    for n in sorted({numbers[i * (len(numbers) - 1) // (POINTS - 1)] for i in range(POINTS)}):
         target = tmp_path / f"out{n}"
         inject = ["-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:error={fault}:when={n}"]
         done = traced(target, form, *inject)
         codes.append(done.returncode)
-        assert done.returncode in {0, 10, 20, 28, 30}, f"{call} {n} of {len(made)}: {done.stderr}"
+        assert done.returncode in {0, 10, 20, 28, 30}, f"{call} {n} of {len(numbers)}: {done.stderr}"
         assert "Traceback" not in done.stderr
         assert "fault of ckpt" not in done.stderr
         if done.returncode == 28:

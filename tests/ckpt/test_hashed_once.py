@@ -75,14 +75,14 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def source() -> Checkpoint:
     """12 MB of values: of several chunks and of part of one, with copies that are stored and that are not."""
-    made, random = [], np.random.default_rng(0)
+    parameters, random = [], np.random.default_rng(0)
     for name, elements in {"large": 3 * CHUNK + 5, "rounded": CHUNK // 2, "differs": 5000, "small": 300}.items():
         w, m = (random.standard_normal(elements).astype(np.float32) for _ in "wm")
         copy = w.astype(DTYPES["bfloat16"])
         if name == "differs":
             copy[7] = 99
-        made.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}))
-    return checkpoint(made)
+        parameters.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}))
+    return checkpoint(parameters)
 
 
 VALUES = sum(tensor.nbytes for _, _, tensor in source().tensors())

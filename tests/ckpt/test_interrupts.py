@@ -22,7 +22,7 @@ def test_an_interrupt_is_heeded_when_bytes_are_counted_next(number: int) -> None
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with deferred_interrupts() as asked:
+    with deferred_interrupts() as interrupted:
         assert not {signal.getsignal(number) for number in SIGNALS} & set(before)
-        assert not asked.is_set()
+        assert not interrupted.is_set()
     assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -11,16 +11,16 @@ KILLS = 3
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
-    found = works(tmp_path_factory.mktemp("works"))
-    assert tuple(found) == WORKS
-    return found
+def works_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
+    by_name = works(tmp_path_factory.mktemp("works"))
+    assert tuple(by_name) == WORKS
+    return by_name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
-def test_workers_and_kills_do_not_show_in_the_bytes(name: str, made: dict[str, Work]) -> None:
-    campaign, generator = Campaign(made[name]), random.Random(name)
+def test_workers_and_kills_do_not_show_in_the_bytes(name: str, works_by_name: dict[str, Work]) -> None:
+    campaign, generator = Campaign(works_by_name[name]), random.Random(name)
     if name.startswith("folder"):
         assert sum(file.startswith("out/packs/") for file in campaign.files()) > 3
     while campaign.counts["killed"] < KILLS:

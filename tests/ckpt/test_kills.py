@@ -59,19 +59,19 @@ class Work:
         self.stage = folder / f".{self.target.name}.ckpt-partial"
         # A pack for each parameter: with larger ones all would be one file, and nothing to go on with.
         packs = ["--pack-size", "1"] if form == "universal" else []
-        self._told = ["convert", str(source), str(self.target), "--to", form, "--workers", "2", "--json", *packs]
-        self._command = [sys.executable, "-m", "ckpt_cli", *self._told]
+        self._arguments = ["convert", str(source), str(self.target), "--to", form, "--workers", "2", "--json", *packs]
+        self._command = [sys.executable, "-m", "ckpt_cli", *self._arguments]
 
     def do(self) -> None:
         """In this process."""
-        assert ckpt(*self._told).code == 0
+        assert ckpt(*self._arguments).code == 0
 
     def begin(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self) -> int:
         """Run to the end; the number of files that an earlier run had written."""
-        done = ckpt(*self._told)
+        done = ckpt(*self._arguments)
         assert done.code == 0, done.err
         assert not self.stage.exists()
         return int(json.loads(done.out)["resumed_files"])

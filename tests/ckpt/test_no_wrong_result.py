@@ -145,8 +145,8 @@ def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_
         done = ckpt("convert", sources / name, target, "--json", *PACKS)
         assert done.code == 0, done.err
         resumed += json.loads(done.out)["resumed_files"] > 0
-        made = {path.relative_to(target): path.read_bytes() for path in target.rglob("*") if path.is_file()}
-        assert made == whole
+        files = {path.relative_to(target): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+        assert files == whole
         assert not stage.exists()
     assert resumed > TRIALS // 4
 

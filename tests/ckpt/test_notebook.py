@@ -48,10 +48,10 @@ def pair(folder: Path) -> tuple[ckpt.Checkpoint, ckpt.Checkpoint]:
     both = []
     for step, other in ((1, "only.first"), (2, "only.second")):
         values = {name: np.full((5, 4), i + step, np.float32) for i, name in enumerate([*NAMES, other])}
-        made = checkpoint(
+        saved = checkpoint(
             [parameter(name, {"param": v, "exp_avg": v}) for name, v in values.items()], extras={"n": step}
         )
-        ckpt.save(made, folder / f"{step}.pt", ckpt.Torch())
+        ckpt.save(saved, folder / f"{step}.pt", ckpt.Torch())
         both.append(ckpt.open(folder / f"{step}.pt"))
     return both[0], both[1]
 
@@ -69,11 +69,11 @@ def shown(html: str) -> str:
 
 def test_a_checkpoint_shows_what_it_is_with_names_as_text(tmp_path: Path) -> None:
     first, _ = pair(tmp_path)
-    said = shown(first._repr_html_())
-    assert "1.pt" in said
-    assert "exp_avg" in said
-    assert "<script>alert(1)</script>" in said
-    assert "140 elements" in said
+    page = shown(first._repr_html_())
+    assert "1.pt" in page
+    assert "exp_avg" in page
+    assert "<script>alert(1)</script>" in page
+    assert "140 elements" in page
 
 
 def test_a_parameter_shows_its_states(tmp_path: Path) -> None:
@@ -84,10 +84,10 @@ def test_a_parameter_shows_its_states(tmp_path: Path) -> None:
 
 def test_a_diff_shows_the_verdict_and_the_most_changed(tmp_path: Path) -> None:
     first, second = pair(tmp_path)
-    said = shown(ckpt.diff(first, second)._repr_html_())
-    assert "12 of 12 tensors differ" in said
-    assert "only.second" in said
-    assert "n: 1 -> 2" in said
+    page = shown(ckpt.diff(first, second)._repr_html_())
+    assert "12 of 12 tensors differ" in page
+    assert "only.second" in page
+    assert "n: 1 -> 2" in page
     assert "The same, bit for bit" in shown(ckpt.diff(first, first)._repr_html_())
     assert len(repr(ckpt.diff(first, second))) < 100
 
@@ -97,16 +97,16 @@ def test_a_chain_shows_its_states(tmp_path: Path) -> None:
     assert "0 steps can be restored" in shown(chain._repr_html_())
     for step, state in enumerate(pair(tmp_path), 1):
         chain.append(state, step=step)
-    said = shown(chain._repr_html_())
-    assert "2 steps can be restored" in said
-    assert "<b>.chain" in said
+    page = shown(chain._repr_html_())
+    assert "2 steps can be restored" in page
+    assert "<b>.chain" in page
 
 
 def test_modules_are_those_below_the_prefix_that_all_names_share() -> None:
     names = ["model.layers.0.w", "model.layers.1.w", "model.head"]
-    said = shown(checkpoint([parameter(name, {"param": np.ones(2, np.float32)}) for name in names])._repr_html_())
-    assert "model.layers2" in said
-    assert "model.head1" in said
+    page = shown(checkpoint([parameter(name, {"param": np.ones(2, np.float32)}) for name in names])._repr_html_())
+    assert "model.layers2" in page
+    assert "model.head1" in page
 
 
 def test_a_long_table_is_cut_and_says_so() -> None:

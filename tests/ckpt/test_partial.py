@@ -36,27 +36,27 @@ def values(source: Checkpoint) -> dict[tuple[str, str], Array]:
     return {(p.name, state): read(tensor) for p, state, tensor in source.tensors()}
 
 
-def restore(whole: Path, out: Path, live: object, *told: object) -> dict[str, object]:
-    done = ckpt("restore", whole / "run", out, "--step", SAVED, "--partial", "--live", live, *told, "--json")
+def restore(whole: Path, out: Path, live: object, *options: object) -> dict[str, object]:
+    done = ckpt("restore", whole / "run", out, "--step", SAVED, "--partial", "--live", live, *options, "--json")
     assert done.code == 0, done.err
-    found: dict[str, object] = json.loads(done.out)
-    return found
+    report: dict[str, object] = json.loads(done.out)
+    return report
 
 
 @pytest.mark.parametrize("form", ["universal", "torch", "dcp"])
 def test_a_lost_parameter_is_the_saved_one_and_all_else_is_live(form: str, whole: Path, tmp_path: Path) -> None:
-    told = restore(whole, tmp_path / "out", whole / f"step{STEPS}", "--lost", r"^embed\.", "--to", form)
-    found = open_checkpoint(tmp_path / "out")
+    report = restore(whole, tmp_path / "out", whole / f"step{STEPS}", "--lost", r"^embed\.", "--to", form)
+    restored = open_checkpoint(tmp_path / "out")
     live, saved = (contents(open_checkpoint(whole / f"step{step}")) for step in (STEPS, SAVED))
     taken = {key for key in live if key[0].startswith("embed.") and key[1] != "step"}
-    assert contents(found) == {key: (saved if key in taken else live)[key] for key in live}
+    assert contents(restored) == {key: (saved if key in taken else live)[key] for key in live}
     assert any(live[key] != saved[key] for key in taken)
-    assert found.step == STEPS
+    assert restored.step == STEPS
     elements = sum(int(np.prod(live[key][1])) for key in taken)
     expected = {"states": len(taken), "older": elements, "oldest_step": SAVED, "step": STEPS}
-    assert {**expected, "elements": told["partial"]["elements"]} == told["partial"]  # type: ignore[index, call-overload]
+    assert {**expected, "elements": report["partial"]["elements"]} == report["partial"]  # type: ignore[index, call-overload]
     if form == "universal":  # it says so itself
-        assert set(found.errors) == taken
+        assert set(restored.errors) == taken
         shown = ckpt("inspect", tmp_path / "out")
         assert f"blocks of earlier steps, on purpose, the oldest of step {SAVED}" in shown.err
         assert ckpt("verify", tmp_path / "out").code == 0
@@ -97,14 +97,14 @@ def lost_elements(live: Checkpoint, ranks: RankSet) -> dict[tuple[str, str], Arr
     return masks
 
 
-def assert_mixed(found: Checkpoint, whole: Path, masks: dict[tuple[str, str], Array]) -> None:
+def assert_mixed(actual: Checkpoint, whole: Path, masks: dict[tuple[str, str], Array]) -> None:
     live, saved = (values(open_checkpoint(whole / f"step{step}")) for step in (STEPS, SAVED))
     differing = 0
     for key, mask in masks.items():
         if key not in live:  # a master of which the run saved the model's copy alone
             continue
         expected = np.where(mask, saved[key], live[key])
-        assert np.array_equal(values(found)[key], expected, equal_nan=True), key
+        assert np.array_equal(values(actual)[key], expected, equal_nan=True), key
         differing += int((expected != live[key]).sum())
     assert differing
 
@@ -119,7 +119,7 @@ def test_a_saved_state_of_the_same_step_is_a_repair(whole: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "text"),
+    ("arguments", "code", "text"),
     [
         (("--live", "step4", "--lost", "embed"), 2, "say so with --partial"),
         (("--partial",), 2, "needs --live"),
@@ -130,8 +130,8 @@ def test_a_saved_state_of_the_same_step_is_a_repair(whole: Path, tmp_path: Path)
         (("--partial", "--live", "step4", "--lost-ranks", "1"), 22, "not of single ranks"),
     ],
 )
-def test_what_is_refused(told: tuple[str, ...], code: int, text: str, whole: Path, tmp_path: Path) -> None:
-    words = [whole / word if (whole / word).exists() else word for word in told]
+def test_what_is_refused(arguments: tuple[str, ...], code: int, text: str, whole: Path, tmp_path: Path) -> None:
+    words = [whole / word if (whole / word).exists() else word for word in arguments]
     done = ckpt("restore", whole / "run", tmp_path / "out", *words)
     assert (done.code, text in done.err) == (code, True), done.err
     assert not (tmp_path / "out").exists()
@@ -161,14 +161,14 @@ def test_a_partial_save_stores_its_share_and_says_what_is_older(whole: Path, tmp
     full = json.loads(ckpt("append", run, tmp_path / "step2", "--json").out)
     done = ckpt("append", run, tmp_path / "step3", "--partial", "25%", "--json")
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    assert told["stored_nbytes"] < 0.6 * full["stored_nbytes"]
-    assert told["exact"] is False
+    report = json.loads(done.out)
+    assert report["stored_nbytes"] < 0.6 * full["stored_nbytes"]
+    assert report["exact"] is False
     state = open_step(run, 3, ReadOptions()).checkpoint
     saved, current = (open_checkpoint(whole / f"step{step}") for step in (2, 3))
     chosen = within_budget(block_changes(saved, current), 0.25)
-    found, old, new = (values(source) for source in (state, saved, current))
-    for (name, kind), array in found.items():
+    mixed, old, new = (values(source) for source in (state, saved, current))
+    for (name, kind), array in mixed.items():
         expected = new[name, kind].copy()
         if (name, kind) in state.errors:
             expected[...] = old[name, kind]

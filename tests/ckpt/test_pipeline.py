@@ -92,7 +92,7 @@ def test_every_format_carries_what_it_can_hold_to_every_other(first: str, second
     save(source, target_of(first, tmp_path / "a"), FORMATS[first], EFFORT)
     between = open_checkpoint(target_of(first, tmp_path / "a"))
     save(between, target_of(second, tmp_path / "b"), FORMATS[second], EFFORT)
-    made = open_checkpoint(target_of(second, tmp_path / "b"))
+    restored = open_checkpoint(target_of(second, tmp_path / "b"))
     expected = contents(source)
     if "safetensors" in (first, second):
         expected = {
@@ -100,15 +100,15 @@ def test_every_format_carries_what_it_can_hold_to_every_other(first: str, second
         }
         assert any(announced(name, source) for name in (first, second))
     else:
-        assert made.groups == source.groups
-        assert made.extras == source.extras
-        assert made.origin == source.origin
-        assert {n: (p.role, p.values) for n, p in made.parameters.items()} == {
+        assert restored.groups == source.groups
+        assert restored.extras == source.extras
+        assert restored.origin == source.origin
+        assert {n: (p.role, p.values) for n, p in restored.parameters.items()} == {
             n: (p.role, p.values) for n, p in source.parameters.items()
         }
         assert not announced(first, source)
-    assert contents(made) == expected
-    assert made.aliases == source.aliases
+    assert contents(restored) == expected
+    assert restored.aliases == source.aliases
 
 
 class Dying(Universal):
@@ -425,10 +425,10 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
     assert not list(tmp_path.iterdir())
     holes = {f"p{i}": replace(bad, name=f"p{i}") for i in range(5)}
     for count in (2, 3, 4, 5):
-        with pytest.raises(Incomplete) as found:
+        with pytest.raises(Incomplete) as caught:
             check_complete(replace(source, parameters=dict(list(holes.items())[:count])))
-        assert [name for name in holes if f"`{name}`" in found.value.what] == list(holes)[: min(count, 3)]
-        assert found.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
+        assert [name for name in holes if f"`{name}`" in caught.value.what] == list(holes)[: min(count, 3)]
+        assert caught.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
     for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
         with pytest.raises(Incomplete, match="nobody"):
             check_complete(stray)
@@ -493,12 +493,12 @@ def test_work_in_flight_is_bounded_and_everything_is_done_once(in_flight: int) -
             most = max(most, taken - given)
             yield i
 
-    found: Counter[int] = Counter()
+    results: Counter[int] = Counter()
     with ThreadPoolExecutor(4) as pool:
         for result in run_tasks(pool, lambda i: i * i, items(), in_flight):
             given += 1
-            found[result] += 1
-    assert found == Counter(i * i for i in range(50))
+            results[result] += 1
+    assert results == Counter(i * i for i in range(50))
     assert most <= in_flight + 1
 
 

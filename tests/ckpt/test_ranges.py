@@ -146,8 +146,8 @@ def test_a_full_read_is_few_blocks_however_many_parameters_there_are(
 def test_one_state_is_three_reads(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest, the index, and the state; in a single file the first bytes, manifest with index, and the state."""
     values = np.arange(700_000, dtype=np.float32)
-    made = [parameter(f"w{i}", {"param": values + i}) for i in range(3)]
-    save(checkpoint(made), tmp_path / target, Universal(), EFFORT)
+    parameters = [parameter(f"w{i}", {"param": values + i}) for i in range(3)]
+    save(checkpoint(parameters), tmp_path / target, Universal(), EFFORT)
     with counted(monkeypatch) as reads:
         one = Universal().read(tmp_path / target, None).parameters["w1"].states["param"]  # type: ignore[arg-type]
         with Reader(check=False) as reader:
@@ -175,8 +175,8 @@ print(json.dumps(sorted(file for file in files if file.startswith(folder))))
 def test_a_write_is_a_file_for_each_pack_and_five_more(tmp_path: Path) -> None:
     values = np.arange(50_000, dtype=np.float32)
     save(checkpoint(parameter(f"w{i}", {"param": values + i}) for i in range(60)), tmp_path / "in", Universal(), EFFORT)
-    told = [sys.executable, "-c", WRITE, str(tmp_path / "in"), str(tmp_path / "out")]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout.splitlines()[-1])
     packs = list((tmp_path / "out").glob("packs/*"))

@@ -23,13 +23,13 @@ def test_a_worker_that_is_killed_does_not_show_in_the_bytes(tmp_path: Path) -> N
     rng, model = np.random.default_rng(1), tmp_path / "model.pt"
     tensors = {f"w{i}": Tensor.of(ArrayBlob(rng.standard_normal(16_000).astype(np.float32))) for i in range(300)}
     write_file(model, {"model": tensors}, lambda tensor: [memoryview(tensor.fragments[0].blob.array.tobytes())])
-    (made := tmp_path / "made").mkdir()
+    (folder := tmp_path / "made").mkdir()
     assert ckpt("convert", model, tmp_path / "local", "--pack-size", "1").code == 0
-    command = [sys.executable, "-m", "ckpt_cli", "convert", str(model), str(made / "out"), "--pack-size", "1"]
+    command = [sys.executable, "-m", "ckpt_cli", "convert", str(model), str(folder / "out"), "--pack-size", "1"]
     log = (tmp_path / "log").open("wb")
     quiet = environment(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_MEMORY_MONITOR="1")
     with log, subprocess.Popen([*command, "--executor", "ray://"], env=quiet, stdout=log, stderr=log) as running:
-        journal, killed = made / ".out.ckpt-partial" / "journal.jsonl", 0
+        journal, killed = folder / ".out.ckpt-partial" / "journal.jsonl", 0
         while running.poll() is None and not killed:
             if journal.exists() and journal.read_bytes().count(b"\n") > 75:
                 for process in psutil.Process(running.pid).children(recursive=True):
@@ -39,5 +39,5 @@ def test_a_worker_that_is_killed_does_not_show_in_the_bytes(tmp_path: Path) -> N
             time.sleep(0.002)
         assert running.wait(120) == 0, (tmp_path / "log").read_text()
     assert killed
-    assert files(made / "out") == files(tmp_path / "local")
-    assert os.listdir(made) == ["out"]
+    assert files(folder / "out") == files(tmp_path / "local")
+    assert os.listdir(folder) == ["out"]

@@ -50,12 +50,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A Llama with its optimizer in any format, whole."""
     folder, source = tmp_path_factory.mktemp("sources"), model("llama", args_of("llama", 1, UNIT) | LLAMA)
 
-    def made(form: str) -> Path:
+    def source_in(form: str) -> Path:
         if not (folder / form).exists():
             save(source, folder / form, writable(form), EFFORT)
         return folder / form
 
-    return made
+    return source_in
 
 
 @contextmanager
@@ -108,9 +108,9 @@ def test_each_byte_of_a_matrix_is_read_once(
     source = open_checkpoint(sources(form))
     with counted(source, monkeypatch) as times:
         save(source, tmp_path / "out", writable(to, **degrees), EFFORT)
-    found = {name: set(np.unique(times(blob)).tolist()) for name, blob in matrices(source)}
-    assert found == {name: {1} for name in found}
-    assert len(found) >= 5
+    reads = {name: set(np.unique(times(blob)).tolist()) for name, blob in matrices(source)}
+    assert reads == {name: {1} for name in reads}
+    assert len(reads) >= 5
 
 
 @pytest.mark.parametrize("tp", [3, 6])
@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_no_target_and_what_was_done_is_kept(sources: Callabl
 
 def trained(source: Checkpoint) -> Any:
     """Every bit of every state, without what each rank has of its own."""
-    return {key: found for key, found in contents(source).items() if source.parameters[key[0]].role == "parameter"}
+    return {key: value for key, value in contents(source).items() if source.parameters[key[0]].role == "parameter"}
 
 
 def content(target: Path) -> dict[str, int]:

@@ -50,15 +50,15 @@ def reshard(source: Checkpoint, target: Path, to: str = "deepspeed", **goal: Any
     return open_checkpoint(target, ReadOptions(goal.get("rules", ())))
 
 
-def assert_same(found: Checkpoint, source: Checkpoint) -> None:
+def assert_same(actual: Checkpoint, source: Checkpoint) -> None:
     """Every tensor, value, group, alias and extra but those that say how it is laid out."""
-    assert contents(found) == contents(source)
-    assert values(found) == values(source)
-    assert [(plain(dict(g.options)), g.names) for g in found.groups] == [
+    assert contents(actual) == contents(source)
+    assert values(actual) == values(source)
+    assert [(plain(dict(g.options)), g.names) for g in actual.groups] == [
         (plain(dict(g.options)), g.names) for g in source.groups
     ]
-    assert found.aliases == source.aliases
-    kept = unlaid(found.extras)
+    assert actual.aliases == source.aliases
+    kept = unlaid(actual.extras)
     assert {key: kept.get(key) for key in unlaid(source.extras)} == unlaid(source.extras)
 
 
@@ -79,9 +79,9 @@ def unlaid(extras: Mapping[str, Value]) -> dict[str, Any]:
 
 def trained(name: str, shape: tuple[int, ...], dtype: str, seed: int, moments: Iterable[str], **more: Any) -> Parameter:
     """A parameter that tells itself from all others by its first value."""
-    made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    made.reshape(-1)[:1] = seed + 1
-    states = {"fp32": made, "param": rounded(made, dtype)}
+    noise = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    noise.reshape(-1)[:1] = seed + 1
+    states = {"fp32": noise, "param": rounded(noise, dtype)}
     states |= {moment: array(F32, shape, seed + 100 * i) for i, moment in enumerate(moments, 1)}
     return parameter(name, {**states, **more.pop("states", {})}, **more)
 
@@ -157,19 +157,19 @@ def sources(draw: st.DrawFn, unlike: bool = False, least: int = 0) -> Checkpoint
 @given(sources(), st.integers(1, 3), DEGREES)
 def test_what_is_written_at_any_stage_and_degree_is_what_is_read(source: Checkpoint, stage: int, dp: int) -> None:
     with folder() as at:
-        found = reshard(source, at / "out", zero=stage, dp=dp)
-        assert_same(found, source)
-        assert found.origin.layout == {"zero_stage": stage, "dp": dp, "tp": 1, "pp": 1}
-        assert found.origin.step == 7
+        resharded = reshard(source, at / "out", zero=stage, dp=dp)
+        assert_same(resharded, source)
+        assert resharded.origin.layout == {"zero_stage": stage, "dp": dp, "tp": 1, "pp": 1}
+        assert resharded.origin.step == 7
 
 
 @settings(max_examples=examples(30))
 @given(sources(unlike=True), DEGREES)
 def test_stage_0_is_what_is_read_where_tensors_can_be_told_apart(source: Checkpoint, dp: int) -> None:
     with folder() as at:
-        found = reshard(source, at / "out", zero=0, dp=dp)
-        assert_same(found, source)
-        assert found.origin.layout == {"zero_stage": 0, "dp": dp, "tp": 1, "pp": 1}
+        resharded = reshard(source, at / "out", zero=0, dp=dp)
+        assert_same(resharded, source)
+        assert resharded.origin.layout == {"zero_stage": 0, "dp": dp, "tp": 1, "pp": 1}
 
 
 @settings(max_examples=examples(30))
@@ -183,7 +183,7 @@ def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoin
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     {
         "too few": (lambda order: order[:-1], "too few names for group 1"),
         "too many": (lambda order: [*order, "frozen"], "`frozen`, but the optimizer has no more"),
@@ -192,7 +192,7 @@ def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoin
     ids=["too few", "too many", "another"],
 )
 def test_an_order_that_does_not_fit_stage_0_is_refused(
-    change: Callable[[list[str]], list[str]], said: str, tmp_path: Path
+    change: Callable[[list[str]], list[str]], message: str, tmp_path: Path
 ) -> None:
     moments = ("exp_avg", "exp_avg_sq")
     weights = [trained(f"{name}.weight", (5, 3), "fp32", i, moments) for i, name in enumerate("ab")]
@@ -202,7 +202,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
     save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
-    with pytest.raises(BadRules, match=re.escape(said)):
+    with pytest.raises(BadRules, match=re.escape(message)):
         open_checkpoint(tmp_path / "out", ReadOptions(order=tuple(change([*names[0], *names[1]]))))
 
 
@@ -210,10 +210,10 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
 @given(sources(), st.lists(st.tuples(st.integers(1, 3), DEGREES), min_size=2, max_size=4))
 def test_a_chain_of_any_stages_and_degrees_is_the_identity(source: Checkpoint, links: list[tuple[int, int]]) -> None:
     with folder() as at:
-        made = source
+        resharded = source
         for i, (stage, dp) in enumerate(links):
-            made = reshard(made, at / str(i), zero=stage, dp=dp)
-        assert_same(made, source)
+            resharded = reshard(resharded, at / str(i), zero=stage, dp=dp)
+        assert_same(resharded, source)
 
 
 def test_the_loss_scaler_stays_the_object_that_it_was(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_the_loss_scaler_stays_the_object_that_it_was(tmp_path: Path) -> None:
     optimizer = dict(source.extras["optimizer"])
     scaler = replace(optimizer["loss_scaler"], state={**optimizer["loss_scaler"].state, "own": 3.5})
     source = replace(source, extras={**source.extras, "optimizer": {**optimizer, "loss_scaler": scaler}})
-    made = reshard(source, tmp_path / "made", zero=2, dp=3)
-    assert plain(made.extras["optimizer"]["loss_scaler"]) == plain(scaler)
+    resharded = reshard(source, tmp_path / "made", zero=2, dp=3)
+    assert plain(resharded.extras["optimizer"]["loss_scaler"]) == plain(scaler)
 
 
 LINKS = [(3, 3), (2, 4), (0, 1), (1, 2)]
@@ -230,15 +230,15 @@ LINKS = [(3, 3), (2, 4), (0, 1), (1, 2)]
 
 @pytest.mark.parametrize("sample", [ZERO1, ZERO3], ids=["zero1", "zero3"])
 def test_a_real_checkpoint_comes_back_from_every_stage_as_it_was(sample: Path, tmp_path: Path) -> None:
-    source = made = open_checkpoint(sample)
+    source = resharded = open_checkpoint(sample)
     for i, (stage, dp) in enumerate([*LINKS, (source.origin.layout["zero_stage"], source.origin.layout["dp"])]):
-        made = reshard(made, tmp_path / str(i), zero=stage, dp=dp)
-        assert_same(made, source)
-    assert made.origin == source.origin
-    assert unlaid(made.extras) == unlaid(source.extras)
-    assert made.extras["ds_config"] == source.extras["ds_config"]
+        resharded = reshard(resharded, tmp_path / str(i), zero=stage, dp=dp)
+        assert_same(resharded, source)
+    assert resharded.origin == source.origin
+    assert unlaid(resharded.extras) == unlaid(source.extras)
+    assert resharded.extras["ds_config"] == source.extras["ds_config"]
     if sample == ZERO1:
-        assert plain(made.extras["optimizer"]) == plain(source.extras["optimizer"])
+        assert plain(resharded.extras["optimizer"]) == plain(source.extras["optimizer"])
 
 
 @pytest.mark.quick(1)
@@ -248,27 +248,31 @@ def test_the_universal_format_of_every_link_holds_the_same(sample: Path, tmp_pat
     expected = reshard(source, tmp_path / "expected", "universal")
     for stage, dp in LINKS:
         link = reshard(source, tmp_path / f"z{stage}", zero=stage, dp=dp)
-        found = reshard(link, tmp_path / f"u{stage}", "universal")
-        assert_same(found, expected)
-        again = reshard(found, tmp_path / f"again{stage}", zero=3 - stage, dp=5 - dp)
+        resharded = reshard(link, tmp_path / f"u{stage}", "universal")
+        assert_same(resharded, expected)
+        again = reshard(resharded, tmp_path / f"again{stage}", zero=3 - stage, dp=5 - dp)
         assert_same(again, source)
 
 
 def test_a_pipeline_comes_back_from_other_stages_and_ranks(tmp_path: Path) -> None:
-    source = made = open_checkpoint(PIPELINE)
+    source = resharded = open_checkpoint(PIPELINE)
     for i, (stages, tp, dp) in enumerate([((0,), 1, 3), ((0, 2, 3), 1, 1), ((0, 2), 4, 2), ((0, 3), 2, 1)]):
-        made = reshard(made, tmp_path / str(i), pp=len(stages), stages=stages, tp=tp, dp=dp)
-        assert contents(made) == contents(source)
-        assert {key: made.origin.layout[key] for key in ("pp", "tp", "dp")} == {"pp": len(stages), "tp": tp, "dp": dp}
-    assert made.origin.layout == source.origin.layout
-    assert values(made) == values(source)
+        resharded = reshard(resharded, tmp_path / str(i), pp=len(stages), stages=stages, tp=tp, dp=dp)
+        assert contents(resharded) == contents(source)
+        assert {key: resharded.origin.layout[key] for key in ("pp", "tp", "dp")} == {
+            "pp": len(stages),
+            "tp": tp,
+            "dp": dp,
+        }
+    assert resharded.origin.layout == source.origin.layout
+    assert values(resharded) == values(source)
 
 
 def test_what_single_ranks_had_goes_back_to_them(tmp_path: Path) -> None:
     source = open_checkpoint(ZERO1)
     ranks = {"zero_pp_rank_1_mp_rank_00": {"optimizer": {"overflow_seen": [1, 2]}}}
-    found = reshard(replace(source, extras={**source.extras, "ranks": ranks}), tmp_path / "out")
-    assert found.extras["ranks"] == ranks
+    resharded = reshard(replace(source, extras={**source.extras, "ranks": ranks}), tmp_path / "out")
+    assert resharded.extras["ranks"] == ranks
 
 
 def test_what_ranks_had_that_will_not_be_is_said_to_be_lost(tmp_path: Path) -> None:
@@ -328,8 +332,8 @@ def test_stages_1_and_2_cut_the_flat_groups_in_even_parts_of_even_length(stage: 
             assert state["group_paddings"][g] == length - len(master)
             for moment in ("exp_avg", "exp_avg_sq"):
                 whole = np.pad(line(source, group, moment), (0, length * dp - total))
-                found = flat(state["base_optimizer_state"]["state"][g][moment])
-                assert found.tobytes() == whole[r * length : (r + 1) * length].tobytes()
+                stored = flat(state["base_optimizer_state"]["state"][g][moment])
+                assert stored.tobytes() == whole[r * length : (r + 1) * length].tobytes()
         masters = [flat(state["single_partition_of_fp32_groups"][g]) for state in states]
         assert np.concatenate(masters).tobytes() == line(source, group, "fp32").tobytes()
     model = root(tmp_path, "mp_rank_00_model_states.pt")
@@ -371,12 +375,12 @@ def test_stage_3_cuts_every_parameter_and_closes_sub_groups_that_are_full(
         held_by = [group["params"] for group in outer["optimizer_state_dict"]["param_groups"]]
         assert [s for numbers in held_by for s in numbers] == list(range(expected))
         for s, shapes in enumerate(model["param_shapes"]):
-            for key, found in {
+            for key, stored in {
                 "fp32": outer["fp32_flat_groups"][s],
                 "exp_avg": outer["optimizer_state_dict"]["state"][s]["exp_avg"],
             }.items():
                 pieces = [slice_of(read(source.parameters[name].states[key]), dp, r) for name in shapes]
-                assert flat(found).tobytes() == np.concatenate(pieces).tobytes()
+                assert flat(stored).tobytes() == np.concatenate(pieces).tobytes()
 
 
 def slice_of(whole: Array, dp: int, rank: int) -> Array:
@@ -389,9 +393,9 @@ def test_round_robin_deals_the_parameters_out(tmp_path: Path) -> None:
     members = [trained(name, shape, "bf16", i, ()) for i, (name, shape) in enumerate(shapes.items())]
     extras = {"ds_config": config("bf16", {"round_robin_gradients": True})}
     source = checkpoint(members, (Group({"lr": 0.5}, tuple(shapes)),), extras, None, Origin("deepspeed", "0.19.8", 7))
-    found = reshard(source, tmp_path / "out", zero=2, dp=2)
+    resharded = reshard(source, tmp_path / "out", zero=2, dp=2)
     assert list(root(tmp_path, "mp_rank_00_model_states.pt")["param_shapes"][0]) == ["a", "c", "e", "b", "d"]
-    assert found.groups[0].names == tuple(shapes)
+    assert resharded.groups[0].names == tuple(shapes)
 
 
 def test_alignment_begins_every_parameter_at_16_bytes(tmp_path: Path) -> None:
@@ -445,10 +449,10 @@ SCALER |= {"scale_factor": 2.0, "scale_window": 3}
 @pytest.mark.parametrize("stages", [(0, 0), (0, 1, 0), (0, 3, 2, 0), (1, 2), (3, 0, 1)])
 def test_the_loss_scaler_goes_on_from_stage_to_stage(stages: tuple[int, ...], tmp_path: Path) -> None:
     source = small("fp16", fp16={"enabled": True, "hysteresis": 3, "min_loss_scale": 2})
-    made = replace(source, extras={**source.extras, "optimizer": {"dynamic_loss_scale": True, **SCALER}})
+    resharded = replace(source, extras={**source.extras, "optimizer": {"dynamic_loss_scale": True, **SCALER}})
     for i, stage in enumerate(stages):
-        made = reshard(made, tmp_path / str(i), zero=stage, dp=2)
-        own = made.extras["optimizer"]
+        resharded = reshard(resharded, tmp_path / str(i), zero=stage, dp=2)
+        own = resharded.extras["optimizer"]
         scaler = own.get("loss_scaler")
         assert own["dynamic_loss_scale"] is True
         assert {key: scaler.get(key) if stage else own[key] for key in SCALER} == SCALER
@@ -465,8 +469,8 @@ def test_the_loss_scaler_goes_on_from_stage_to_stage(stages: tuple[int, ...], tm
 def test_a_source_without_a_loss_scaler_gets_the_configured_one(
     section: dict[str, Value], dynamic: bool, scale: float, stage: int, tmp_path: Path
 ) -> None:
-    found = reshard(small("fp16", fp16={"enabled": True, **section}), tmp_path / "out", zero=stage, dp=2)
-    own = found.extras["optimizer"]
+    resharded = reshard(small("fp16", fp16={"enabled": True, **section}), tmp_path / "out", zero=stage, dp=2)
+    own = resharded.extras["optimizer"]
     assert own["dynamic_loss_scale"] is dynamic
     assert (own["loss_scaler"].get("cur_scale") if stage else own["cur_scale"]) == scale
 
@@ -591,13 +595,13 @@ TP, ROWS = st.sampled_from([1, 2, 4]), st.sampled_from([None, 12, 16, 20])
 def test_splitting_over_tensor_parallel_ranks_and_merging_is_the_identity(
     links: list[tuple[int, int, int, int | None]],
 ) -> None:
-    source = made = fused_model()
+    source = resharded = fused_model()
     with folder() as at:
         for i, (stage, dp, tp, rows) in enumerate(links):
-            made = reshard(made, at / str(i), zero=stage, dp=dp, tp=tp, vocab_rows=rows)
-            assert contents(made) == contents(source)
-            assert made.origin.layout["tp"] == tp
-        assert [g.names for g in made.groups] == [g.names for g in source.groups]
+            resharded = reshard(resharded, at / str(i), zero=stage, dp=dp, tp=tp, vocab_rows=rows)
+            assert contents(resharded) == contents(source)
+            assert resharded.origin.layout["tp"] == tp
+        assert [g.names for g in resharded.groups] == [g.names for g in source.groups]
 
 
 def test_a_table_has_as_many_rows_as_asked_for(tmp_path: Path) -> None:
@@ -627,31 +631,31 @@ def test_the_users_rules_cut_and_join_what_has_none_of_its_own(tmp_path: Path) -
 def plan_of(*arguments: object) -> dict[str, Any]:
     done = ckpt("reshard", *arguments, "--dry-run", "--json")
     assert done.code == 0, done.err
-    said: dict[str, Any] = json.loads(done.out)
-    return said
+    fields: dict[str, Any] = json.loads(done.out)
+    return fields
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_the_plan_names_the_files_that_will_be_and_what_moves(stage: int, dp: int, tmp_path: Path) -> None:
     options = (ZERO1, tmp_path / "out", "--zero", stage, "--dp", dp)
-    said = plan_of(*options)
+    plan = plan_of(*options)
     assert list(tmp_path.iterdir()) == []
     assert ckpt("reshard", *options).code == 0
     sizes = {str(p.relative_to(tmp_path / "out")): p.stat().st_size for p in (tmp_path / "out").rglob("*.pt")}
-    assert {row["file"]: row["nbytes"] for row in said["files"]} == sizes
-    assert said["nbytes"] == sum(sizes.values())
-    assert (said["format"], said["target"]) == ("deepspeed", str(tmp_path / "out"))
-    assert all(row["kept_nbytes"] + row["moved_nbytes"] <= row["nbytes"] for row in said["files"])
-    optimizers = [row for row in said["files"] if row["role"] == "optimizer"]
+    assert {row["file"]: row["nbytes"] for row in plan["files"]} == sizes
+    assert plan["nbytes"] == sum(sizes.values())
+    assert (plan["format"], plan["target"]) == ("deepspeed", str(tmp_path / "out"))
+    assert all(row["kept_nbytes"] + row["moved_nbytes"] <= row["nbytes"] for row in plan["files"])
+    optimizers = [row for row in plan["files"] if row["role"] == "optimizer"]
     assert [row["rank"]["dp"] for row in optimizers] == list(range(dp if stage else 0))
 
 
 def test_nothing_moves_but_step_counts_where_nothing_changes(tmp_path: Path) -> None:
-    said = plan_of(ZERO1, tmp_path / "out")
+    plan = plan_of(ZERO1, tmp_path / "out")
     held_before = sum(tensor.nbytes for p, state, tensor in open_checkpoint(ZERO1).tensors() if p.role != "extra")
-    assert [row["moved_nbytes"] for row in said["files"]] == [0, 0, 8]  # the two groups', read on the first rank
-    assert sum(row["kept_nbytes"] for row in said["files"]) >= held_before * 0.9
+    assert [row["moved_nbytes"] for row in plan["files"]] == [0, 0, 8]  # the two groups', read on the first rank
+    assert sum(row["kept_nbytes"] for row in plan["files"]) >= held_before * 0.9
     apart = plan_of(ZERO1, tmp_path / "out", "--dp", 4)
     assert sum(row["moved_nbytes"] for row in apart["files"]) > 0
 
@@ -678,7 +682,7 @@ def save(source: Checkpoint, at: Path) -> None:
 
 def with_states(source: Checkpoint, name: str, **states: Array) -> Checkpoint:
     one = source.parameters[name]
-    changed = replace(one, states={**one.states, **{state: held(made) for state, made in states.items()}})
+    changed = replace(one, states={**one.states, **{state: held(content) for state, content in states.items()}})
     return replace(source, parameters={**source.parameters, name: changed})
 
 
@@ -761,7 +765,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wrong_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("made")
     for name, make in MADE.items():
         make(at / name)
@@ -771,18 +775,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["for real", "dry"])
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_written_is_said_before_anything_is(
-    name: str, dry: tuple[str, ...], made: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dry: tuple[str, ...], wrong_sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(made)
+    monkeypatch.chdir(wrong_sources)
     arguments, code, says = WRONG[name]
-    before = sorted(made.rglob("*"))
+    before = sorted(wrong_sources.rglob("*"))
     done = ckpt("reshard", *arguments, *dry)
     assert done.code == code, done.err
     assert says in done.err
     assert done.err.lower().count("error: ") == 1
     assert "fault of ckpt" not in done.err
     assert done.out == ""
-    assert sorted(made.rglob("*")) == before
+    assert sorted(wrong_sources.rglob("*")) == before
 
 
 def test_stage_0_holds_what_a_flat_group_cannot(tmp_path: Path) -> None:

@@ -167,15 +167,15 @@ class Resumed:
     """What came of all jobs: where their reports are, and what was said by those that have none."""
 
     reports: Path
-    said: str
+    output: str
 
     def of(self, job: Job) -> dict[str, Any]:
         file = self.reports / f"{job}.json"
         if file.exists():
             report: dict[str, Any] = json.loads(file.read_text())
             return report
-        found = re.search(rf"{re.escape(str(file))} FAILED: (.*?)(?=\n/|\Z)", self.said, re.DOTALL)
-        raise AssertionError(found[1] if found else self.said)
+        match = re.search(rf"{re.escape(str(file))} FAILED: (.*?)(?=\n/|\Z)", self.output, re.DOTALL)
+        raise AssertionError(match[1] if match else self.output)
 
 
 @pytest.fixture(scope="session")
@@ -213,18 +213,18 @@ def test_the_engine_holds_what_the_sources_engine_held(job: Job, resumed: Resume
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_the_engine_computes_what_the_sources_engine_computed(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
-    found, expected = report["evaluation"], report["expected"]["evaluation"]
+    actual, expected = report["evaluation"], report["expected"]["evaluation"]
     bound = 0.0 if job.same_arithmetic else OTHER_ARITHMETIC[job.source.dtype]
-    assert abs(found - expected) <= bound
+    assert abs(actual - expected) <= bound
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_training_goes_on_as_it_would_have(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
-    found, expected = report["losses_after"], report["expected"]["losses_after"]
+    actual, expected = report["losses_after"], report["expected"]["losses_after"]
     bound = (SUMMATION if job.same_arithmetic else OTHER_ARITHMETIC)[job.source.dtype]
-    assert len(found) == len(expected) == 4
-    drift = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    assert len(actual) == len(expected) == 4
+    drift = [abs(a - b) for a, b in zip(actual, expected, strict=True)]
     assert max(drift if job.same_steps else drift[:1]) <= (0.0 if job.same_layout else bound)
 
 
@@ -239,7 +239,9 @@ def muon_momenta(mismatches: dict[str, str], job: Job) -> set[str]:
     if job.source.optimizer != "muon":
         return set()
     widened = "torch.bfloat16 became torch.float32, the values are the same"
-    return {place for place, said in mismatches.items() if place.endswith("/momentum_buffer") and said == widened}
+    return {
+        place for place, mismatch in mismatches.items() if place.endswith("/momentum_buffer") and mismatch == widened
+    }
 
 
 def counts(steps: list[list[float]]) -> list[set[float]]:

@@ -40,8 +40,8 @@ def run(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
 @pytest.mark.parametrize("step", [1, 3, None])
 def test_any_step_in_any_format(form: str, step: int | None, whole: Path, tmp_path: Path) -> None:
-    told = () if step is None else ("--step", step)
-    done = ckpt("restore", whole / "run", tmp_path / "out", "--to", form, *told, "--json")
+    options = () if step is None else ("--step", step)
+    done = ckpt("restore", whole / "run", tmp_path / "out", "--to", form, *options, "--json")
     assert done.code == 0, done.err
     assert detect(tmp_path / "out").name == form
     assert contents(open_checkpoint(tmp_path / "out")) == contents(open_checkpoint(whole / f"step{step or STEPS}"))
@@ -92,17 +92,17 @@ def test_a_target_inside_the_chain_is_refused(run: Path) -> None:
 
 def test_log_tells_sizes_and_costs(whole: Path) -> None:
     run = whole / "run"
-    said = json.loads(ckpt("log", run, "--json").out)
-    assert [step["step"] for step in said["steps"]] == [1, 2, 3, 4, 5, 6]
+    report = json.loads(ckpt("log", run, "--json").out)
+    assert [step["step"] for step in report["steps"]] == [1, 2, 3, 4, 5, 6]
     stored = [
         sum(path.stat().st_size for path in (run / step["folder"]).rglob("*") if path.is_file())
-        for step in said["steps"]
+        for step in report["steps"]
     ]
-    assert [step["stored_nbytes"] for step in said["steps"]] == stored
-    assert [step["restore"]["reads_nbytes"] for step in said["steps"]] == [sum(stored[: i + 1]) for i in range(STEPS)]
-    assert said["stored_nbytes"] == sum(stored)
-    assert said["raw_nbytes"] == sum(step["raw_nbytes"] for step in said["steps"])
-    assert said["exact"] is True
+    assert [step["stored_nbytes"] for step in report["steps"]] == stored
+    assert [step["restore"]["reads_nbytes"] for step in report["steps"]] == [sum(stored[: i + 1]) for i in range(STEPS)]
+    assert report["stored_nbytes"] == sum(stored)
+    assert report["raw_nbytes"] == sum(step["raw_nbytes"] for step in report["steps"])
+    assert report["exact"] is True
     text = ckpt("log", run).out
     assert re.search(r"iB +5  ", text)  # deltas to replay
     assert "█▁" in text or "█▂" in text
@@ -112,9 +112,9 @@ def test_log_names_states_that_are_not_complete(run: Path) -> None:
     assert json.loads(ckpt("log", run, "--json").out)["unfinished"] == []
     (run / ".step-0000000099.ckpt-partial").mkdir()
     (run / ".step-0000000099.ckpt-partial" / "journal.jsonl").touch()
-    (found,) = json.loads(ckpt("log", run, "--json").out)["unfinished"]
-    assert found["folder"] == "step-0000000099"
-    assert 0 <= found["seconds"] < 600
+    (unfinished,) = json.loads(ckpt("log", run, "--json").out)["unfinished"]
+    assert unfinished["folder"] == "step-0000000099"
+    assert 0 <= unfinished["seconds"] < 600
     assert "unfinished: step-0000000099, written " in ckpt("log", run).out
 
 
@@ -140,15 +140,15 @@ KEPT = {
 
 
 @pytest.mark.quick(5)
-@pytest.mark.parametrize("told", KEPT, ids=" ".join)
-def test_what_stays_is_what_it_was(told: tuple[str, ...], whole: Path, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", KEPT, ids=" ".join)
+def test_what_stays_is_what_it_was(options: tuple[str, ...], whole: Path, run: Path, tmp_path: Path) -> None:
     before = {member.step: member.content for member in index.read(run).members}
-    planned = json.loads(ckpt("compact", run, *told, "--dry-run", "--json").out)["steps"]
-    done = ckpt("compact", run, *told, "--json")
+    planned = json.loads(ckpt("compact", run, *options, "--dry-run", "--json").out)["steps"]
+    done = ckpt("compact", run, *options, "--json")
     assert done.code == 0, done.err
     chain = index.read(run)
     steps = [member.step for member in chain.members]
-    assert steps == json.loads(done.out)["steps"] == KEPT[told]
+    assert steps == json.loads(done.out)["steps"] == KEPT[options]
     assert [step["step"] for step in planned if step["becomes"] != "removed"] == steps
     assert {member.step: member.content for member in chain.members} == {step: before[step] for step in steps}
     assert sorted(os.listdir(run)) == sorted(["chain.json", "chain.lock", *(m.folder for m in chain.members)])
@@ -158,8 +158,8 @@ def test_what_stays_is_what_it_was(told: tuple[str, ...], whole: Path, run: Path
         assert ckpt("restore", run, out, "--step", step).code == 0
         assert contents(open_checkpoint(out)) == contents(open_checkpoint(whole / f"step{step}"))
         assert manifest.load(out / manifest.NAME).content == before[step]
-    if "--base-every" in told:
-        every = int(told[-1])
+    if "--base-every" in options:
+        every = int(options[-1])
         assert [m.kind == "base" for m in chain.members] == [i % every == 0 for i in range(len(steps))]
 
 

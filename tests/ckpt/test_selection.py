@@ -34,17 +34,17 @@ def matching(chosen: list[str]) -> set[str]:
 
 @given(patterns, patterns)
 def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: list[str]) -> None:
-    made = select(SOURCE, keep, drop)
+    selected = select(SOURCE, keep, drop)
     expected = (matching(keep) if keep else set(MODEL_NAMES)) - matching(drop)
-    assert {name for name, p in made.parameters.items() if p.role != "extra"} == expected
-    assert [n for n in SOURCE.parameters if n in made.parameters] == list(made.parameters), "in the same order"
-    assert all(made.parameters[name] is SOURCE.parameters[name] for name in expected), "and untouched"
-    assert made.extras == SOURCE.extras
-    assert "rng/cpu" in made.parameters, "extras stay"
-    assert [g.options for g in made.groups] == [g.options for g in SOURCE.groups]
-    assert [g.names for g in made.groups] == [tuple(n for n in g.names if n in expected) for g in SOURCE.groups]
-    assert set(made.aliases.values()) <= expected
-    check_complete(made)
+    assert {name for name, p in selected.parameters.items() if p.role != "extra"} == expected
+    assert [n for n in SOURCE.parameters if n in selected.parameters] == list(selected.parameters), "in the same order"
+    assert all(selected.parameters[name] is SOURCE.parameters[name] for name in expected), "and untouched"
+    assert selected.extras == SOURCE.extras
+    assert "rng/cpu" in selected.parameters, "extras stay"
+    assert [g.options for g in selected.groups] == [g.options for g in SOURCE.groups]
+    assert [g.names for g in selected.groups] == [tuple(n for n in g.names if n in expected) for g in SOURCE.groups]
+    assert set(selected.aliases.values()) <= expected
+    check_complete(selected)
 
 
 @given(patterns.filter(len))
@@ -78,45 +78,45 @@ def test_patterns_that_are_none_or_never_end_are_refused() -> None:
 
 
 def test_the_model_alone_has_its_weights_and_nothing_else() -> None:
-    made = weights_only(SOURCE)
-    assert list(made.parameters) == MODEL_NAMES
-    for name, p in made.parameters.items():
+    selected = weights_only(SOURCE)
+    assert list(selected.parameters) == MODEL_NAMES
+    for name, p in selected.parameters.items():
         assert list(p.states) == [MODEL]
         assert p.values == {}
         assert p.role == SOURCE.parameters[name].role
         assert bits(read(p.states[MODEL])) == bits(read(SOURCE.parameters[name].weight))
-    assert (made.groups, made.extras, made.aliases) == ((), {}, SOURCE.aliases)
-    assert contents(weights_only(made)) == contents(made)
+    assert (selected.groups, selected.extras, selected.aliases) == ((), {}, SOURCE.aliases)
+    assert contents(weights_only(selected)) == contents(selected)
 
 
 def test_the_model_alone_keeps_what_says_its_sizes() -> None:
-    said: dict[str, Value] = {"args": "its arguments", "hf/config.json": {"hidden_size": 8}}
-    assert weights_only(replace(SOURCE, extras={**SOURCE.extras, **said})).extras == said
+    entries: dict[str, Value] = {"args": "its arguments", "hf/config.json": {"hidden_size": 8}}
+    assert weights_only(replace(SOURCE, extras={**SOURCE.extras, **entries})).extras == entries
 
 
 @pytest.mark.parametrize("name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d))])
 def test_weights_are_the_masters_rounded_and_all_else_stays(name: str) -> None:
     dtype = DTYPES[SHORT_NAMES.get(name, name)]
-    made = cast(SOURCE, name)
-    before, after = contents(SOURCE), contents(made)
+    converted = cast(SOURCE, name)
+    before, after = contents(SOURCE), contents(converted)
     assert after.keys() == before.keys()
-    for (parameter, state), found in after.items():
+    for (parameter, state), values in after.items():
         original = SOURCE.parameters[parameter]
         weight = original.states.get(MASTER, original.weight)
         if state == MODEL and original.role != "extra" and is_float(weight.dtype):
             with np.errstate(all="ignore"):
-                assert found == bits(read(weight).astype(dtype))
+                assert values == bits(read(weight).astype(dtype))
         else:
-            assert found == before[parameter, state]
-    assert contents(cast(made, name)) == after
+            assert values == before[parameter, state]
+    assert contents(cast(converted, name)) == after
 
 
 def test_casting_to_what_it_is_changes_nothing() -> None:
     source = weights_only(SOURCE)
     for name in {p.weight.dtype.name for p in source.parameters.values() if is_float(p.weight.dtype)}:
         chosen = [n for n, p in source.parameters.items() if p.weight.dtype.name == name]
-        made = select(cast(source, name), [f"^{n}$" for n in chosen], [])
-        assert contents(made) == {key: value for key, value in contents(source).items() if key[0] in chosen}
+        converted = select(cast(source, name), [f"^{n}$" for n in chosen], [])
+        assert contents(converted) == {key: value for key, value in contents(source).items() if key[0] in chosen}
 
 
 @pytest.mark.parametrize("name", ["int8", "bool", "complex64", "nonsense", "", "FP32"])
@@ -127,12 +127,12 @@ def test_what_is_no_float_is_not_a_precision(name: str) -> None:
 
 @given(patterns, st.sampled_from(["bf16", "fp16", "fp32", "float8_e4m3fn"]), st.booleans())
 def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) -> None:
-    made = cast(select(SOURCE, [], drop), name)
+    changed = cast(select(SOURCE, [], drop), name)
     if alone:
-        made = weights_only(made)
+        changed = weights_only(changed)
     with folder() as at:
-        save(made, at / "target", Universal(), Resources(1, 1 << 16))
-        assert contents(Universal().read(at / "target", ReadOptions())) == contents(made)
+        save(changed, at / "target", Universal(), Resources(1, 1 << 16))
+        assert contents(Universal().read(at / "target", ReadOptions())) == contents(changed)
 
 
 def test_no_data_is_read(tmp_path: Path) -> None:
@@ -141,23 +141,23 @@ def test_no_data_is_read(tmp_path: Path) -> None:
     opened = Universal().read(tmp_path / "source", ReadOptions())
     for shard in opened.files:
         shard.path.unlink()
-    made = cast(weights_only(select(opened, ["layers"], [])), "bf16")
-    check_complete(made)
-    assert [p.weight.dtype.name for p in made.parameters.values()] == ["bfloat16"] * 2
+    changed = cast(weights_only(select(opened, ["layers"], [])), "bf16")
+    check_complete(changed)
+    assert [p.weight.dtype.name for p in changed.parameters.values()] == ["bfloat16"] * 2
 
 
 def test_names_are_changed_by_prefixes_and_patterns() -> None:
     from ckpt.rename import rename_by
 
-    made = rename_by(SOURCE, [(r"^(\d)\.", r"block\1.")], strip_prefix="layers.", add_prefix="model.")
+    renamed = rename_by(SOURCE, [(r"^(\d)\.", r"block\1.")], strip_prefix="layers.", add_prefix="model.")
     expected = {}
     for name in SOURCE:
         short = name.removeprefix("layers.")
         expected[name] = f"model.block{short}" if short[0].isdigit() else f"model.{short}"
-    assert [*made] == [*expected.values()]
+    assert [*renamed] == [*expected.values()]
     for old, new in expected.items():
-        assert bits(read(made[new].weight)) == bits(read(SOURCE[old].weight))
-    assert [group.names for group in made.groups] == [tuple(expected[n] for n in g.names) for g in SOURCE.groups]
+        assert bits(read(renamed[new].weight)) == bits(read(SOURCE[old].weight))
+    assert [group.names for group in renamed.groups] == [tuple(expected[n] for n in g.names) for g in SOURCE.groups]
     for wrong, kind in (
         ({"patterns": [("nought", "x")]}, NotFound),
         ({"strip_prefix": "nought"}, NotFound),

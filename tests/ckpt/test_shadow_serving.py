@@ -339,8 +339,8 @@ def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monk
     what, answer = ANSWERS[name]
     content = LogServer._content
 
-    def answered(self: LogServer, asked: dict[str, object]) -> bytes:
-        return json.dumps(answer).encode() if asked["request"] == what else content(self, asked)
+    def answered(self: LogServer, request: dict[str, object]) -> bytes:
+        return json.dumps(answer).encode() if request["request"] == what else content(self, request)
 
     monkeypatch.setattr(LogServer, "_content", answered)
     with served(run, tmp_path) as (_, shadow), pytest.raises((Corrupt, Unsafe)):
@@ -380,9 +380,9 @@ def test_a_thousand_steps_are_caught_up_and_each_record_is_read_once(
 
     def counted(*arguments):  # type: ignore[no-untyped-def]
         nonlocal read
-        found = one(*arguments)
+        result = one(*arguments)
         read += 1
-        return found
+        return result
 
     monkeypatch.setattr(record, "_next", counted)
     with served(run, tmp_path) as (_, there):
@@ -393,14 +393,14 @@ def test_a_thousand_steps_are_caught_up_and_each_record_is_read_once(
         assert shadow.status.lag_steps == shadow.status.lag_nbytes == 0
         assert shadow.status.steps == 1000
         with shadow.frozen() as checkpoint:
-            found = bits(checkpoint)
+            actual = bits(checkpoint)
     # Before the start is complete here, its first records are read again.
     assert records <= read <= records + (2 * 2 * held._RECORDS if way == "socket" else 0)
     assert most == 8, "steps at once"
     truth = small_log(1000).truth[1000]
     for name, states in truth.items():
         for state, values in states.items():
-            assert found[name, state] == values.tobytes()
+            assert actual[name, state] == values.tobytes()
 
 
 def test_leftovers_of_a_killed_shadow_are_removed_and_others_stay(run: Path, tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_the_report_is_the_same_each_time_and_its_claims_hold(
         assert f"{one['effective']:.2%} +- {one['error']:.2%}" in text
     assert "notes on LowDiff: W = 2 GB/s" in text
     shown = Page(page.read_text("ascii"))
-    curves = (said := shown.facts()).pop("curves")
-    assert said == facts
+    curves = (shown_facts := shown.facts()).pop("curves")
+    assert shown_facts == facts
     assert set(curves["gpt2-l"]) == set(SYSTEMS)
     ids, (_, script) = {a["id"] for _, a in shown.elements if "id" in a}, shown.texts("script")
     assert set(re.findall(r'by\("([\w-]+)"\)', script)) - {"verdict"} <= ids

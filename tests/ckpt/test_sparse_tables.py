@@ -30,9 +30,9 @@ def test_a_chain_stores_the_rows_that_were_stepped(many: int, codecs: tuple[str,
         alone = StatePair(*({n: v[rows] for n, v in s.items()} for s in (change.before, change.after)))
         codec = delta_from_config({"name": "replay"})
         whole, few = (len(fitted(codec, one, step).encode(one)) for one in (change, alone))
-        found = len(fitted(delta_from_config({"name": "rows"}), change, step).encode(change))
-        assert found <= few + 100  # that, and which rows they are
-        assert found < whole / 3
+        nbytes = len(fitted(delta_from_config({"name": "rows"}), change, step).encode(change))
+        assert nbytes <= few + 100  # that, and which rows they are
+        assert nbytes < whole / 3
 
 
 def test_a_lossy_chain_stores_the_rows_that_were_stepped_and_leaves_all_others_exact(tmp_path: Path) -> None:
@@ -47,9 +47,9 @@ def test_a_lossy_chain_stores_the_rows_that_were_stepped_and_leaves_all_others_e
         member = chain.index.members[-1]
         assert member.codecs == ("subspace-rows",)
         sizes[codec] = member.stored_nbytes
-        found = read(chain[21]["embed"].states["fp32"])
+        restored = read(chain[21]["embed"].states["fp32"])
         stepped = (change.after["fp32"] != change.before["fp32"]).any(axis=1)
-        assert found[~stepped].tobytes() == change.after["fp32"][~stepped].tobytes()
-        error, moved = (np.linalg.norm(one - change.after["fp32"]) for one in (found, change.before["fp32"]))
+        assert restored[~stepped].tobytes() == change.after["fp32"][~stepped].tobytes()
+        error, moved = (np.linalg.norm(one - change.after["fp32"]) for one in (restored, change.before["fp32"]))
         assert 0 < error <= 0.2 * moved
     assert abs(np.subtract(*sizes.values())) < 100  # nobody has to ask for it

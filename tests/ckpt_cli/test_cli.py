@@ -54,9 +54,9 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_says_what_it_does(name: str) -> None:
-    found = cli.get_command(Context(cli), name)
-    assert found is not None
-    for option in found.params:
+    subcommand = cli.get_command(Context(cli), name)
+    assert subcommand is not None
+    for option in subcommand.params:
         assert option.param_type_name == "argument" or getattr(option, "help", None), option.name
 
 
@@ -202,8 +202,8 @@ def test_files_and_folders_without_permission_are_named(tmp_path: Path) -> None:
     out.mkdir()
 
     def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-        told = [*UNPRIVILEGED, *CKPT, *map(str, arguments)]
-        return subprocess.run(told, capture_output=True, text=True, timeout=60)
+        argv = [*UNPRIVILEGED, *CKPT, *map(str, arguments)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60)
 
     assert run("convert", source, out / "good").returncode == 0
     out.chmod(0o555)
@@ -356,15 +356,15 @@ def on_a_terminal(arguments: list[object], **env: str) -> str:
 def test_no_color_is_heeded_on_a_terminal(universal: Path, tmp_path: Path) -> None:
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
     for number, arguments in enumerate((["inspect", universal], ["verify", universal], ["convert", universal, "OUT"])):
-        told = [tmp_path / f"out{number}" if a == "OUT" else a for a in arguments]
-        assert not colour.search(on_a_terminal(told, NO_COLOR="1"))
+        words = [tmp_path / f"out{number}" if a == "OUT" else a for a in arguments]
+        assert not colour.search(on_a_terminal(words, NO_COLOR="1"))
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["inspect", "--extras"]])
 def test_a_reader_that_stops_early_is_no_error(arguments: list[str], universal: Path) -> None:
-    told = " ".join([*CKPT, *arguments, str(universal)])
-    done = subprocess.run(["bash", "-c", f"{told} | head -c 10"], capture_output=True, text=True, timeout=60)
+    line = " ".join([*CKPT, *arguments, str(universal)])
+    done = subprocess.run(["bash", "-c", f"{line} | head -c 10"], capture_output=True, text=True, timeout=60)
     assert len(done.stdout) == 10
     assert done.stderr == ""
 
@@ -374,8 +374,8 @@ def test_a_reader_that_stops_early_does_not_hide_the_exit_code() -> None:
         (["verify", SAMPLES / "damaged" / "flipped-bit"], 20),
         (["diff", SAMPLES / "universal-1-delta@10", SAMPLES / "universal-1-delta@11", "--top", "0"], 1),
     ):
-        told = " ".join(map(str, [*CKPT, *arguments]))
-        script = f"set -o pipefail; {{ sleep 0; {told}; }} | true"
+        line = " ".join(map(str, [*CKPT, *arguments]))
+        script = f"set -o pipefail; {{ sleep 0; {line}; }} | true"
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (code, "")
         assert "Traceback" not in done.stderr
@@ -397,8 +397,8 @@ def test_a_stdout_that_is_full_is_said_plainly(universal: Path) -> None:
 def test_closed_streams_do_no_harm(universal: Path, tmp_path: Path) -> None:
     for i, closed in enumerate(("2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-")):
         target = tmp_path / f"out{i}"
-        told = " ".join([*CKPT, "convert", str(universal), str(target), closed])
-        done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, timeout=60)
+        line = " ".join([*CKPT, "convert", str(universal), str(target), closed])
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert ckpt("verify", target).code == 0
 
@@ -414,8 +414,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
         for i, name in enumerate(HOSTILE_NAMES.values())
     }
-    said = {"__metadata__": {"\x1b[31malias": HOSTILE_NAMES["a path"], "\x1b[2Jkey": "\x1b[2Jvalue"}, **entries}
-    text = json.dumps(said).encode()
+    header = {"__metadata__": {"\x1b[31malias": HOSTILE_NAMES["a path"], "\x1b[2Jkey": "\x1b[2Jvalue"}, **entries}
+    text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * len(entries)))
     return path
 
@@ -466,8 +466,8 @@ def test_hostile_names_are_escaped_in_errors(hostile: Path, tmp_path: Path) -> N
     """Damage each tensor's file: the finding and the refusal name the tensor, tamely and briefly."""
     good = tmp_path / "good"
     assert ckpt("convert", hostile, good, "--pack-size", 1).code == 0
-    said = json.loads(ckpt("inspect", good, "--json").out)
-    packs = [file for file in said["files"] if file["role"] == "all"]
+    report = json.loads(ckpt("inspect", good, "--json").out)
+    packs = [file for file in report["files"] if file["role"] == "all"]
     assert len(packs) == len(HOSTILE_NAMES)
     for file in packs:
         path = Path(file["file"])

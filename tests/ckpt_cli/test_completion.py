@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_formats_names_all_with_their_endings_and_marks() -> None:
-    found = {row["name"]: row for row in json.loads(ckpt("formats", "--json").out)["formats"]}
-    assert list(found) == list(FORMATS)
-    assert {name for name, row in found.items() if not row["written"]} == set(ONLY_READ)
-    assert found["torch"]["endings"] == [".pt", ".pth", ".bin", ".ckpt"]
-    assert "manifest.json" in found["universal"]["marks"]["paths"]
+    rows = {row["name"]: row for row in json.loads(ckpt("formats", "--json").out)["formats"]}
+    assert list(rows) == list(FORMATS)
+    assert {name for name, row in rows.items() if not row["written"]} == set(ONLY_READ)
+    assert rows["torch"]["endings"] == [".pt", ".pth", ".bin", ".ckpt"]
+    assert "manifest.json" in rows["universal"]["marks"]["paths"]
     out = ckpt("formats").out
     assert all(f"\n{name} " in f"\n{out}" for name in FORMATS)
 
@@ -47,6 +47,16 @@ def test_bash_gets_completions(words: str, expected: str) -> None:
     env = {**os.environ, "_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
     done = subprocess.run([sys.executable, "-m", "ckpt_cli"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert f"plain,{expected}\n" in done.stdout, done.stderr
+
+
+def test_fish_shows_whole_descriptions(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not here")
+    (tmp_path / "script").write_text(ckpt("completion", "fish").out)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["fish", "-c", f"source {tmp_path}/script; complete -C 'ckpt convert --dp'"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("--dp\tdeepspeed, deepspeed-universal, megatron"), done
 
 
 def test_every_command_has_a_man_page_without_errors() -> None:

@@ -97,8 +97,8 @@ def test_a_file_of_torch_comes_back(weights: dict[str, torch.Tensor], tmp_path: 
 
 def test_an_optimizer_comes_back(trained: Path, small: Path, tmp_path: Path) -> None:
     done(ckpt("decompress", small, tmp_path / "again.pt"))
-    found, expected = (torch.load(path, weights_only=True) for path in (tmp_path / "again.pt", trained))
-    assert same(found, expected)
+    actual, expected = (torch.load(path, weights_only=True) for path in (tmp_path / "again.pt", trained))
+    assert same(actual, expected)
 
 
 @pytest.mark.quick(2)
@@ -148,19 +148,19 @@ def test_the_table_says_what_each_kind_of_state_takes(
     shown = done(ckpt("inspect", tmp_path / "small"))
     for line in table:
         assert line.strip() in shown.out
-    said = json.loads(done(ckpt("inspect", tmp_path / "small", "--json")).out)
-    first = next(p for p in said["parameters"] if p["name"] == "0.weight")["states"]["exp_avg"]
+    report = json.loads(done(ckpt("inspect", tmp_path / "small", "--json")).out)
+    first = next(p for p in report["parameters"] if p["name"] == "0.weight")["states"]["exp_avg"]
     assert first["codec"]
     assert first["stored_nbytes"] < first["nbytes"] == 4 * ELEMENTS
 
 
 def test_the_json_adds_up(trained: Path, tmp_path: Path) -> None:
-    said = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--json")).out)
-    assert said["raw_nbytes"] == sum(row["raw_nbytes"] for row in said["states"])
-    assert said["stored_nbytes"] == sum(row["stored_nbytes"] for row in said["states"])
-    assert said["stored_nbytes"] <= said["nbytes"] == _size(tmp_path / "small" / "packs")
-    assert said["ratio"] == round(said["raw_nbytes"] / said["stored_nbytes"], 4)
-    weight = next(row for row in said["states"] if row["state"] == "param")
+    report = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--json")).out)
+    assert report["raw_nbytes"] == sum(row["raw_nbytes"] for row in report["states"])
+    assert report["stored_nbytes"] == sum(row["stored_nbytes"] for row in report["states"])
+    assert report["stored_nbytes"] <= report["nbytes"] == _size(tmp_path / "small" / "packs")
+    assert report["ratio"] == round(report["raw_nbytes"] / report["stored_nbytes"], 4)
+    weight = next(row for row in report["states"] if row["state"] == "param")
     assert weight["bits_per_element"] == round(8 * weight["stored_nbytes"] / weight["elements"], 3)
 
 
@@ -170,13 +170,13 @@ def _size(folder: Path) -> int:
 
 @pytest.mark.parametrize("level", ["default", "max"])
 def test_an_estimate_is_about_right_and_writes_nothing(level: str, trained: Path, tmp_path: Path) -> None:
-    told = json.loads(
+    estimate = json.loads(
         done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--dry-run", "--json", "--level", level)).out
     )
     assert list(tmp_path.iterdir()) == []
-    made = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--json", "--level", level)).out)
-    assert [row["state"] for row in told["states"]] == [row["state"] for row in made["states"]]
-    for about, true in zip(told["states"], made["states"], strict=True):
+    report = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--json", "--level", level)).out)
+    assert [row["state"] for row in estimate["states"]] == [row["state"] for row in report["states"]]
+    for about, true in zip(estimate["states"], report["states"], strict=True):
         assert abs(about["stored_nbytes"] - true["stored_nbytes"]) <= 0.03 * true["raw_nbytes"]
         assert about["raw_nbytes"] == true["raw_nbytes"]
 
@@ -200,8 +200,8 @@ def test_without_the_check_the_files_are_the_same(trained: Path, small: Path, tm
 
 
 def test_a_codec_of_the_users_is_taken_for_all_that_it_can_hold(trained: Path, tmp_path: Path) -> None:
-    said = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--codec", "planes", "--json")).out)
-    assert {name for row in said["states"] for name in row["codecs"]} <= {"planes", "none"}
+    report = json.loads(done(ckpt("compress", trained, f"{tmp_path / 'small'}/", "--codec", "planes", "--json")).out)
+    assert {name for row in report["states"] for name in row["codecs"]} <= {"planes", "none"}
     assert contents(open_checkpoint(tmp_path / "small")) == contents(open_checkpoint(trained))
 
 
@@ -275,8 +275,8 @@ def test_killed_at_any_point_it_goes_on_where_it_was(tmp_path: Path, monkeypatch
     target, stage = tmp_path / "small", tmp_path / ".small.ckpt-partial"
 
     def compress() -> int:
-        told = done(ckpt("compress", tmp_path / "model.pt", f"{target}/", "--workers", "2", "--json")).out
-        return int(json.loads(told)["resumed_files"])
+        output = done(ckpt("compress", tmp_path / "model.pt", f"{target}/", "--workers", "2", "--json")).out
+        return int(json.loads(output)["resumed_files"])
 
     count, resumed = points(compress, tmp_path), []
     good = {path.name: path.read_bytes() for path in target.rglob("*") if path.is_file()}

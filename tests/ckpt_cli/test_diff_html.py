@@ -60,24 +60,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_page_says_what_json_says(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    said = Page(page(tmp_path, *pair)).facts()
-    told = json.loads(ckpt("diff", *pair, "--json").out)
-    assert {pair["kind"] for pair in told["tensors"]} == {"equal", "changed", "missing", "added", "reshaped"}
-    for row in told["tensors"]:
+    facts = Page(page(tmp_path, *pair)).facts()
+    report = json.loads(ckpt("diff", *pair, "--json").out)
+    assert {pair["kind"] for pair in report["tensors"]} == {"equal", "changed", "missing", "added", "reshaped"}
+    for row in report["tensors"]:
         del row["histogram"]
-    assert told.pop("notes") == []  # the page does not have them: they are printed when it is written
-    assert {key: said[key] for key in told} == told
+    assert report.pop("notes") == []  # the page does not have them: they are printed when it is written
+    assert {key: facts[key] for key in report} == report
     for name, by in {"cells": ["layer", "role", "state"], "roles": ["role", "state"], "states": ["state"]}.items():
         options = [word for how in by for word in ("--by", how)]
-        assert said[name] == json.loads(ckpt("diff", *pair, "--json", *options).out)["groups"]
+        assert facts[name] == json.loads(ckpt("diff", *pair, "--json", *options).out)["groups"]
 
 
 def test_the_page_needs_nothing_else(pair: tuple[Path, Path], tmp_path: Path) -> None:
     text = page(tmp_path, *pair)
-    found = Page(text)
-    links = [a[k] for _, a in found.elements for k in ("src", "href", "action", "data", "srcset") if k in a]
+    parsed = Page(text)
+    links = [a[k] for _, a in parsed.elements for k in ("src", "href", "action", "data", "srcset") if k in a]
     assert all(link and link.startswith("#") for link in links)
-    assert not any(key.startswith("on") or key == "style" for _, a in found.elements for key in a)
+    assert not any(key.startswith("on") or key == "style" for _, a in parsed.elements for key in a)
     assert set(re.findall(r"https?://[^\"'\s]+", re.sub(r"<script type=.*?</script>", "", text, flags=re.DOTALL))) == {
         "http://www.w3.org/2000/svg"  # the name of a namespace
     }
@@ -85,21 +85,21 @@ def test_the_page_needs_nothing_else(pair: tuple[Path, Path], tmp_path: Path) ->
 
 
 def test_only_its_own_script_and_style_may_run(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    found = Page(page(tmp_path, *pair))
-    (policy,) = (str(a["content"]) for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
-    _, script = found.texts("script")
-    (style,) = found.texts("style")
+    parsed = Page(page(tmp_path, *pair))
+    (policy,) = (str(a["content"]) for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
+    _, script = parsed.texts("script")
+    (style,) = parsed.texts("style")
     allowed = {part.split()[0]: part.split()[1:] for part in policy.split(";")}
     assert allowed["default-src"] == ["'none'"]
-    for kind, said in (("script-src", script), ("style-src", style)):
-        assert allowed[kind] == [f"'sha256-{base64.b64encode(hashlib.sha256(said.encode()).digest()).decode()}'"]
+    for kind, content in (("script-src", script), ("style-src", style)):
+        assert allowed[kind] == [f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"]
 
 
 def test_names_are_text_whatever_they_are(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    found = Page(page(tmp_path, *pair))
-    assert len(found.texts("script")) == 2
-    assert {row["name"] for row in found.facts()["tensors"]} >= set(NAMES)
-    (data,) = (text for text in found.texts("script")[:1])
+    parsed = Page(page(tmp_path, *pair))
+    assert len(parsed.texts("script")) == 2
+    assert {row["name"] for row in parsed.facts()["tensors"]} >= set(NAMES)
+    (data,) = (text for text in parsed.texts("script")[:1])
     assert not set("<>&") & set(data)
 
 
@@ -111,10 +111,10 @@ def test_the_script_makes_text_and_never_markup(pair: tuple[Path, Path], tmp_pat
 
 
 def test_the_script_finds_what_it_asks_for(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    found = Page(page(tmp_path, *pair))
-    ids, (_, script) = {a["id"] for _, a in found.elements if "id" in a}, found.texts("script")
+    parsed = Page(page(tmp_path, *pair))
+    ids, (_, script) = {a["id"] for _, a in parsed.elements if "id" in a}, parsed.texts("script")
     assert set(re.findall(r'by\("([\w-]+)"\)', script)) <= ids
-    assert {a["aria-labelledby"] for _, a in found.elements if "aria-labelledby" in a} <= ids
+    assert {a["aria-labelledby"] for _, a in parsed.elements if "aria-labelledby" in a} <= ids
 
 
 def test_the_same_checkpoints_make_the_same_page(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_the_same_checkpoints_make_the_same_page(pair: tuple[Path, Path], tmp_pa
 
 
 def test_checkpoints_of_other_formats_and_nothing_to_compare(tmp_path: Path) -> None:
-    said = Page(page(tmp_path, SAMPLES / "dcp-2.13-fsdp2-w2", next(SAMPLES.glob("deepspeed-*-zero1-*")))).facts()
-    assert said["formats"] == ["dcp", "deepspeed"]
+    facts = Page(page(tmp_path, SAMPLES / "dcp-2.13-fsdp2-w2", next(SAMPLES.glob("deepspeed-*-zero1-*")))).facts()
+    assert facts["formats"] == ["dcp", "deepspeed"]
     one = written(checkpoint([parameter("a", {"param": np.ones(2, np.float32)})]), tmp_path / "a.pt")
     other = written(checkpoint([parameter("b", {"param": np.ones(2, np.float32)})]), tmp_path / "b.pt")
     assert Page(page(tmp_path, one, other)).facts()["cells"] == []
@@ -146,8 +146,8 @@ def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
     source = everything()
     lossy = replace(source, path=pair[1], errors={("layers.0.w", "fp32"): {"largest": 1e-3}})
     exact = replace(source, path=pair[0])
-    said = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Resources()))).facts()
-    assert said["approximate"] == [0, 1]
+    facts = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Resources()))).facts()
+    assert facts["approximate"] == [0, 1]
 
 
 def test_a_page_takes_the_place_of_a_page_and_of_nothing_else(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -67,12 +67,12 @@ def test_a_folder_that_works_is_left_as_it_was(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))"
     done = run_doctor(str(tmp_path), "--json", before=limit)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert found["file_system"]["locks"]
-    assert found["file_system"]["problem"] is None
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["file_system"]["locks"]
+    assert report["file_system"]["problem"] is None
     assert not list(tmp_path.iterdir())
-    assert not [one for one in found["shortcomings"] if one["needed"]]
+    assert not [one for one in report["shortcomings"] if one["needed"]]
 
 
 def test_a_folder_in_which_little_can_be_written_is_named(tmp_path: Path) -> None:
@@ -92,17 +92,19 @@ def test_a_folder_that_is_read_only_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "code", "said"),
+    ("package", "code", "message"),
     [
         ("numpy", UNFIT, "pip install numpy"),
         ("rich", UNFIT, "pip install rich"),
         ("obstore", 0, "pip install 'ckpt-suite[cloud]'"),
     ],
 )
-def test_a_missing_package_is_named_with_what_installs_it(package: str, code: int, said: str, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_what_installs_it(
+    package: str, code: int, message: str, tmp_path: Path
+) -> None:
     done = run_doctor(str(tmp_path), before=BLOCKER.format(package=package))
     assert done.returncode == code
-    assert said in done.stdout
+    assert message in done.stdout
     assert f"the package {package} is" in done.stdout
 
 

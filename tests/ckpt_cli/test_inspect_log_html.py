@@ -72,26 +72,26 @@ def test_the_page_of_a_chain_says_what_json_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["inspect", "log"])
 def test_pages_need_nothing_else_and_only_their_own_script_may_run(name: str, hostile: dict[str, Page]) -> None:
-    found = hostile[name]
-    links = [a[k] for _, a in found.elements for k in ("src", "href", "action", "data", "srcset") if k in a]
+    parsed = hostile[name]
+    links = [a[k] for _, a in parsed.elements for k in ("src", "href", "action", "data", "srcset") if k in a]
     assert links
     assert all(link and link.startswith("#") for link in links)
-    assert not any(key.startswith("on") or key == "style" for _, a in found.elements for key in a)
-    data, script = found.texts("script")
+    assert not any(key.startswith("on") or key == "style" for _, a in parsed.elements for key in a)
+    data, script = parsed.texts("script")
     assert not set("<>&") & set(data)
-    (style,) = found.texts("style")
+    (style,) = parsed.texts("style")
     assert "@import" not in style
     assert set(re.findall(r"https?://[^\"'\s]+", script + style)) == {"http://www.w3.org/2000/svg"}
-    (policy,) = (str(a["content"]) for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
+    (policy,) = (str(a["content"]) for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
     allowed = {part.split()[0]: part.split()[1:] for part in policy.split(";")}
     assert allowed["default-src"] == ["'none'"]
     for kind, text in (("script-src", script), ("style-src", style)):
         assert allowed[kind] == [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"]
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "XMLHttpRequest"):
         assert way not in script
-    ids = {a["id"] for _, a in found.elements if "id" in a}
+    ids = {a["id"] for _, a in parsed.elements if "id" in a}
     assert set(re.findall(r'by\("([\w-]+)"\)', script)) <= ids
-    assert {a["aria-labelledby"] for _, a in found.elements if "aria-labelledby" in a} <= ids
+    assert {a["aria-labelledby"] for _, a in parsed.elements if "aria-labelledby" in a} <= ids
 
 
 @pytest.mark.parametrize(("command", "source"), [("inspect", SAMPLES / CHECKPOINTS[0]), ("log", RECORDED)])

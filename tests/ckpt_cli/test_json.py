@@ -98,8 +98,8 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def check(name: str, found: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(found)
+def check(name: str, report: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(report)
 
 
 def test_all_commands_are_run_and_stated() -> None:
@@ -120,10 +120,10 @@ def test_every_result_has_its_form(here: Path, monkeypatch: pytest.MonkeyPatch) 
             done = ckpt(name, *arguments, "--json")
             assert done.code in (0, 1, 20), (name, arguments, done.err)
             assert done.out.count("\n") == 1, (name, arguments)
-            found = json.loads(done.out)
-            assert "error" not in found, (name, arguments, done.err)
+            report = json.loads(done.out)
+            assert "error" not in report, (name, arguments, done.err)
             try:
-                check(name, found)
+                check(name, report)
             except jsonschema.ValidationError as error:
                 why = [one.message[:300] for one in (error.context or [error])]
                 raise AssertionError((name, arguments, why)) from None
@@ -134,6 +134,6 @@ def test_every_error_has_its_form(name: str, here: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(here)
     done = ckpt(name, *WRONG[name], "--json")
     assert done.out.count("\n") == 1
-    found = json.loads(done.out)
-    check("error", found)
-    assert found["error"]["code"] == done.code > 1
+    report = json.loads(done.out)
+    check("error", report)
+    assert report["error"]["code"] == done.code > 1

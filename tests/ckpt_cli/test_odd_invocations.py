@@ -52,12 +52,12 @@ def test_a_message_says_what_where_and_what_to_do(name: str, places: Path, monke
     if name in _NO_ERROR:
         return
     checked(done)
-    found = json.loads(ckpt(*odd.arguments.split(), "--json").out)
-    if odd.arguments.startswith("verify") and "findings" in found:
-        assert not found["ok"]
+    report = json.loads(ckpt(*odd.arguments.split(), "--json").out)
+    if odd.arguments.startswith("verify") and "findings" in report:
+        assert not report["ok"]
     elif odd.arguments.split()[0] in COMMANDS:
-        assert found["error"]["code"] == odd.code
-        assert found["error"]["where"]
-        assert found["error"]["hint"]
+        assert report["error"]["code"] == odd.code
+        assert report["error"]["where"]
+        assert report["error"]["hint"]
     assert left(places) == before
     assert sys.stdout is not None

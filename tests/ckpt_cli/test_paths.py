@@ -32,10 +32,10 @@ def test_inspect_lists_all_checkpoints_of_a_run(run: Path) -> None:
     assert [row[-1] == "whole" for row in rows] == [False, False, True, True, True]
     assert rows[3][1:] == ["5", "419.4", "KiB", "universal", "whole"]
     assert "commands need the path of one of them" in done.out
-    found = json.loads(ckpt("inspect", run, "--json").out)
-    assert [one["whole"] for one in found["checkpoints"]] == [False, False, True, True, True]
-    assert "is missing" in found["checkpoints"][0]["problem"]
-    assert found["meant"] is None
+    report = json.loads(ckpt("inspect", run, "--json").out)
+    assert [one["whole"] for one in report["checkpoints"]] == [False, False, True, True, True]
+    assert "is missing" in report["checkpoints"][0]["problem"]
+    assert report["meant"] is None
 
 
 def test_what_latest_names_is_meant(run: Path, tmp_path: Path) -> None:
@@ -114,16 +114,16 @@ def test_verify_quick_reads_no_tensor(run: Path, tmp_path: Path) -> None:
     done = ckpt("verify", "--quick", flipped)
     assert (done.code, "no tensor was read" in done.out) == (0, True)
     assert ckpt("verify", "--quick", run / "step-8").code == 20
-    found = json.loads(ckpt("verify", "--quick", CHAIN, "--json").out)
-    assert (found["ok"], found["quick"]) == (True, True)
+    report = json.loads(ckpt("verify", "--quick", CHAIN, "--json").out)
+    assert (report["ok"], report["quick"]) == (True, True)
     assert ckpt("verify", "--quick", "--replay", CHAIN).code == 2
 
 
 def test_files_that_are_checkpoints_of_their_own_are_listed(tmp_path: Path) -> None:
     for name in ("epoch-9.ckpt", "epoch-10.ckpt"):
         assert ckpt("convert", ZERO1, tmp_path / name).code == 0
-    found = json.loads(ckpt("inspect", tmp_path, "--json").out)
-    assert [(one["name"], one["whole"]) for one in found["checkpoints"]] == [
+    report = json.loads(ckpt("inspect", tmp_path, "--json").out)
+    assert [(one["name"], one["whole"]) for one in report["checkpoints"]] == [
         ("epoch-9.ckpt", True),
         ("epoch-10.ckpt", True),
     ]

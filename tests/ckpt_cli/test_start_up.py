@@ -212,13 +212,13 @@ def test_no_folder_shadows_the_standard_library() -> None:
 def test_a_conversion_that_codes_nothing_does_not_ask_for_the_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(job, "load_kernels", lambda: asked.append(True))
+    requests: list[bool] = []
+    monkeypatch.setattr(job, "load_kernels", lambda: requests.append(True))
     source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
     assert ckpt("convert", source, tmp_path / "plain").code == 0
-    assert asked == []
+    assert requests == []
     assert ckpt("compress", source, tmp_path / "coded").code == 0
-    assert asked == [True]
+    assert requests == [True]
 
 
 # The library

@@ -183,10 +183,10 @@ def test_scales_and_bases_may_hold_anything() -> None:
         head = b"".join(b"\0" + struct.pack("<I", len(data)) for data in streams)
         data = bytes([mode]) + head + b"".join(streams)
         base: Array = np.frombuffer(random.bytes(4 * size), np.uint32).view(F32).reshape(shape)
-        made, expected = codec.decode(data, shape, F32, base), np.empty(size, np.uint32)
+        decoded, expected = codec.decode(data, shape, F32, base), np.empty(size, np.uint32)
         given = base.reshape(-1).view(np.uint32) if mode == 4 else None
         assert oracle.chunks.read_residuals(np.frombuffer(data, np.uint8), given, 64, expected)
-        assert made.tobytes() == expected.tobytes()
+        assert decoded.tobytes() == expected.tobytes()
 
 
 def test_a_first_moment_needs_its_base() -> None:

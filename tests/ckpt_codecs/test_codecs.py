@@ -151,11 +151,11 @@ def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec) -> None:
     random = np.random.default_rng(0)
     first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
     data = codec.encode(first, None)
-    found = codec.decode(data, first.shape, F32, None)
+    decoded = codec.decode(data, first.shape, F32, None)
     original = bytes(data)
     codec.decode(codec.encode(second, None), second.shape, F32, None)
     assert bytes(data) == original
-    assert bits(found) == bits(first)
+    assert bits(decoded) == bits(first)
 
 
 def test_two_threads_do_not_share_their_scratch() -> None:
@@ -312,8 +312,8 @@ def run(code: str, **env: str) -> list[object]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found: list[object] = json.loads(done.stdout)
-    return found
+    results: list[object] = json.loads(done.stdout)
+    return results
 
 
 @pytest.mark.slow

@@ -167,8 +167,8 @@ def run(code: str) -> list[list[float]]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found: list[list[float]] = json.loads(done.stdout)
-    return found
+    peaks: list[list[float]] = json.loads(done.stdout)
+    return peaks
 
 
 @counts_faults

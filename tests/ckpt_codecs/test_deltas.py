@@ -128,7 +128,7 @@ def test_wanted_states_alone_come_back(case: Case) -> None:
 def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str) -> None:
     """But for the directory, and a hundredth where a sample decided."""
     for name, change, step in cases():
-        made = fitted(delta_from_config({"name": codec.name, "level": level}), change, step)
+        delta = fitted(delta_from_config({"name": codec.name, "level": level}), change, step)
         plain = 0
         for state, values in change.after.items():
             best = candidate_codecs("parameter", state, values.dtype, level)[0]
@@ -136,7 +136,7 @@ def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str)
             base = base if base is not None and base.shape == values.shape else None
             plain += len(best.encode(values, base)) + 6
         slack = 1.0 if level == "max" and codec.name == "difference" else 1.01
-        assert len(made.encode(change)) <= slack * plain + 1, name
+        assert len(delta.encode(change)) <= slack * plain + 1, name
 
 
 def test_deltas_are_as_small_as_they_should_be() -> None:
@@ -168,8 +168,8 @@ def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
 
     odd = StatePair(*({n: awkward(v, i) for i, (n, v) in enumerate(s.items())} for s in (change.before, change.after)))
     for codec in DELTAS:
-        made = fitted(codec, odd, step)
-        back = decoded(made, made.encode(odd), odd)
+        delta = fitted(codec, odd, step)
+        back = decoded(delta, delta.encode(odd), odd)
         assert all(bits(back[n]) == bits(np.ascontiguousarray(v)) for n, v in odd.after.items())
 
 
@@ -179,8 +179,8 @@ def test_two_threads_do_not_share_their_scratch() -> None:
 
     def one(case: Case) -> bool:
         _, change, step = case
-        made = fitted(DELTAS[1], change, step)
-        back = decoded(made, made.encode(change), change)
+        delta = fitted(DELTAS[1], change, step)
+        back = decoded(delta, delta.encode(change), change)
         return all(bits(back[n]) == bits(v) for n, v in change.after.items())
 
     with ThreadPoolExecutor(4) as pool:
@@ -192,8 +192,8 @@ def test_two_threads_do_not_share_their_scratch() -> None:
 
 @EACH
 def test_a_configuration_is_json_and_makes_the_codec_again(codec: DeltaCodec) -> None:
-    made = fitted(codec, *adam((40, 64)))
-    assert delta_from_config(json.loads(json.dumps(made.config()))) == made
+    delta = fitted(codec, *adam((40, 64)))
+    assert delta_from_config(json.loads(json.dumps(delta.config()))) == delta
     assert codec.name in DELTA_CODECS
     assert find_delta(codec.name) is type(codec)
 

@@ -19,15 +19,15 @@ EACH = pytest.mark.parametrize("seed", SEEDS, ids=[seed[0] for seed in SEEDS])
 
 
 def test_the_chunks_have_parts_of_every_kind() -> None:
-    found, forms = set(), set()
+    headers, forms = set(), set()
     for _, _, change, data in SEEDS:
         at = 1 + 4 * len(change.after)
         for i in range(len(change.after)):
-            found.add(data[at])
+            headers.add(data[at])
             if data[at] not in (kinds.UNPREDICTED, kinds.GRADIENT, kinds.DRIFTED):
                 forms.add(data[at + 1])
             at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
-    assert found == set(range(8))
+    assert headers == set(range(8))
     assert forms >= {1, kinds.FLOAT32_GRID, kinds.SPARSE_STEPS, kinds.ANS_STEPS}
 
 
@@ -135,12 +135,12 @@ CRAFTED = {
 
 
 def test_a_crafted_chunk_of_depths_alone_is_whole() -> None:
-    made = decoded(
+    after = decoded(
         DELTAS[0],
         chunk(fp32=grid(0, 127, 0, 0, N, 8, bytes([127]) * N, b"\xff" * N, bytes(8))),
         StatePair(STATES, STATES),
     )
-    assert not made["fp32"].any()
+    assert not after["fp32"].any()
 
 
 @pytest.mark.parametrize("what", CRAFTED)

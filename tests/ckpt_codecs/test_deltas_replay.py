@@ -56,42 +56,42 @@ def test_weights_follow_from_moments_and_second_moments_from_first(
     kind: str, decay: float, kernel: dict[str, Any]
 ) -> None:
     """But for the roots that a library takes on some processors, which are not always rounded as IEEE 754 has it."""
-    found = cost(*stepped(getattr(torch.optim, kind), lr=1e-3, betas=(0.9, 0.95), weight_decay=decay, **kernel))
-    assert found["fp32"] < (0.01 if "fused" in kernel else 0.5)
-    assert found["exp_avg_sq"] < 1
-    assert found["exp_avg"] < 26.5
+    actual = cost(*stepped(getattr(torch.optim, kind), lr=1e-3, betas=(0.9, 0.95), weight_decay=decay, **kernel))
+    assert actual["fp32"] < (0.01 if "fused" in kernel else 0.5)
+    assert actual["exp_avg_sq"] < 1
+    assert actual["exp_avg"] < 26.5
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_of_gradients_in_bfloat16_these_alone_are_stored(kind: str) -> None:
-    found = cost(*stepped(getattr(torch.optim, kind), bf16=True, lr=1e-3, weight_decay=0.0))
-    assert found["fp32"] < 0.25
-    assert found["exp_avg_sq"] < 0.1
-    assert found["exp_avg"] < 12
+    actual = cost(*stepped(getattr(torch.optim, kind), bf16=True, lr=1e-3, weight_decay=0.0))
+    assert actual["fp32"] < 0.25
+    assert actual["exp_avg_sq"] < 0.1
+    assert actual["exp_avg"] < 12
 
 
 def test_amsgrad_follows_too() -> None:
-    found = cost(*stepped(torch.optim.AdamW, lr=1e-3, amsgrad=True))
-    assert found["fp32"] < 0.25
-    assert found["max_exp_avg_sq"] < 0.1
+    actual = cost(*stepped(torch.optim.AdamW, lr=1e-3, amsgrad=True))
+    assert actual["fp32"] < 0.25
+    assert actual["max_exp_avg_sq"] < 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.01}, {"nesterov": True}, {"dampening": 0.5}], ids=str)
 def test_weights_follow_from_momentum(options: dict[str, Any]) -> None:
-    found = cost(*stepped(torch.optim.SGD, lr=0.05, momentum=0.9, **options))
-    assert found["fp32"] < (2 if "nesterov" in options else 0.25)
+    actual = cost(*stepped(torch.optim.SGD, lr=0.05, momentum=0.9, **options))
+    assert actual["fp32"] < (2 if "nesterov" in options else 0.25)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"lr": 3e-3}, {"lr": 1e-3, "betas": (0.5, 0.7), "weight_decay": 9.0}], ids=str)
 @pytest.mark.parametrize("rate", [1e-3, 3e-6])
 def test_numbers_that_are_absent_or_wrong_are_found_in_the_values(rate: float, wrong: dict[str, Any]) -> None:
     change, _ = stepped(torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    found = cost(change, StepInfo(11, 12, wrong))
-    assert found["fp32"] < 0.5
-    assert found["exp_avg_sq"] < 0.7
-    found = cost(change, StepInfo(None, None, wrong))
-    assert found["fp32"] < 4  # the correction of the bias, and so the share of eps, cannot be known
-    assert found["exp_avg_sq"] < 0.7
+    actual = cost(change, StepInfo(11, 12, wrong))
+    assert actual["fp32"] < 0.5
+    assert actual["exp_avg_sq"] < 0.7
+    actual = cost(change, StepInfo(None, None, wrong))
+    assert actual["fp32"] < 4  # the correction of the bias, and so the share of eps, cannot be known
+    assert actual["exp_avg_sq"] < 0.7
 
 
 def test_some_steps_cost_more_and_no_more_than_the_plain_codec() -> None:
@@ -101,6 +101,6 @@ def test_some_steps_cost_more_and_no_more_than_the_plain_codec() -> None:
 
 
 def test_a_step_with_maximize_is_a_step() -> None:
-    found = cost(*stepped(torch.optim.AdamW, lr=1e-3, maximize=True))
-    assert found["fp32"] < 0.25
-    assert found["exp_avg_sq"] < 0.7
+    actual = cost(*stepped(torch.optim.AdamW, lr=1e-3, maximize=True))
+    assert actual["fp32"] < 0.25
+    assert actual["exp_avg_sq"] < 0.7

@@ -75,10 +75,10 @@ def damaged(random: np.random.Generator, data: Array) -> Array:
         return data[: random.integers(size + 1)].copy()
     if way == 1:
         return np.concatenate([data, random.integers(0, 256, random.integers(1, 9), np.uint8)])
-    made = data.copy()
+    copy = data.copy()
     if way < 4 and size:
-        made[random.integers(0, size, 3)] ^= np.uint8(1 << random.integers(8))
-    return made
+        copy[random.integers(0, size, 3)] ^= np.uint8(1 << random.integers(8))
+    return copy
 
 
 def read_by(read: Callable[..., bool], out: Array, *arguments: Any) -> tuple[bool, bytes]:
@@ -310,16 +310,16 @@ def _(random: np.random.Generator, n: int) -> Trial:
     predicted, actual, which, count = float16_words(random, n)
     symbols, counts, bits = TWINS.count_step_symbols(predicted, actual, which, count)
     weights = weights_for(counts)
-    states, found = TWINS.write_ans_steps(symbols, weights)
+    states, encoded = TWINS.write_ans_steps(symbols, weights)
     hostile = random.random() < 0.7
     if hostile:
         bits = damaged(random, bits)
         states = np.resize(damaged(random, states.view(np.uint8)), 64).view(np.uint32)
-        data = damaged(random, found.view(np.uint8))
-        found = data[: data.size & ~1].copy().view(np.uint16)
+        data = damaged(random, encoded.view(np.uint8))
+        encoded = data[: data.size & ~1].copy().view(np.uint16)
 
     def read(run: Engine) -> Any:
-        arguments = predicted, which, weights, states, found, bits
+        arguments = predicted, which, weights, states, encoded, bits
         result = read_by(run.read_ans_steps, np.empty(n, np.uint16), *arguments)
         assert hostile or result == (True, actual.tobytes())
         return result

@@ -69,11 +69,11 @@ def damaged(random: np.random.Generator, data: Array, head: int) -> Array:
         return data[: random.integers(size + 1)].copy()
     if way == 1:
         return np.concatenate([data, random.integers(0, 256, random.integers(1, 9), np.uint8)])
-    made = data.copy()
+    copy = data.copy()
     if way < 5 and size:
         places = random.integers(0, min(size, head) if way == 2 else size, 3)
-        made[places] = random.integers(0, 256, 3) if way < 4 else made[places] ^ (1 << random.integers(8))
-    return made
+        copy[places] = random.integers(0, 256, 3) if way < 4 else copy[places] ^ (1 << random.integers(8))
+    return copy
 
 
 def written(write: Callable[..., int], size: int, *arguments: Any) -> Array:

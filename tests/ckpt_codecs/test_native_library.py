@@ -57,12 +57,12 @@ def test_the_environment_binds_a_lower_level(level: int) -> None:
     assert run(code, CKPT_CPU_LEVEL=str(level)).stdout.strip() == f"v{level}_zigzag_bits"
 
 
-@pytest.mark.parametrize("asked", ["9", "0", "v3", " 2"])
-def test_a_level_that_this_cpu_has_not_is_refused(asked: str) -> None:
-    done = run(LEVEL, CKPT_CPU_LEVEL=asked)
+@pytest.mark.parametrize("level", ["9", "0", "v3", " 2"])
+def test_a_level_that_this_cpu_has_not_is_refused(level: str) -> None:
+    done = run(LEVEL, CKPT_CPU_LEVEL=level)
     assert done.returncode != 0
     possible = " and ".join(map(str, library.levels()))
-    assert f"LibraryError: CKPT_CPU_LEVEL={asked}: this CPU runs {possible}" in done.stderr
+    assert f"LibraryError: CKPT_CPU_LEVEL={level}: this CPU runs {possible}" in done.stderr
 
 
 @pytest.fixture

@@ -52,9 +52,9 @@ def test_delta_dnn_keeps_its_bound(shape: tuple[int, ...], eps: float) -> None:
     from papers import delta_dnn
 
     before, after = moved(shape)
-    found = delta_dnn.decode(delta_dnn.encode(after, before, eps), before)
-    assert found.shape == after.shape
-    assert np.abs(found.astype(np.float64) - after).max(initial=0) <= log1p(eps) + 1e-8
+    decoded = delta_dnn.decode(delta_dnn.encode(after, before, eps), before)
+    assert decoded.shape == after.shape
+    assert np.abs(decoded.astype(np.float64) - after).max(initial=0) <= log1p(eps) + 1e-8
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,9 +63,9 @@ def test_qd_keeps_its_bound(shape: tuple[int, ...], width: int) -> None:
     from papers import qd
 
     before, after = moved(shape)
-    found = qd.decode(qd.encode(after, before, width), before)
-    assert found.shape == after.shape
-    assert np.abs(found.astype(np.float64) - after).max(initial=0) <= qd.step_size(after, width) / 2 + 1e-8
+    decoded = qd.decode(qd.encode(after, before, width), before)
+    assert decoded.shape == after.shape
+    assert np.abs(decoded.astype(np.float64) - after).max(initial=0) <= qd.step_size(after, width) / 2 + 1e-8
 
 
 def test_inshrinkerator_decodes_the_classes_that_it_encoded() -> None:
@@ -75,8 +75,8 @@ def test_inshrinkerator_decodes_the_classes_that_it_encoded() -> None:
     old = inshrinkerator.quantise(before, 4, 0.2)
     new = inshrinkerator.quantise(after, 4, 0.2, old)
     data = inshrinkerator.encode(new, old)
-    found = inshrinkerator.decode(data, old)
-    assert bits(found.values()) == bits(new.values())
+    decoded = inshrinkerator.decode(data, old)
+    assert bits(decoded.values()) == bits(new.values())
     assert len(data) < after.size / 2  # most classes are as they were
     values, size = new.values().reshape(after.shape), np.abs(after)
     pruned, protected = size < np.quantile(size, 0.2), size > np.quantile(size, 0.995)
@@ -93,14 +93,14 @@ def test_check_n_run_stores_the_rows_that_changed(width: int | None) -> None:
     after, rows = before.copy(), np.arange(3, 500, 9)
     after[rows] += np.float32(0.01) * np.arange(16, dtype=np.float32)
     data = check_n_run.encode(after, before, width)
-    found = check_n_run.decode(data, before)
+    decoded = check_n_run.decode(data, before)
     rest = np.setdiff1d(np.arange(500), rows)
-    assert bits(found[rest]) == bits(before[rest])
+    assert bits(decoded[rest]) == bits(before[rest])
     if width is None:
-        assert bits(found) == bits(after)
+        assert bits(decoded) == bits(after)
     else:
         wide = after[rows].max(axis=1) - after[rows].min(axis=1)
-        error = np.linalg.norm(found[rows] - after[rows], axis=1)
+        error = np.linalg.norm(decoded[rows] - after[rows], axis=1)
         plain = wide / (2**width - 1) / 2 * np.sqrt(16)  # the search is never worse than the full range
         assert (error <= plain * 1.001).all()
     assert len(data) < rows.size * 16 * 4 + 200

@@ -75,8 +75,8 @@ def test_every_byte_is_read_once_and_goes_to_the_reader_that_needs_it(data: st.D
         with Counted(at / "file") as reader:
             band = Band(reader, len(parts), data.draw(st.integers(1, 3000)))
             order = data.draw(st.permutations(range(len(parts))))
-            found = in_step(band, [pieces(parts[i], heights[i]) for i in order])
-            for i, (blocks, _) in zip(order, found, strict=True):
+            results = in_step(band, [pieces(parts[i], heights[i]) for i in order])
+            for i, (blocks, _) in zip(order, results, strict=True):
                 low, high = ends[i]
                 assert np.array_equal(np.concatenate(blocks), values[:, low:high])
             if len(set(heights)) == 1:
@@ -91,8 +91,8 @@ def test_every_reader_has_the_evidence_of_what_it_used(tmp_path: Path) -> None:
         if broken:
             flip(tmp_path / "file", 5 + 4 * 63)  # of the first row, in the last reader's columns
         with Reader() as reader:
-            found = in_step(Band(reader, 4, 2000), parts)
-        for _, evidence in found:
+            results = in_step(Band(reader, 4, 2000), parts)
+        for _, evidence in results:
             whole = [(seal_number(blob.seal), 0, blob.seal.nbytes)] if broken else []
             assert evidence.table[["seal", "start", "stop"]].tolist() == whole
             assert evidence.numbers.tolist() == ([] if broken else [seal_number(blob.seal)])
@@ -114,8 +114,8 @@ def test_readers_that_need_other_rows_wait_for_nobody_for_ever(data: st.DataObje
             wanted.append(own)
         with Reader() as reader:
             band = Band(reader, len(wanted), data.draw(st.integers(1, 3000)))
-            found = in_step(band, [[blob for _, blob in own] for own in wanted])
-        for own, (blocks, _) in zip(wanted, found, strict=True):
+            results = in_step(band, [[blob for _, blob in own] for own in wanted])
+        for own, (blocks, _) in zip(wanted, results, strict=True):
             assert all(np.array_equal(values, block) for (values, _), block in zip(own, blocks, strict=True))
 
 

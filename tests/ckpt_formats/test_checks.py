@@ -21,9 +21,9 @@ def test_every_flaw_is_found_with_its_tensor() -> None:
     values = np.zeros(4, np.float32)
     middle = Tensor((4,), values.dtype, (Fragment(Box((1,), (2,)), ArrayBlob(values[1:2])),))
     source = checkpoint([parameter("whole", {MODEL: values}), Parameter("holed", "parameter", {MODEL: middle}, {})])
-    found = find_problems(source, EFFORT)
-    assert [(finding.kind, finding.tensors) for finding in found] == [("coverage", ("holed",))] * 2
-    assert [finding.what for finding in found] == [
+    problems = find_problems(source, EFFORT)
+    assert [(finding.kind, finding.tensors) for finding in problems] == [("coverage", ("holed",))] * 2
+    assert [finding.what for finding in problems] == [
         f"{MODEL}: no file holds block {gap} of shape [4]" for gap in ("[0:1]", "[2:4]")
     ]
 
@@ -35,9 +35,9 @@ def test_damage_is_found_with_the_tensor_that_it_touches(tmp_path: Path) -> None
     assert len(raws) > 5
     for name, raw in raws:
         flip(raw.path, raw.offset)
-        found = find_problems(source, EFFORT)
-        assert [finding.tensors for finding in found if finding.kind == "checksum"] == [(name,)]
-        assert not any(finding.tensors == (name,) for finding in found if finding.kind != "checksum")
+        problems = find_problems(source, EFFORT)
+        assert [finding.tensors for finding in problems if finding.kind == "checksum"] == [(name,)]
+        assert not any(finding.tensors == (name,) for finding in problems if finding.kind != "checksum")
         flip(raw.path, raw.offset)
     # This one's copy is not its master, rounded.
     assert [(finding.kind, finding.tensors) for finding in find_problems(source, EFFORT)] == [("copy", ("layers.1.w",))]

@@ -50,22 +50,22 @@ def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: An
     return target
 
 
-def assert_holds(found: Checkpoint, nested: State) -> None:
+def assert_holds(actual: Checkpoint, nested: State) -> None:
     """The model, the optimizer and its groups, bit for bit."""
-    for _, _, lazy in found.tensors():
+    for _, _, lazy in actual.tensors():
         assert not list(lazy.problems())
     for name, values in nested["model"].items():
-        assert_equal(read(found.parameters[name].states[MODEL]), values)
+        assert_equal(read(actual.parameters[name].states[MODEL]), values)
     for name, kept in nested["optim"]["state"].items():
         for key, values in kept.items():
-            assert_equal(read(found.parameters[name].states[key]), values)
-    groups = [({**group.options, "params": list(group.names)}) for group in found.groups]
+            assert_equal(read(actual.parameters[name].states[key]), values)
+    groups = [({**group.options, "params": list(group.names)}) for group in actual.groups]
     assert exact(groups) == exact(nested["optim"]["param_groups"])
 
 
-def assert_equal(found: Any, values: torch.Tensor) -> None:
-    assert (found.dtype.name, found.shape) == (str(values.dtype)[6:], tuple(values.shape))
-    assert found.tobytes() == raw(values)
+def assert_equal(actual: Any, values: torch.Tensor) -> None:
+    assert (actual.dtype.name, actual.shape) == (str(values.dtype)[6:], tuple(values.shape))
+    assert actual.tobytes() == raw(values)
 
 
 WRITERS: dict[str, dict[str, Any]] = {
@@ -78,13 +78,13 @@ WRITERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", WRITERS)
 def test_what_torch_saves_is_read_bit_for_bit(how: str, tmp_path: Path) -> None:
     saved = state()
-    found = open_checkpoint(save(saved, tmp_path / "saved", **WRITERS[how]))
-    assert_holds(found, saved)
-    assert (found.origin.engine, found.origin.step, found.notices) == ("dcp", 7, ())
-    assert found.extras["lr_scheduler"] == {"last_epoch": 7, "base_lrs": [0.1, 0.2]}
-    assert found.extras["misc"]["bytes"] == b"raw"
-    assert found.extras["misc"]["none"] is None
-    assert_equal(read(found.parameters[found.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
+    restored = open_checkpoint(save(saved, tmp_path / "saved", **WRITERS[how]))
+    assert_holds(restored, saved)
+    assert (restored.origin.engine, restored.origin.step, restored.notices) == ("dcp", 7, ())
+    assert restored.extras["lr_scheduler"] == {"last_epoch": 7, "base_lrs": [0.1, 0.2]}
+    assert restored.extras["misc"]["bytes"] == b"raw"
+    assert restored.extras["misc"]["none"] is None
+    assert_equal(read(restored.parameters[restored.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
 
 
 def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
     from torch.distributed.checkpoint._extension import ZStandard
 
     saved = state(rows=4099)
-    found = open_checkpoint(save(saved, tmp_path / "saved", _extensions=[ZStandard()]))
-    assert_holds(found, saved)
-    assert_equal(read(found.parameters[found.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
-    weight, values = found.parameters["layers.0.w"].weight, saved["model"]["layers.0.w"].numpy()
+    restored = open_checkpoint(save(saved, tmp_path / "saved", _extensions=[ZStandard()]))
+    assert_holds(restored, saved)
+    assert_equal(read(restored.parameters[restored.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
+    weight, values = restored.parameters["layers.0.w"].weight, saved["model"]["layers.0.w"].numpy()
     with Reader() as reader:
         for box in (Box((4000, 1), (4001, 3)), Box((0, 0), (4, 4)), Box((17, 2), (4099, 3)), Box((3, 0), (900, 4))):
             assert bits(read(weight.crop(box), reader)) == bits(np.ascontiguousarray(values[box.index]))
@@ -112,9 +112,9 @@ def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest
     save(saved, tmp_path / "saved")
     held = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
     assert isinstance(held["plain"], BytesStorageMetadata), "one item for the whole dict"
-    found = open_checkpoint(tmp_path / "saved")
-    assert_holds(found, saved)
-    assert found.extras["plain"] == saved["plain"]
+    restored = open_checkpoint(tmp_path / "saved")
+    assert_holds(restored, saved)
+    assert restored.extras["plain"] == saved["plain"]
 
 
 def test_without_checksums_there_is_nothing_to_check(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_without_checksums_there_is_nothing_to_check(tmp_path: Path) -> None:
         save(saved, tmp_path / "saved")
     finally:
         torch.serialization.set_crc32_options(True)
-    found = open_checkpoint(tmp_path / "saved")
-    assert_holds(found, saved)
-    assert len(found.seals) == 0
-    assert_holds(open_checkpoint(write(found, tmp_path / "copy")), saved)
+    restored = open_checkpoint(tmp_path / "saved")
+    assert_holds(restored, saved)
+    assert len(restored.seals) == 0
+    assert_holds(open_checkpoint(write(restored, tmp_path / "copy")), saved)
 
 
 def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
@@ -146,21 +146,21 @@ def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
     save({"model": nested["model"]}, tmp_path / "pair" / "pytorch_model_fsdp_0")
     save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
     save({"model": nested["model"], "optimizer": numbered}, tmp_path / "numbered")
-    found = {
+    by_layout = {
         name: open_checkpoint(tmp_path / name, ReadOptions(order=NAMES))
         for name in ("nested", "flat", "pair", "numbered")
     }
-    for one in found.values():
+    for one in by_layout.values():
         assert_holds(one, nested)
-    layouts = {name: StateKeys(**one.origin.layout["keys"]) for name, one in found.items()}
+    layouts = {name: StateKeys(**one.origin.layout["keys"]) for name, one in by_layout.items()}
     assert layouts == {"nested": NESTED, "flat": TORCHTITAN, "pair": ACCELERATE, "numbered": ACCELERATE}
-    assert found["flat"].origin.engine == "torchtitan"
+    assert by_layout["flat"].origin.engine == "torchtitan"
 
 
 def test_names_stay_flat_where_no_paths_are_saved(tmp_path: Path) -> None:
     model = {f"model.{name}": values for name, values in state()["model"].items()}
-    found = open_checkpoint(save(model, tmp_path / "saved", flatten=False))
-    assert set(found.parameters) == set(model)
+    restored = open_checkpoint(save(model, tmp_path / "saved", flatten=False))
+    assert set(restored.parameters) == set(model)
 
 
 @pytest.mark.quick(7)
@@ -177,10 +177,10 @@ def test_what_is_written_torch_loads_as_what_it_saved(keys: str | None, mesh: tu
         source, tmp_path / "written", *mesh, keys=style, rules=(Rule("head.w", axis=1), Rule(".*w", axis=0))
     )
     if keys == "accelerate":
-        found = loaded(written / "pytorch_model_fsdp_0") | loaded(written / "optimizer_0")
+        actual = loaded(written / "pytorch_model_fsdp_0") | loaded(written / "optimizer_0")
     else:
-        found = loaded(written)
-    assert exact(found) == exact(saved)
+        actual = loaded(written)
+    assert exact(actual) == exact(saved)
     assert_holds(open_checkpoint(written), nested)
 
 
@@ -243,11 +243,11 @@ def test_any_tensors_over_any_mesh_come_back(data: st.DataObject) -> None:
     dp, tp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     axis = data.draw(st.integers(0, 2))
     kinds = ("float32", "bfloat16", "int64", "float8_e5m2", "uint16")
-    made = [
+    parameters = [
         parameter(f"p{i}.w", {"param": array(np.dtype(data.draw(st.sampled_from(kinds))), shape, i)})
         for i, shape in enumerate(shapes)
     ]
-    source = checkpoint(made)
+    source = checkpoint(parameters)
     with folder() as at:
         again = open_checkpoint(write(source, at / "written", dp, tp, rules=(Rule(".*", axis=axis),)))
         assert contents(again) == contents(source)
@@ -290,12 +290,12 @@ _TREES = st.recursive(
 def test_state_dicts_are_flattened_as_torch_does_it(tree: dict[str, Any]) -> None:
     lazy = tensor(np.zeros(2))
 
-    def with_tensors(value: Any, made: Any) -> Any:
+    def with_tensors(value: Any, tensors: Any) -> Any:
         if isinstance(value, dict):
-            return {key: with_tensors(item, made) for key, item in value.items()}
+            return {key: with_tensors(item, tensors) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(with_tensors(item, made) for item in value)
-        return made if value == "tensor" else value
+            return type(value)(with_tensors(item, tensors) for item in value)
+        return tensors if value == "tensor" else value
 
     try:
         _, theirs = flatten_state_dict(with_tensors(tree, torch.zeros(2)))
@@ -350,9 +350,9 @@ def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
     for file in written.glob("*.distcp"):
         if not file.name.startswith("__0_"):
             file.write_bytes(bytes(file.stat().st_size))
-    found = open_checkpoint(written).parameters["w"].weight
-    assert found.shape == (64, 8)
-    assert len(list(found.problems())) == 3
+    weight = open_checkpoint(written).parameters["w"].weight
+    assert weight.shape == (64, 8)
+    assert len(list(weight.problems())) == 3
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20, 3 << 19])
@@ -376,9 +376,9 @@ def test_of_items_that_differ_in_their_values_alone_one_is_parsed(tmp_path: Path
     parsed: list[object] = []
     monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))
     values = {f"w{i}": torch.full((4, 3), float(i)) for i in range(5)}
-    found = open_checkpoint(save({"model": values}, tmp_path))
+    restored = open_checkpoint(save({"model": values}, tmp_path))
     for name, value in values.items():
-        assert_equal(read(found.parameters[name].weight), value)
+        assert_equal(read(restored.parameters[name].weight), value)
     assert len(parsed) == 1
 
 
@@ -393,9 +393,9 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
     for step in (5, 10, 9):
         saved = {**state(seed=step), "train_state": {"step": step, "note": "text"}}
         save(saved, tmp_path / "run" / "checkpoint" / f"step-{step}")
-    found = open_checkpoint(tmp_path / "run")
-    assert_holds(found, state(seed=10))
-    assert [str(notice) for notice in found.notices] == [
+    restored = open_checkpoint(tmp_path / "run")
+    assert_holds(restored, state(seed=10))
+    assert [str(notice) for notice in restored.notices] == [
         "step-10 is read, the newest of 3 checkpoints here",
         "other checkpoints of the folder, which are not read: checkpoint/step-5/, checkpoint/step-9/",
     ]
@@ -438,11 +438,11 @@ def test_it_is_told_by_its_metadata(tmp_path: Path) -> None:
 def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
     saved = state()
     written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written", 2)
-    found: State = {}
+    loaded_state: State = {}
     _load_state_dict(
-        found, FileSystemReader(written), planner=_EmptyStateDictLoadPlanner(keys={"train_state"}), no_dist=True
+        loaded_state, FileSystemReader(written), planner=_EmptyStateDictLoadPlanner(keys={"train_state"}), no_dist=True
     )
-    assert found == {"train_state": saved["train_state"]}
+    assert loaded_state == {"train_state": saved["train_state"]}
     held = FileSystemReader(written).read_metadata().state_dict_metadata
     assert isinstance(held["model.layers.0.w"], TensorStorageMetadata)
 

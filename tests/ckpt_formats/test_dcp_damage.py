@@ -45,15 +45,15 @@ def damaged(whole: Path, tmp_path: Path) -> Path:
 
 
 def metadata(folder: Path) -> Metadata:
-    found: Metadata = pickle.loads((folder / ".metadata").read_bytes())
-    return found
+    result: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    return result
 
 
 def change(folder: Path, how: Callable[[Metadata], object]) -> None:
     """Let torch's own classes write the metadata again, changed."""
-    found = metadata(folder)
-    how(found)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    stated = metadata(folder)
+    how(stated)
+    (folder / ".metadata").write_bytes(pickle.dumps(stated))
 
 
 def place(folder: Path, fqn: str, offset: tuple[int, ...] | None = None) -> _StorageInfo:
@@ -98,9 +98,9 @@ def test_a_chunk_without_a_place_is_missing(damaged: Path) -> None:
 
 
 def test_chunks_that_overlap_are_refused(damaged: Path) -> None:
-    def overlapping(found: Metadata) -> None:
-        found.state_dict_metadata[WEIGHT].chunks[1].offsets = torch.Size((2, 0))
-        found.storage_data[MetadataIndex(WEIGHT, (2, 0))] = found.storage_data.pop(MetadataIndex(WEIGHT, (3, 0)))
+    def overlapping(stated: Metadata) -> None:
+        stated.state_dict_metadata[WEIGHT].chunks[1].offsets = torch.Size((2, 0))
+        stated.storage_data[MetadataIndex(WEIGHT, (2, 0))] = stated.storage_data.pop(MetadataIndex(WEIGHT, (3, 0)))
 
     change(damaged, overlapping)
     refused(damaged, 20, "layers.0.w", "overlap")
@@ -125,9 +125,9 @@ def test_a_missing_file_is_named(damaged: Path) -> None:
 def test_items_that_were_swapped_are_refused(damaged: Path) -> None:
     """Of another shape, that is: between two alike nothing in the files can tell."""
 
-    def swapped(found: Metadata) -> None:
+    def swapped(stated: Metadata) -> None:
         one, two = MetadataIndex(WEIGHT, (0, 0)), MetadataIndex("model.layers.0.b", (0,))
-        places = found.storage_data
+        places = stated.storage_data
         places[one], places[two] = places[two], places[one]
 
     change(damaged, swapped)
@@ -148,8 +148,8 @@ def test_a_path_that_leads_elsewhere_is_refused(file: str, damaged: Path) -> Non
     ("offset", "length"), [(1 << 62, 100), (0, 1 << 62), (-1, 100), (0, -1), (0, 0), (1 << 70, 5)], ids=str
 )
 def test_items_at_impossible_places_are_refused(offset: int, length: int, damaged: Path) -> None:
-    def moved(found: Metadata) -> None:
-        info = found.storage_data[MetadataIndex(WEIGHT, (3, 0))]
+    def moved(stated: Metadata) -> None:
+        info = stated.storage_data[MetadataIndex(WEIGHT, (3, 0))]
         info.offset, info.length = offset, length
 
     change(damaged, moved)
@@ -158,11 +158,11 @@ def test_items_at_impossible_places_are_refused(offset: int, length: int, damage
 
 @pytest.mark.parametrize("shape", [(1 << 61, 4), (1 << 40, 1 << 40), (1 << 62,), (2,) * 65], ids=str)
 def test_absurd_shapes_are_refused_at_once(shape: tuple[int, ...], damaged: Path) -> None:
-    def absurd(found: Metadata) -> None:
-        stored = found.state_dict_metadata[WEIGHT]
+    def absurd(stated: Metadata) -> None:
+        stored = stated.state_dict_metadata[WEIGHT]
         stored.size, start = torch.Size(shape), (0,) * len(shape)
         stored.chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(shape))]
-        found.storage_data[MetadataIndex(WEIGHT, start)] = found.storage_data.pop(MetadataIndex(WEIGHT, (3, 0)))
+        stated.storage_data[MetadataIndex(WEIGHT, start)] = stated.storage_data.pop(MetadataIndex(WEIGHT, (3, 0)))
 
     change(damaged, absurd)
     refused(damaged, 20)
@@ -192,8 +192,8 @@ def test_items_that_would_run_code_are_refused_and_nothing_runs(where: str, dama
     fqn, offset = ("train_state.note", None) if where == "object" else (WEIGHT, (3, 0))
     (damaged / "more.distcp").write_bytes(item.getvalue())
 
-    def planted(found: Metadata) -> None:
-        found.storage_data[MetadataIndex(fqn, offset)] = _StorageInfo("more.distcp", 0, len(item.getvalue()))
+    def planted(stated: Metadata) -> None:
+        stated.storage_data[MetadataIndex(fqn, offset)] = _StorageInfo("more.distcp", 0, len(item.getvalue()))
 
     change(damaged, planted)
     refused(damaged, 21, "posix.system", "Nothing was run")
@@ -269,11 +269,11 @@ def test_a_later_save_that_was_broken_off_is_told_from_the_metadata(damaged: Pat
 def test_leftovers_of_another_save_are_named_and_not_read(damaged: Path, whole: Path) -> None:
     shutil.copy(damaged / "__1_0.distcp", damaged / "__5_0.distcp")
     (damaged / "__6_0.distcp").touch()
-    found = open_checkpoint(damaged)
-    (notice,) = found.notices
+    checkpoint = open_checkpoint(damaged)
+    (notice,) = checkpoint.notices
     assert "__5_0.distcp" in notice
     assert "__6_0.distcp" not in notice
-    assert contents(found) == contents(open_checkpoint(whole))
+    assert contents(checkpoint) == contents(open_checkpoint(whole))
 
 
 def test_serialization_as_safetensors_is_refused(tmp_path: Path) -> None:
@@ -315,12 +315,12 @@ def test_metadata_that_make_no_sense_are_corrupt(how: Callable[[Metadata], objec
 
 def test_a_list_with_a_huge_hole_is_refused(tmp_path: Path) -> None:
     saved = save({"a": [torch.ones(2)]}, tmp_path / "saved")
-    found = metadata(saved)
+    stated = metadata(saved)
     name = f"a.{1 << 40}"
-    found.planner_data = {name: ("a", 1 << 40)}
-    found.state_dict_metadata = {name: found.state_dict_metadata["a.0"]}
-    found.storage_data = {MetadataIndex(name, (0,)): next(iter(found.storage_data.values()))}
-    (saved / ".metadata").write_bytes(pickle.dumps(found))
+    stated.planner_data = {name: ("a", 1 << 40)}
+    stated.state_dict_metadata = {name: stated.state_dict_metadata["a.0"]}
+    stated.storage_data = {MetadataIndex(name, (0,)): next(iter(stated.storage_data.values()))}
+    (saved / ".metadata").write_bytes(pickle.dumps(stated))
     refused(saved, 20, "impossible places")
 
 
@@ -349,10 +349,10 @@ def test_one_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path,
         done = ckpt("verify", damaged)
         assert_typed(done)
         if done.code == 0:
-            found = open_checkpoint(damaged)
-            assert contents(found) == expected, (file, at, bit)
-            assert dict(found.extras) == extras, (file, at, bit)
-            assert found.groups == good.groups, (file, at, bit)
+            checkpoint = open_checkpoint(damaged)
+            assert contents(checkpoint) == expected, (file, at, bit)
+            assert dict(checkpoint.extras) == extras, (file, at, bit)
+            assert checkpoint.groups == good.groups, (file, at, bit)
         else:
             refusals += 1
         data[at] ^= 1 << bit

@@ -135,13 +135,13 @@ def truth(kind: Kind, zoo: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(kind: Kind, zoo: Path, truth: dict[str, Any]) -> Checkpoint:
+def checkpoint(kind: Kind, zoo: Path, truth: dict[str, Any]) -> Checkpoint:
     return opened(kind, zoo, truth)
 
 
 def truth_of(kind: Kind, zoo: Path) -> dict[str, Any]:
-    said: dict[str, Any] = torch.load(zoo / kind.training.name / "truth.pt", weights_only=False)
-    return said
+    saved_truth: dict[str, Any] = torch.load(zoo / kind.training.name / "truth.pt", weights_only=False)
+    return saved_truth
 
 
 def opened(kind: Kind, zoo: Path, truth: dict[str, Any]) -> Checkpoint:
@@ -157,8 +157,8 @@ def stored(name: str, kind: Kind) -> str:
     return f"module.{name}" if kind.way.keys == "raw" else name
 
 
-def assert_is_the_truth(found: Checkpoint, truth: dict[str, Any], kind: Kind) -> None:
-    named = {**found.parameters, **{alias: found.parameters[name] for alias, name in found.aliases.items()}}
+def assert_is_the_truth(actual: Checkpoint, truth: dict[str, Any], kind: Kind) -> None:
+    named = {**actual.parameters, **{alias: actual.parameters[name] for alias, name in actual.aliases.items()}}
     for name, expected in truth["model"].items():
         assert same(named[stored(name, kind)].states[MODEL], expected), name
     for name, states in truth["optimizer"].items():
@@ -167,20 +167,20 @@ def assert_is_the_truth(found: Checkpoint, truth: dict[str, Any], kind: Kind) ->
         assert parameter.states.keys() - {MODEL} == states.keys(), name
         for state, expected in states.items():
             assert same(parameter.states[state], expected), f"{name}/{state}"
-    trained = {name for name, parameter in found.parameters.items() if parameter.role == "parameter"}
+    trained = {name for name, parameter in actual.parameters.items() if parameter.role == "parameter"}
     assert trained == {stored(name, kind) for name in truth["optimizer"]}
     known = {name for name, parameter in named.items() if parameter.role != "extra"}
     assert known == {stored(name, kind) for name in truth["model"]}
 
 
-def test_every_tensor_is_what_memory_held(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:
-    assert_is_the_truth(found, truth, kind)
+def test_every_tensor_is_what_memory_held(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    assert_is_the_truth(checkpoint, truth, kind)
     left = ["__2_0.distcp, __3_0.distcp"] if kind.way.over else []
-    assert [", ".join(notice.names) for notice in found.notices] == left
+    assert [", ".join(notice.names) for notice in checkpoint.notices] == left
 
 
-def test_groups_are_what_the_optimizer_held(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:
-    groups = [({**group.options}, list(group.names)) for group in found.groups]
+def test_groups_are_what_the_optimizer_held(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    groups = [({**group.options}, list(group.names)) for group in checkpoint.groups]
     expected = [
         (
             {key: value for key, value in group.items() if key != "names"},
@@ -193,12 +193,12 @@ def test_groups_are_what_the_optimizer_held(kind: Kind, found: Checkpoint, truth
     assert_same(groups, expected)
 
 
-def test_the_step_is_told(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:
-    assert found.origin.step == (None if kind.way.keys == "accelerate" else truth["step"])
+def test_the_step_is_told(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    assert checkpoint.origin.step == (None if kind.way.keys == "accelerate" else truth["step"])
 
 
-def test_the_rest_is_carried(kind: Kind, found: Checkpoint, truth: dict[str, Any]) -> None:
-    rest = {key: unlifted(value, found) for key, value in found.extras.items()}
+def test_the_rest_is_carried(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    rest = {key: unlifted(value, checkpoint) for key, value in checkpoint.extras.items()}
     scheduler = rest.pop("lr_scheduler", None)
     if kind.way.keys != "accelerate":
         assert scheduler == {**truth["scheduler"], "lr_lambdas": [None for _ in truth["groups"]]}
@@ -209,8 +209,8 @@ def expected_rest(kind: Kind, truth: dict[str, Any]) -> dict[str, Any]:
     step, world = truth["step"], kind.training.world
     counters = {"step": step, "ntokens_seen": 1000 * step}
     positions = {rank: {"pos": step * 12 + rank} for rank in range(world)}
-    loader = {f"dp_rank_{rank}": {**said, "epoch": 0} for rank, said in positions.items()}
-    pickled = {f"pickled_{rank}": pickle.dumps(said) for rank, said in positions.items()}
+    loader = {f"dp_rank_{rank}": {**position, "epoch": 0} for rank, position in positions.items()}
+    pickled = {f"pickled_{rank}": pickle.dumps(position) for rank, position in positions.items()}
     return {
         "nested": {**truth["extras"], "train_state": counters},
         "torchtitan": {
@@ -222,14 +222,14 @@ def expected_rest(kind: Kind, truth: dict[str, Any]) -> dict[str, Any]:
     }[kind.way.keys]
 
 
-def unlifted(value: Value, found: Checkpoint) -> Any:
+def unlifted(value: Value, checkpoint: Checkpoint) -> Any:
     """An extra with its tensors in it again."""
     if isinstance(value, TensorName):
-        return as_torch(read(found.parameters[value.name].weight))
+        return as_torch(read(checkpoint.parameters[value.name].weight))
     if isinstance(value, dict):
-        return {key: unlifted(item, found) for key, item in value.items()}
+        return {key: unlifted(item, checkpoint) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(unlifted(item, found) for item in value)
+        return type(value)(unlifted(item, checkpoint) for item in value)
     return value
 
 
@@ -251,16 +251,18 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_it_verifies(kind: Kind, found: Checkpoint) -> None:
-    assert found.seals or kind.way.zstd, "torch writes a CRC-32 of everything; of what is compressed it lies inside"
-    assert find_problems(found, Resources()) == []
+def test_it_verifies(kind: Kind, checkpoint: Checkpoint) -> None:
+    assert checkpoint.seals or kind.way.zstd, (
+        "torch writes a CRC-32 of everything; of what is compressed it lies inside"
+    )
+    assert find_problems(checkpoint, Resources()) == []
 
 
-def test_universal_holds_the_same(kind: Kind, found: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
-    save(found, tmp_path / "u", writable("universal"), Resources())
+def test_universal_holds_the_same(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
+    save(checkpoint, tmp_path / "u", writable("universal"), Resources())
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
-    assert again.groups == found.groups
+    assert again.groups == checkpoint.groups
     assert find_problems(again, Resources()) == []
 
 
@@ -269,7 +271,7 @@ class Made:
     """What real runs made of all jobs, and what torch's own tool did."""
 
     folder: Path
-    said: str
+    output: str
 
     def target(self, job: Job) -> Path:
         return self.folder / str(job)
@@ -284,12 +286,12 @@ class Made:
         if file.exists():
             out: dict[str, Any] = load(file)
             return out
-        found = re.search(rf"{re.escape(str(file))} FAILED: (.*?)(?=\n/|\Z)", self.said, re.DOTALL)
-        raise AssertionError(found[1] if found else self.said)
+        match = re.search(rf"{re.escape(str(file))} FAILED: (.*?)(?=\n/|\Z)", self.output, re.DOTALL)
+        raise AssertionError(match[1] if match else self.output)
 
 
 @pytest.fixture(scope="module")
-def made(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def written(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("dcp")
     deepspeed = out / "deepspeed"
     deepspeed.mkdir()
@@ -305,8 +307,8 @@ def made(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
             named = {"training": "fsdp2_w2", "truth": deepspeed / "truth.pt"}
             changes = {**layout, "model": "gpt", "hidden": 32, "scheduler": False}
         target = out / str(job)
-        asked = {"checkpoint": target, "report": out / f"{job}.json", "keys": job.asked_as, "asks": job.asks}
-        resumes.append({**named, **asked, "changes": changes})
+        request = {"checkpoint": target, "report": out / f"{job}.json", "keys": job.asked_as, "asks": job.asks}
+        resumes.append({**named, **request, "changes": changes})
         if job.asked_as != "accelerate":
             merges.append({"checkpoint": target, "out": out / f"{job}.pt"})
     return Made(out, launch.resume_all(resumes, out) + launch.merge_all(merges, out))
@@ -327,41 +329,41 @@ def truth_of_deepspeed() -> dict[str, Any]:
     """The sample's truth as a run in fp32 has it: its masters are the weights."""
     with safe_open(SAMPLE / "truth.safetensors", "pt") as file:
         about, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    said: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": None, "step": int(about["step"])}
+    tree: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": None, "step": int(about["step"])}
     for key, tensor in tensors.items():
         name, _, state = key.rpartition("/")
         if state in ("fp32", "frozen", "buffer"):
-            said["model"][name] = tensor
+            tree["model"][name] = tensor
         elif state != "lp":
-            said["optimizer"].setdefault(name, {"step": torch.tensor(float(about["step"]))})[state] = tensor
-    return {**said, "groups": json.loads(about["param_groups"])}
+            tree["optimizer"].setdefault(name, {"step": torch.tensor(float(about["step"]))})[state] = tensor
+    return {**tree, "groups": json.loads(about["param_groups"])}
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_a_run_of_any_layout_holds_what_the_sources_run_held(job: Job, made: Made) -> None:
-    report = made.report(job)
+def test_a_run_of_any_layout_holds_what_the_sources_run_held(job: Job, written: Made) -> None:
+    report = written.report(job)
     assert report["mismatches"] == {}
     assert report["step"]["found"] == report["step"]["truth"]
-    for truth, found in zip(report["groups"]["truth"], report["groups"]["found"], strict=True):
-        assert found["names"] == truth["names"]
-        assert {key: truth.get(key) for key in found} == found
+    for truth, loaded in zip(report["groups"]["truth"], report["groups"]["found"], strict=True):
+        assert loaded["names"] == truth["names"]
+        assert {key: truth.get(key) for key in loaded} == loaded
     assert all(report["extras"].values())
     assert report["scheduler"]["found"] == report["scheduler"]["truth"]
     assert len(report["extras"]) == (6 if job.asks is None and job.asked_as == "nested" else 0)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_it_computes_what_the_sources_run_computed(job: Job, made: Made) -> None:
-    report = made.report(job)
+def test_it_computes_what_the_sources_run_computed(job: Job, written: Made) -> None:
+    report = written.report(job)
     assert abs(report["evaluation"] - report["expected"]["evaluation"]) <= ROUNDING[dtype_of(job)]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_its_training_goes_on_as_it_would_have(job: Job, made: Made) -> None:
-    report = made.report(job)
-    found, expected = report["losses_after"], report["expected"]["losses_after"]
-    assert len(found) == len(expected) == 4
-    drift = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def test_its_training_goes_on_as_it_would_have(job: Job, written: Made) -> None:
+    report = written.report(job)
+    actual, expected = report["losses_after"], report["expected"]["losses_after"]
+    assert len(actual) == len(expected) == 4
+    drift = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
     assert drift <= (0.0 if job.same_layout else SUMMATION[dtype_of(job)])
 
 
@@ -376,8 +378,8 @@ def dtype_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job.asked_as != "accelerate"], ids=str)
-def test_torchs_own_tool_reads_the_same_of_ours(job: Job, made: Made, zoo: Path) -> None:
-    merged = made.merged(job)
+def test_torchs_own_tool_reads_the_same_of_ours(job: Job, written: Made, zoo: Path) -> None:
+    merged = written.merged(job)
     truth = truth_of(job.kind, zoo) if job.kind else truth_of_deepspeed()
     model, optimizer = (merged["model"], merged["optim"]) if job.asked_as == "nested" else split(merged, truth)
     for name, expected in truth["model"].items():

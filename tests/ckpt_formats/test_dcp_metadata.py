@@ -65,23 +65,23 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 
 
 @given(metadatas(), st.sampled_from([2, 4, 5]))
-def test_whatever_torch_pickles_is_read_as_what_it_is(said: Metadata, protocol: int) -> None:
+def test_whatever_torch_pickles_is_read_as_what_it_is(expected: Metadata, protocol: int) -> None:
     with folder() as at:
-        (at / ".metadata").write_bytes(pickle.dumps(said, protocol))
-        found = read_metadata(at / ".metadata")
-    entries, places = said.state_dict_metadata, said.storage_data
+        (at / ".metadata").write_bytes(pickle.dumps(expected, protocol))
+        metadata = read_metadata(at / ".metadata")
+    entries, places = expected.state_dict_metadata, expected.storage_data
     tensors = {name: entry for name, entry in entries.items() if not isinstance(entry, BytesStorageMetadata)}
-    assert {name: (one.dtype.name, one.shape) for name, one in found.tensors.items()} == {
+    assert {name: (one.dtype.name, one.shape) for name, one in metadata.tensors.items()} == {
         name: (str(entry.properties.dtype)[6:], tuple(entry.size)) for name, entry in tensors.items()
     }
     for name, entry in tensors.items():
         theirs = [
             (tuple(c.offsets), tuple(c.sizes), place(places[MetadataIndex(name, c.offsets)])) for c in entry.chunks
         ]
-        ours = [(box.start, box.shape, item and said_of(item)) for box, item in found.tensors[name].blocks]
+        ours = [(box.start, box.shape, item and said_of(item)) for box, item in metadata.tensors[name].blocks]
         assert ours == theirs
     objects = {name: place(places[MetadataIndex(name)]) for name in entries if name not in tensors}
-    assert {name: said_of(item) for name, item in found.objects.items()} == objects
+    assert {name: said_of(item) for name, item in metadata.objects.items()} == objects
 
 
 def said_of(item: ItemRange) -> tuple[Any, ...]:
@@ -111,15 +111,15 @@ def test_texts_of_a_form_are_taken_whether_spelled_or_referred_to() -> None:
     names = [f"name of {i}" for i in range(300)]
     indices = [MetadataIndex("".join([*names[-1]]), torch.Size((0,)), 0)]  # spelled
     indices += [MetadataIndex(names[-1], torch.Size((i,)), i) for i in range(3)]  # a long reference
-    found = load_pickle(pickle.dumps([many, names, *indices], 4), "x", FORMS)[2:]
-    assert [type(one) for one in found[1:]] == [CompactRecord] * 3
-    assert [one[1] for one in found[1:]] == [names[-1]] * 3
+    loaded = load_pickle(pickle.dumps([many, names, *indices], 4), "x", FORMS)[2:]
+    assert [type(one) for one in loaded[1:]] == [CompactRecord] * 3
+    assert [one[1] for one in loaded[1:]] == [names[-1]] * 3
     short = load_pickle(pickle.dumps([MetadataIndex(name, torch.Size((0,)), 0) for name in names[:3]], 4), "x", FORMS)
     assert [(type(one), one[1]) for one in short[1:]] == [(CompactRecord, name) for name in names[1:3]]
 
 
-@pytest.mark.parametrize(("opcodes", "said"), [(b"\x85", b"K\x01K\x02"), (b"\x87", b"K\x01K\x02")])
-def test_a_form_does_not_take_a_size_that_leaves_a_length_or_lacks_one(opcodes: bytes, said: bytes) -> None:
+@pytest.mark.parametrize(("opcodes", "arguments"), [(b"\x85", b"K\x01K\x02"), (b"\x87", b"K\x01K\x02")])
+def test_a_form_does_not_take_a_size_that_leaves_a_length_or_lacks_one(opcodes: bytes, arguments: bytes) -> None:
     """What the opcodes mean is another tuple, and a number beside it."""
     chunks = [ChunkStorageMetadata(torch.Size((i + 1, 2)), torch.Size((7, 7))) for i in range(3)]
     data = pickle.dumps(chunks, 4)
@@ -135,19 +135,19 @@ def test_a_form_does_not_take_a_size_that_leaves_a_length_or_lacks_one(opcodes: 
 def test_a_reference_is_taken_if_it_leads_to_what_is_meant(shared: Any, kind: type) -> None:
     chunks = [ChunkStorageMetadata(torch.Size((i, 0)), torch.Size((1, 300))) for i in range(3)]
     chunks[2].__dict__["sizes"] = shared
-    found = load_pickle(pickle.dumps([shared, *chunks], 4), "x", FORMS)
-    assert type(found[3]) is kind
-    assert (found[3][2] if kind is CompactRecord else found[3].state["sizes"]) == shared
+    loaded = load_pickle(pickle.dumps([shared, *chunks], 4), "x", FORMS)
+    assert type(loaded[3]) is kind
+    assert (loaded[3][2] if kind is CompactRecord else loaded[3].state["sizes"]) == shared
 
 
 def test_a_reference_into_a_formed_object_is_understood() -> None:
     """No pickler makes one, unless two objects share their attributes."""
     chunks = [ChunkStorageMetadata(torch.Size((i,)), torch.Size((1,))) for i in range(5)]
     chunks[4].__dict__ = chunks[2].__dict__
-    found = load_pickle(pickle.dumps(chunks, 4), "x", FORMS)
-    assert all(type(one) is Record for one in found), "read again without forms"
-    assert found[4].state == {"offsets": (2,), "sizes": (1,)}
-    assert found[4].state is found[2].state
+    loaded = load_pickle(pickle.dumps(chunks, 4), "x", FORMS)
+    assert all(type(one) is Record for one in loaded), "read again without forms"
+    assert loaded[4].state == {"offsets": (2,), "sizes": (1,)}
+    assert loaded[4].state is loaded[2].state
 
 
 def test_a_memo_that_numbers_itself_is_understood() -> None:
@@ -179,12 +179,12 @@ def test_metadata_of_each_rank_are_put_together(tmp_path: Path) -> None:
     same = {"model": {"w": torch.arange(6.0)}, "step": 3}
     saved = by_rank(tmp_path / "saved", *({**same, "mine": {"rank": rank, "seed": 5}} for rank in range(3)))
     assert not (saved / ".metadata").exists()
-    found = open_checkpoint(saved)
-    weight = found.parameters["w"].weight
+    checkpoint = open_checkpoint(saved)
+    weight = checkpoint.parameters["w"].weight
     assert (read(weight).tolist(), len(weight.replicas)) == ([0, 1, 2, 3, 4, 5], 2)
-    assert found.extras["mine"] == {"rank": 0, "seed": 5}
-    assert found.extras["ranks"] == {"1": {"mine.rank": 1}, "2": {"mine.rank": 2}}
-    assert found.origin.layout["world"] == 3
+    assert checkpoint.extras["mine"] == {"rank": 0, "seed": 5}
+    assert checkpoint.extras["ranks"] == {"1": {"mine.rank": 1}, "2": {"mine.rank": 2}}
+    assert checkpoint.origin.layout["world"] == 3
     (saved / "__1.metadata").unlink()
     with pytest.raises(CkptError, match=r"__1\.metadata is missing"):
         open_checkpoint(saved)
@@ -222,8 +222,8 @@ def test_fifty_thousand_chunks_take_little_time_and_memory(tensors: int, ranks: 
         for r in range(ranks):
             index = MetadataIndex("".join([name[:3], name[3:]]), (64 * r, 0), r)
             places[index] = _StorageInfo(f"__{r}_0.distcp", i << 20, 1 << 20)
-    said = Metadata(entries, {name: (name,) for name in entries}, places, StorageMeta(), "1.0.0")
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(said))
+    metadata = Metadata(entries, {name: (name,) for name in entries}, places, StorageMeta(), "1.0.0")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     done = subprocess.run(
         [sys.executable, "-c", _MANY, str(tmp_path / ".metadata")], capture_output=True, text=True, check=True
     )

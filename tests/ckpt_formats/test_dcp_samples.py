@@ -25,12 +25,12 @@ def sample(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
+def assert_is_the_truth(actual: Checkpoint, truth: Path) -> None:
     with safe_open(truth, "np") as file:
         expected, about = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
     held = {
         f"{parameter.name}/{'param' if state == MODEL else state}": tensor
-        for parameter, state, tensor in found.tensors()
+        for parameter, state, tensor in actual.tensors()
         if parameter.role != "extra"
     }
     assert held.keys() == expected.keys()
@@ -39,16 +39,16 @@ def assert_is_the_truth(found: Checkpoint, truth: Path) -> None:
         assert (got.dtype, got.shape) == (array.dtype, array.shape), key
         assert np.array_equal(got, array), key
     groups = json.loads(about["param_groups"])
-    assert [sorted(group.names) for group in found.groups] == [sorted(group.pop("names")) for group in groups]
-    assert [json.loads(json.dumps(dict(group.options))) for group in found.groups] == groups
-    assert found.origin.step == int(about["step"])
+    assert [sorted(group.names) for group in actual.groups] == [sorted(group.pop("names")) for group in groups]
+    assert [json.loads(json.dumps(dict(group.options))) for group in actual.groups] == groups
+    assert actual.origin.step == int(about["step"])
 
 
 def test_it_is_what_the_run_held(sample: Path) -> None:
-    found = open_checkpoint(sample)
-    assert_is_the_truth(found, sample / "truth.safetensors")
-    assert [str(notice) for notice in found.notices] == [f"{UNREAD}: truth.safetensors"]
-    assert find_problems(found, Resources()) == []
+    checkpoint = open_checkpoint(sample)
+    assert_is_the_truth(checkpoint, sample / "truth.safetensors")
+    assert [str(notice) for notice in checkpoint.notices] == [f"{UNREAD}: truth.safetensors"]
+    assert find_problems(checkpoint, Resources()) == []
 
 
 def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:

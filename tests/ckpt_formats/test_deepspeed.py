@@ -78,10 +78,12 @@ def test_an_affine_map_says_where_the_block_of_every_rank_lies() -> None:
 
 
 def test_stages_have_the_layers_that_their_names_say_and_tied_modules_where_they_are_used() -> None:
-    found = find_pipeline([["1.w", "tied_modules.embed.w"], ["3.w", "4.b", "tied_modules.embed.w"]], {"embed": (0, 5)})
-    assert found.stages == ((0, 1), (3, 4, 5))
-    assert found.tied == {"embed": (0, 5)}
-    assert found.users == {"embed": (0, 1)}
+    pipeline = find_pipeline(
+        [["1.w", "tied_modules.embed.w"], ["3.w", "4.b", "tied_modules.embed.w"]], {"embed": (0, 5)}
+    )
+    assert pipeline.stages == ((0, 1), (3, 4, 5))
+    assert pipeline.tied == {"embed": (0, 5)}
+    assert pipeline.users == {"embed": (0, 1)}
 
 
 def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Path) -> None:

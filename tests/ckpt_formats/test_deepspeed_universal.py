@@ -59,12 +59,12 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
-    assert contents(found) == contents(expected)
-    assert list(found.parameters) == list(expected.parameters)
-    assert found.groups == expected.groups
-    assert found.aliases == expected.aliases
-    assert found.extras.keys() == expected.extras.keys() - {"ranks"}
+def assert_same(actual: Checkpoint, expected: Checkpoint) -> None:
+    assert contents(actual) == contents(expected)
+    assert list(actual.parameters) == list(expected.parameters)
+    assert actual.groups == expected.groups
+    assert actual.aliases == expected.aliases
+    assert actual.extras.keys() == expected.extras.keys() - {"ranks"}
 
 
 # Material
@@ -86,8 +86,8 @@ def trained(*names: str) -> Checkpoint:
     return checkpoint(parameters, groups, origin=Origin("held", "1.0", 3, {}))
 
 
-def plan(made: Checkpoint, tmp_path: Path, **degrees: Any) -> tuple[Any, ...]:
-    return writable("deepspeed-universal", **degrees).plan(made).files
+def plan(original: Checkpoint, tmp_path: Path, **degrees: Any) -> tuple[Any, ...]:
+    return writable("deepspeed-universal", **degrees).plan(original).files
 
 
 def copied(tmp_path: Path, round_robin: bool = False) -> Path:
@@ -123,10 +123,10 @@ def exchange(folder: Path, layer: str) -> None:
 
 @pytest.mark.parametrize("name", [ZERO1, ZERO3])
 def test_what_their_converter_made_is_read_as_its_source(name: str) -> None:
-    found, expected = open_checkpoint(theirs(name)), source(name)
-    assert_same(found, expected)
-    assert found.origin == expected.origin
-    assert find_problems(found, Resources()) == []
+    actual, expected = open_checkpoint(theirs(name)), source(name)
+    assert_same(actual, expected)
+    assert actual.origin == expected.origin
+    assert find_problems(actual, Resources()) == []
 
 
 def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> Non
 
 
 def test_their_copies_of_buffers_do_not_shadow_the_buffers() -> None:
-    found = open_checkpoint(theirs(ZERO1))
+    restored = open_checkpoint(theirs(ZERO1))
     assert (step_in(theirs(ZERO1)) / "zero" / "places").is_dir()
-    assert found.parameters["places"].role == "buffer"
-    assert found.parameters["places"].weight.dtype == np.int64
-    assert any("places" in notice for notice in found.notices)
+    assert restored.parameters["places"].role == "buffer"
+    assert restored.parameters["places"].weight.dtype == np.int64
+    assert any("places" in notice for notice in restored.notices)
     assert not open_checkpoint(theirs(ZERO3)).notices
 
 
@@ -164,19 +164,19 @@ def test_optimizer_states_that_their_converter_lost_are_named(tmp_path: Path) ->
 @pytest.mark.parametrize("name", [ZERO1, ZERO3, PIPELINE])
 def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
     expected = source(name)
-    found = write(expected, tmp_path / "u")
-    assert_same(found, expected)
-    assert found.origin.layout["dp"] == expected.origin.layout["dp"]
-    assert found.origin.layout.get("pipeline") == expected.origin.layout.get("pipeline")
-    assert find_problems(found, Resources()) == []
+    reopened = write(expected, tmp_path / "u")
+    assert_same(reopened, expected)
+    assert reopened.origin.layout["dp"] == expected.origin.layout["dp"]
+    assert reopened.origin.layout.get("pipeline") == expected.origin.layout.get("pipeline")
+    assert find_problems(reopened, Resources()) == []
     assert (tmp_path / "u" / "latest_universal").read_text() == step_in(tmp_path / "u").name
 
 
 def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) -> None:
     expected = source(PIPELINE)
-    found = write(expected, tmp_path / "u", tp=2)
+    reopened = write(expected, tmp_path / "u", tp=2)
     assert len(list(step_in(tmp_path / "u").glob("mp_rank_*"))) == 2
-    assert contents(found) == contents(expected)
+    assert contents(reopened) == contents(expected)
 
 
 def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
@@ -231,25 +231,25 @@ def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> Non
 
 
 def test_no_name_of_a_state_leads_elsewhere(tmp_path: Path) -> None:
-    made = trained("w")
-    states = {**made.parameters["w"].states, "../../x": made.parameters["w"].states["exp_avg"]}
+    original = trained("w")
+    states = {**original.parameters["w"].states, "../../x": original.parameters["w"].states["exp_avg"]}
     with pytest.raises(Unsupported, match="name of a folder"):
-        plan(replace(made, parameters={"w": replace(made.parameters["w"], states=states)}), tmp_path)
+        plan(replace(original, parameters={"w": replace(original.parameters["w"], states=states)}), tmp_path)
 
 
 def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
-    made = trained("w", "v")
-    w, v = made.parameters["w"], made.parameters["v"]
+    original = trained("w", "v")
+    w, v = original.parameters["w"], original.parameters["v"]
     alone = {s: t for s, t in w.states.items() if s != "exp_avg_sq"}
-    counting = {name: replace(p, values={**p.values, "mu_product": 0.5}) for name, p in made.parameters.items()}
+    counting = {name: replace(p, values={**p.values, "mu_product": 0.5}) for name, p in original.parameters.items()}
     one_each = tuple(Group({"lr": 1.0}, (name,)) for name in ("w", "v"))
     return {
-        "stage 0": (made, 0, "stage 0"),
-        "Muon": (replace(made, groups=(Group({"lr": 1.0, "use_muon": True}, ("w", "v")),)), None, "Muon"),
-        "a scalar that is no step": (replace(made, parameters=counting), None, "no place"),
-        "no groups": (replace(made, groups=()), None, "group"),
+        "stage 0": (original, 0, "stage 0"),
+        "Muon": (replace(original, groups=(Group({"lr": 1.0, "use_muon": True}, ("w", "v")),)), None, "Muon"),
+        "a scalar that is no step": (replace(original, parameters=counting), None, "no place"),
+        "no groups": (replace(original, groups=()), None, "group"),
         "two steps at stage 3": (
-            replace(made, parameters={"w": w, "v": replace(v, values={"step": 4})}, groups=one_each),
+            replace(original, parameters={"w": w, "v": replace(v, values={"step": 4})}, groups=one_each),
             3,
             "stage 3: it knows one step",
         ),
@@ -263,22 +263,22 @@ def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
 
 @pytest.mark.parametrize("name", _of_other_optimizers())
 def test_what_deepspeed_could_not_load_is_refused(name: str, tmp_path: Path) -> None:
-    made, zero, says = _of_other_optimizers()[name]
+    original, zero, says = _of_other_optimizers()[name]
     with pytest.raises(Unsupported, match=says):
-        plan(made, tmp_path, zero=zero)
+        plan(original, tmp_path, zero=zero)
 
 
 def test_without_adams_moments_it_is_for_stages_1_and_2_only(tmp_path: Path) -> None:
-    made = trained("w")
-    states = {s: t for s, t in made.parameters["w"].states.items() if s != "exp_avg_sq"}
-    sgd = replace(made, parameters={"w": replace(made.parameters["w"], states=states)})
+    original = trained("w")
+    states = {s: t for s, t in original.parameters["w"].states.items() if s != "exp_avg_sq"}
+    sgd = replace(original, parameters={"w": replace(original.parameters["w"], states=states)})
     files = [Path(part.file).name for part in plan(sgd, tmp_path)]
     assert "mp_rank_00_model_states.pt" in files
     assert not any(file.startswith("zero_pp_rank") for file in files)
 
 
 def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
-    made = trained("row", "qkv", "swiglu", "word", "norm", "column")
+    original = trained("row", "qkv", "swiglu", "word", "norm", "column")
     rules = (
         Rule("row", axis=1),
         Rule("qkv", fused=(2, 1, 1)),
@@ -287,9 +287,9 @@ def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
         Rule("norm", "replicated"),
         Rule("column"),
     )
-    save(made, tmp_path / "u", writable("deepspeed-universal", rules=rules), Resources())
-    found = {file.parent.name: open_file(file).root for file in (tmp_path / "u").glob("**/fp32.pt")}
-    entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in found.items()}
+    save(original, tmp_path / "u", writable("deepspeed-universal", rules=rules), Resources())
+    trees = {file.parent.name: open_file(file).root for file in (tmp_path / "u").glob("**/fp32.pt")}
+    entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in trees.items()}
     sub_shape = entries["qkv"].pop("sub_param_shape")
     assert (sub_shape.cls.name, sub_shape.get("shape"), sub_shape.get("partition_dim")) == (
         "SubparamShape", ((2, 1, 1), 6), 0,
@@ -308,9 +308,9 @@ def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> Non
     done = ckpt("convert", next(SAMPLES.glob(f"deepspeed-*-{ZERO1}")), tmp_path / "u", "--to", "deepspeed-universal")
     assert done.code == 0, done.err
     assert ckpt("verify", tmp_path / "u").code == 0
-    made = trained("w")
+    original = trained("w")
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
-    (dropped,) = writable("deepspeed-universal").plan(replace(made, extras={"ds_config": config})).dropped
+    (dropped,) = writable("deepspeed-universal").plan(replace(original, extras={"ds_config": config})).dropped
     assert "round_robin_gradients" in dropped
 
 
@@ -370,8 +370,8 @@ def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> N
     folder = copied(tmp_path)
     for file in folder.glob("zero/*/fp32.pt"):
         change(file, lambda root: root["param"].data.add_(1))
-    said = r"parameters \(`[^`]+`, `[^`]+`, `[^`]+`, …\) do not round to the weights in the model's files"
-    with pytest.raises(Corrupt, match=said) as caught:
+    message = r"parameters \(`[^`]+`, `[^`]+`, `[^`]+`, …\) do not round to the weights in the model's files"
+    with pytest.raises(Corrupt, match=message) as caught:
         open_checkpoint(folder)
     assert "mixed" in (caught.value.hint or "")
 

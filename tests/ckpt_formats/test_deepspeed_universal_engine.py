@@ -56,8 +56,8 @@ def truth_of(zoo: Path, kind: str) -> dict:
 def failures(zoo: Path, theirs: Path) -> dict[str, str | None]:
     """Of every kind: how DeepSpeed's own converter failed, if it did."""
     steps = {kind: step_of(zoo, kind) for kind in KINDS}
-    found = launch.to_universal({step: theirs / kind / f"{step.name}_universal" for kind, step in steps.items()})
-    return {kind: found[step] for kind, step in steps.items()}
+    failed = launch.to_universal({step: theirs / kind / f"{step.name}_universal" for kind, step in steps.items()})
+    return {kind: failed[step] for kind, step in steps.items()}
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +75,25 @@ def test_their_converter_gets_as_far_as_we_say(failures: dict[str, str | None]) 
 def test_what_their_converter_made_is_what_the_engine_held(
     kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
 ) -> None:
-    found, truth = open_checkpoint(theirs / kind), truth_of(zoo, kind)
+    restored, truth = open_checkpoint(theirs / kind), truth_of(zoo, kind)
     for states in truth["params"].values():
         lost = states.pop("max_exp_avg_sq", None)
-        assert (lost is not None) == any("max_exp_avg_sq" in notice for notice in found.notices)
-    assert_is_the_truth(found, truth)
-    assert find_problems(found, Resources()) == []
+        assert (lost is not None) == any("max_exp_avg_sq" in notice for notice in restored.notices)
+    assert_is_the_truth(restored, truth)
+    assert find_problems(restored, Resources()) == []
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_beside_the_tensors_it_holds_what_its_source_holds(
     kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
 ) -> None:
-    found, source = open_checkpoint(theirs / kind), open_checkpoint(zoo / kind / "ckpt")
-    assert found.groups == source.groups
-    assert found.aliases == source.aliases
-    assert list(found.parameters) == list(source.parameters)
-    assert found.extras.keys() - {"ranks"} == source.extras.keys() - {"ranks"}
-    assert found.origin.layout == {k: v for k, v in source.origin.layout.items() if k not in ("pipeline", "experts")}
-    assert {n: dict(p.values) for n, p in found.parameters.items()} == {
+    restored, source = open_checkpoint(theirs / kind), open_checkpoint(zoo / kind / "ckpt")
+    assert restored.groups == source.groups
+    assert restored.aliases == source.aliases
+    assert list(restored.parameters) == list(source.parameters)
+    assert restored.extras.keys() - {"ranks"} == source.extras.keys() - {"ranks"}
+    assert restored.origin.layout == {k: v for k, v in source.origin.layout.items() if k not in ("pipeline", "experts")}
+    assert {n: dict(p.values) for n, p in restored.parameters.items()} == {
         n: dict(p.values) for n, p in source.parameters.items()
     }
 
@@ -224,5 +224,5 @@ def test_with_round_robin_gradients_deepspeed_mixes_up_what_it_loads(reports: di
 
 def test_at_stage_3_deepspeed_gives_all_groups_of_its_own_folders_the_first_ones_options(reports: dict) -> None:
     """From ours it takes only what all groups have in common."""
-    found = [change.get("weight_decay") for change in unlike(reports[str(FIRST_OPTIONS)])]
-    assert found == [None, (0.0, 0.1), (0.03, 0.1)]
+    decays = [change.get("weight_decay") for change in unlike(reports[str(FIRST_OPTIONS)])]
+    assert decays == [None, (0.0, 0.1), (0.03, 0.1)]

@@ -48,12 +48,12 @@ def test_groups_keep_their_options(kind, truth):
 
 def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
     save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"), Resources())
-    found = open_checkpoint(tmp_path / "u")
-    assert_is_the_truth(found, truth)
-    assert find_problems(found, Resources()) == []
+    checkpoint = open_checkpoint(tmp_path / "u")
+    assert_is_the_truth(checkpoint, truth)
+    assert find_problems(checkpoint, Resources()) == []
     assert find_problems(open_checkpoint(kind / "ckpt"), Resources()) == []
     for name in truth["params"]:  # copies are not stored twice
-        states = found.parameters[name].states
+        states = checkpoint.parameters[name].states
         assert [raw.path for raw in states[MODEL].sources()] == [raw.path for raw in states[MASTER].sources()]
 
 

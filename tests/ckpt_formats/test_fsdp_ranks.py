@@ -38,13 +38,13 @@ from rank_files import edit, rows, spread, write
 WEIGHT = torch.arange(35.0).reshape(7, 5)
 
 
-def value(found: Checkpoint, name: str = "w") -> np.ndarray:
-    check_complete(found)
-    return read(found.parameters[name].weight)
+def value(checkpoint: Checkpoint, name: str = "w") -> np.ndarray:
+    check_complete(checkpoint)
+    return read(checkpoint.parameters[name].weight)
 
 
-def is_weight(found: Checkpoint, name: str = "w") -> bool:
-    return np.array_equal(value(found, name), WEIGHT.numpy())
+def is_weight(checkpoint: Checkpoint, name: str = "w") -> bool:
+    return np.array_equal(value(checkpoint, name), WEIGHT.numpy())
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ def test_whatever_torch_distributes_we_put_together(tmp_path_factory, cut):
     tensor, mesh, placements = cut
     folder = tmp_path_factory.mktemp("cut")
     write(folder, mesh.size, model=lambda rank: {"w": spread(tensor, mesh.tolist(), placements)})
-    found = open_checkpoint(folder)
-    assert np.array_equal(value(found), tensor.numpy())
-    assert find_problems(found, Resources(1)) == []
+    checkpoint = open_checkpoint(folder)
+    assert np.array_equal(value(checkpoint), tensor.numpy())
+    assert find_problems(checkpoint, Resources(1)) == []
     whole_on = prod(n for n, placement in zip(mesh.shape, placements, strict=True) if placement.is_replicate())
-    assert len(found.parameters["w"].weight.replicas) == whole_on - 1
+    assert len(checkpoint.parameters["w"].weight.replicas) == whole_on - 1
     shutil.rmtree(folder)
 
 
@@ -140,11 +140,11 @@ def test_a_slice_of_a_mesh_is_the_mesh_of_the_ranks_that_are_in_it(tmp_path):
             "both": spread_on(WEIGHT, both, [Shard(0)]),
         }
 
-    found = open_checkpoint(write(tmp_path, 12, model=model))
+    checkpoint = open_checkpoint(write(tmp_path, 12, model=model))
     for name, copies in {"pp": 6, "dp": 6, "tp": 4, "two": 2, "both": 2}.items():
-        assert is_weight(found, name)
-        assert len(found.parameters[name].weight.replicas) == copies - 1
-        assert find_problems(found, Resources(1)) == []
+        assert is_weight(checkpoint, name)
+        assert len(checkpoint.parameters[name].weight.replicas) == copies - 1
+        assert find_problems(checkpoint, Resources(1)) == []
 
 
 def spread_on(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
@@ -165,15 +165,15 @@ def test_half_precision_odd_strides_and_scalars(tmp_path):
         cut = {name: rows(tensor, 3) for name, tensor in tensors.items() if tensor.dim()}
         return {**cut, "scalar": spread(tensors["scalar"], [0, 1, 2], [Replicate()])}
 
-    found = open_checkpoint(write(tmp_path, 3, model=model))
+    checkpoint = open_checkpoint(write(tmp_path, 3, model=model))
     for name, tensor in tensors.items():
-        assert value(found, name).astype(np.float64).tolist() == tensor.to(torch.float64).tolist()
-    assert found.parameters["half"].weight.dtype.name == "bfloat16"
+        assert value(checkpoint, name).astype(np.float64).tolist() == tensor.to(torch.float64).tolist()
+    assert checkpoint.parameters["half"].weight.dtype.name == "bfloat16"
 
 
 def test_a_tensor_may_be_a_parameter(tmp_path):
-    found = open_checkpoint(write(tmp_path, 1, model=lambda rank: {"w": torch.nn.Parameter(rows(WEIGHT, 1))}))
-    assert is_weight(found)
+    checkpoint = open_checkpoint(write(tmp_path, 1, model=lambda rank: {"w": torch.nn.Parameter(rows(WEIGHT, 1))}))
+    assert is_weight(checkpoint)
 
 
 def test_what_older_releases_say_of_a_mesh_is_read(folder):
@@ -220,17 +220,17 @@ def test_the_order_that_a_spec_gives_is_followed(tmp_path):
 
 
 def test_the_optimizer_and_what_is_of_no_model_come_along(folder):
-    found = open_checkpoint(folder)
-    states = found.parameters["w"].states
+    checkpoint = open_checkpoint(folder)
+    states = checkpoint.parameters["w"].states
     assert read(states["exp_avg"]).tolist() == (WEIGHT + 1).tolist()
     assert read(states["step"]).item() == 5
-    assert found.groups[0].options == {"lr": 0.1}
-    assert found.groups[0].names == ("w",)
-    assert found.extras["epoch"] == 3
-    assert found.extras["rng"] == 0
-    assert found.extras["ranks"] == {"1": {"rng": 1}}
-    assert found.extras["note"] == "a"
-    assert found.parameters["b"].role == "frozen"
+    assert checkpoint.groups[0].options == {"lr": 0.1}
+    assert checkpoint.groups[0].names == ("w",)
+    assert checkpoint.extras["epoch"] == 3
+    assert checkpoint.extras["rng"] == 0
+    assert checkpoint.extras["ranks"] == {"1": {"rng": 1}}
+    assert checkpoint.extras["note"] == "a"
+    assert checkpoint.parameters["b"].role == "frozen"
 
 
 def test_vectors_of_an_optimizer_are_no_slices_where_every_rank_has_all_of_the_model(tmp_path):
@@ -238,10 +238,10 @@ def test_vectors_of_an_optimizer_are_no_slices_where_every_rank_has_all_of_the_m
         states = {i: {"exp_avg": torch.arange(3.0) + i} for i in range(2)}
         return {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
-    found = open_checkpoint(
+    checkpoint = open_checkpoint(
         write(tmp_path, 2, model=lambda rank: {"a": torch.ones(3), "b": torch.zeros(3)}, optim=optim)
     )
-    assert [read(found.parameters[name].states["exp_avg"]).tolist() for name in "ab"] == [[0, 1, 2], [1, 2, 3]]
+    assert [read(checkpoint.parameters[name].states["exp_avg"]).tolist() for name in "ab"] == [[0, 1, 2], [1, 2, 3]]
 
 
 def test_tensors_in_lists_of_an_optimizer_are_put_together(tmp_path):
@@ -249,9 +249,9 @@ def test_tensors_in_lists_of_an_optimizer_are_put_together(tmp_path):
         state = {"step": 5, "Q": [rows(WEIGHT, 2), torch.eye(5)], "betas": (0.9, 0.99)}
         return {"state": {"w": state}, "param_groups": [{"lr": torch.tensor(0.5), "params": ["w"]}]}
 
-    found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, optim=optim))
-    values = found.parameters["w"].values
-    one, other = (found.parameters[name.name].weight for name in values["Q"])
+    checkpoint = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, optim=optim))
+    values = checkpoint.parameters["w"].values
+    one, other = (checkpoint.parameters[name.name].weight for name in values["Q"])
     assert np.array_equal(read(one), WEIGHT.numpy())
     assert read(other).tolist() == np.eye(5).tolist()
     assert values["step"] == 5
@@ -261,23 +261,28 @@ def test_tensors_in_lists_of_an_optimizer_are_put_together(tmp_path):
 def test_an_extra_state_of_the_name_of_the_optimizer_hides_nothing(folder):
     for rank in range(2):
         edit(folder / f"extra_state_world_size_2_rank_{rank}.pt", lambda root: {"optim": "adam", "rng": 1})
-    found = open_checkpoint(folder)
-    assert found.groups
-    assert found.extras["extra_state"] == {"optim": "adam", "rng": 1}
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.groups
+    assert checkpoint.extras["extra_state"] == {"optim": "adam", "rng": 1}
 
 
 def test_averages_beside_a_model_are_put_together_from_sharded_tensors(tmp_path):
     """Of FSDP1, whose blocks are no DTensors."""
     write(tmp_path, 3, model=lambda rank: {"model": {"w": sharded(rank)}, "ema": {"w": sharded(rank)}})
-    found = open_checkpoint(tmp_path)
-    assert is_weight(found)
-    (name,) = found.parameters.keys() - {"w"}
-    assert is_weight(found, name)
+    checkpoint = open_checkpoint(tmp_path)
+    assert is_weight(checkpoint)
+    (name,) = checkpoint.parameters.keys() - {"w"}
+    assert is_weight(checkpoint, name)
 
 
 def test_what_differs_among_the_models_and_is_no_tensor_is_kept_for_each_rank(tmp_path):
-    found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "_extra_state": b"%d" % rank}))
-    assert found.extras["ranks"] == {"0": {"model": {"_extra_state": b"0"}}, "1": {"model": {"_extra_state": b"1"}}}
+    checkpoint = open_checkpoint(
+        write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "_extra_state": b"%d" % rank})
+    )
+    assert checkpoint.extras["ranks"] == {
+        "0": {"model": {"_extra_state": b"0"}},
+        "1": {"model": {"_extra_state": b"1"}},
+    }
 
 
 def test_stages_of_a_pipeline_each_have_their_own_tensors(tmp_path):
@@ -287,18 +292,18 @@ def test_stages_of_a_pipeline_each_have_their_own_tensors(tmp_path):
         mesh = [0, 1] if rank < 2 else [2, 3]
         return {f"stage{rank // 2}.w": spread(WEIGHT, mesh, [Shard(0)]), f"stage{rank // 2}.b": torch.ones(2)}
 
-    found = open_checkpoint(write(tmp_path, 4, model=model))
-    assert is_weight(found, "stage0.w")
-    assert is_weight(found, "stage1.w")
+    checkpoint = open_checkpoint(write(tmp_path, 4, model=model))
+    assert is_weight(checkpoint, "stage0.w")
+    assert is_weight(checkpoint, "stage1.w")
 
 
 def test_an_extra_state_that_looks_like_a_model_is_no_model(tmp_path):
     def extra(rank: int) -> dict[str, Any]:
         return {"model": {"x": torch.zeros(2)}, "optimizer": {"state": {}, "param_groups": []}}
 
-    found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, extra_state=extra))
-    assert is_weight(found)
-    assert found.extras["extra_state"]["optimizer"] == {"state": {}, "param_groups": []}
+    checkpoint = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, extra_state=extra))
+    assert is_weight(checkpoint)
+    assert checkpoint.extras["extra_state"]["optimizer"] == {"state": {}, "param_groups": []}
 
 
 def test_what_else_lies_in_the_folder_is_named(folder):
@@ -311,8 +316,8 @@ def test_what_else_lies_in_the_folder_is_named(folder):
 def test_shapes_are_given_on_the_command_line(tmp_path):
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, {"w": WEIGHT}))
     torch.save({"w": WEIGHT * 0}, tmp_path / "other.pt")
-    said = CliRunner().invoke(cli, ["inspect", str(tmp_path / "run"), "--shapes", str(tmp_path / "other.pt")])
-    assert "w  [7, 5] float32" in said.stdout
+    result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "run"), "--shapes", str(tmp_path / "other.pt")])
+    assert "w  [7, 5] float32" in result.stdout
     with pytest.raises(Unsupported):
         CliRunner().invoke(cli, ["inspect", str(tmp_path / "run")], catch_exceptions=False)
 
@@ -323,8 +328,8 @@ def test_an_optimizer_state_that_is_no_dict_is_carried(tmp_path):
     def optim(rank: int) -> dict[str, Any]:
         return {"state": {"w": {"exp_avg": rows(WEIGHT, 2)}, "seen": 7}, "param_groups": [{"params": ["w"]}]}
 
-    found = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, optim=optim))
-    assert is_weight(found)
+    checkpoint = open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, optim=optim))
+    assert is_weight(checkpoint)
 
 
 # --- refused
@@ -403,9 +408,9 @@ def test_a_further_model_is_told(folder, tmp_path):
         for number in range(2):
             name = f"pytorch_model_fsdp_{number}_rank{rank}.bin"
             shutil.copy(folder / f"model_world_size_2_rank_{rank}.pt", tmp_path / name)
-    found = open_checkpoint(tmp_path)
-    assert is_weight(found)
-    assert any("model 1" in notice for notice in found.notices)
+    checkpoint = open_checkpoint(tmp_path)
+    assert is_weight(checkpoint)
+    assert any("model 1" in notice for notice in checkpoint.notices)
 
 
 def test_files_of_two_ranks_that_changed_places_are_refused(folder):
@@ -433,7 +438,7 @@ def test_a_tensor_that_a_rank_of_its_mesh_lacks_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (lambda rank: rows(WEIGHT[:, :4], 2), r"shape \[7, 4\]"),
         (lambda rank: rows(WEIGHT.to(torch.float64), 2), "float64"),
@@ -445,9 +450,9 @@ def test_a_tensor_that_a_rank_of_its_mesh_lacks_is_named(folder):
         (lambda rank: "w", "a tensor on some ranks"),
     ],
 )
-def test_ranks_that_contradict_each_other_are_refused(tmp_path, other, said):
+def test_ranks_that_contradict_each_other_are_refused(tmp_path, other, message):
     write(tmp_path, 2, model=lambda rank: {"w": other(rank) if rank else rows(WEIGHT, 2)})
-    with pytest.raises(Corrupt, match=said):
+    with pytest.raises(Corrupt, match=message):
         open_checkpoint(tmp_path)
 
 
@@ -476,17 +481,19 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(folder):
 def test_replicas_are_never_joined_and_differences_are_found(tmp_path):
     """A plain tensor is all of it on every rank, whatever its values; that they agree is checked when they are read."""
     write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "b": torch.full((4,), float(rank))})
-    found = open_checkpoint(tmp_path)
-    assert found.parameters["b"].weight.shape == (4,)
-    assert [(finding.kind, finding.tensors) for finding in find_problems(found, Resources(1))] == [("replicas", ("b",))]
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.parameters["b"].weight.shape == (4,)
+    assert [(finding.kind, finding.tensors) for finding in find_problems(checkpoint, Resources(1))] == [
+        ("replicas", ("b",))
+    ]
     with pytest.raises(Corrupt, match="replicas"):
-        read(found.parameters["b"].weight)
+        read(checkpoint.parameters["b"].weight)
 
 
 def test_equal_shards_are_not_taken_for_replicas(tmp_path):
     ones = torch.ones(8)
-    found = open_checkpoint(write(tmp_path, 4, model=lambda rank: {"w": rows(ones, 4)}))
-    assert value(found).tolist() == [1] * 8
+    checkpoint = open_checkpoint(write(tmp_path, 4, model=lambda rank: {"w": rows(ones, 4)}))
+    assert value(checkpoint).tolist() == [1] * 8
 
 
 def test_replicas_of_other_shapes_are_refused(tmp_path):
@@ -524,8 +531,8 @@ def test_names_that_become_one_without_wrappers_are_refused(tmp_path):
 
 def test_names_of_modules_that_only_end_like_wrappers_stay(tmp_path):
     names = {"my_orig_mod.w", "module.w", "a.module.w"}
-    found = open_checkpoint(write(tmp_path, 1, model=lambda rank: {name: torch.ones(2) for name in names}))
-    assert found.parameters.keys() == names
+    checkpoint = open_checkpoint(write(tmp_path, 1, model=lambda rank: {name: torch.ones(2) for name in names}))
+    assert checkpoint.parameters.keys() == names
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200, 0.5, 0.98])
@@ -538,8 +545,8 @@ def test_a_truncated_file_is_refused(folder, kept):
 
 
 def test_a_flipped_bit_is_found(folder):
-    found = open_checkpoint(folder)
-    (raw, *_) = found.parameters["w"].weight.sources()
+    checkpoint = open_checkpoint(folder)
+    (raw, *_) = checkpoint.parameters["w"].weight.sources()
     data = bytearray(raw.path.read_bytes())
     data[raw.offset] ^= 1
     raw.path.write_bytes(data)
@@ -657,17 +664,17 @@ def move(name: str, numbers: list[int]) -> Callable[[Record], None]:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"), [([5, 0], "overlap"), ([7, 0], "outside"), ([2, 0], "no file holds"), ([3, 0], "overlap")]
+    ("numbers", "message"), [([5, 0], "overlap"), ([7, 0], "outside"), ([2, 0], "no file holds"), ([3, 0], "overlap")]
 )
-def test_blocks_that_do_not_tile_the_tensor_are_refused(fsdp1, numbers, said):
+def test_blocks_that_do_not_tile_the_tensor_are_refused(fsdp1, numbers, message):
     for rank in range(3):
         change(fsdp1 / f"model_world_size_3_rank_{rank}.pt", "ShardMetadata", move("shard_offsets", numbers))
-    with pytest.raises(CkptError, match=said):
+    with pytest.raises(CkptError, match=message):
         value(open_checkpoint(fsdp1))
 
 
 @pytest.mark.parametrize(
-    ("cls", "alter", "said"),
+    ("cls", "alter", "message"),
     [
         ("ShardMetadata", move("shard_offsets", [5, 0]), "other blocks"),
         ("ShardMetadata", move("shard_sizes", [2, 5]), "holds float32 of shape"),
@@ -682,9 +689,9 @@ def test_blocks_that_do_not_tile_the_tensor_are_refused(fsdp1, numbers, said):
         ("TensorProperties", lambda record: setattr(record, "state", (Global("torch", "int32"),)), "int32"),
     ],
 )
-def test_sharded_tensors_that_contradict_themselves_or_others_are_refused(fsdp1, cls, alter, said):
+def test_sharded_tensors_that_contradict_themselves_or_others_are_refused(fsdp1, cls, alter, message):
     change(fsdp1 / "model_world_size_3_rank_2.pt", cls, alter)
-    with pytest.raises(Corrupt, match=said):
+    with pytest.raises(Corrupt, match=message):
         open_checkpoint(fsdp1)
 
 
@@ -732,10 +739,10 @@ def test_slices_one_after_another_are_the_parameter(tmp_path_factory, sizes, wor
         tensors[f"q{len(tensors)}"] = torch.rand(5)
     buffer = torch.rand(3)
     write(folder / "run", world, model=lambda rank: {"buffer": buffer, **flat(rank, world, tensors, views=views)})
-    found = open_checkpoint(folder / "run", shapes_of(folder, {**tensors, "buffer": buffer}))
+    checkpoint = open_checkpoint(folder / "run", shapes_of(folder, {**tensors, "buffer": buffer}))
     for name, tensor in {**tensors, "buffer": buffer}.items():
-        assert np.array_equal(value(found, name), tensor.numpy())
-    assert set(found.parameters) == {*tensors, "buffer"}
+        assert np.array_equal(value(checkpoint, name), tensor.numpy())
+    assert set(checkpoint.parameters) == {*tensors, "buffer"}
 
 
 def test_a_vector_that_may_be_a_slice_is_not_guessed(tmp_path):
@@ -759,9 +766,9 @@ def test_a_flat_parameter_without_views_needs_the_order(tmp_path):
     with pytest.raises(Unsupported, match="40 elements, but the 0 known parameters") as caught:
         open_checkpoint(tmp_path / "run", options)
     assert "--param-order" in caught.value.hint
-    found = open_checkpoint(tmp_path / "run", ReadOptions(order=("w", "v"), shapes=options.shapes))
-    assert is_weight(found)
-    assert np.array_equal(value(found, "v"), tensors["v"].numpy())
+    checkpoint = open_checkpoint(tmp_path / "run", ReadOptions(order=("w", "v"), shapes=options.shapes))
+    assert is_weight(checkpoint)
+    assert np.array_equal(value(checkpoint, "v"), tensors["v"].numpy())
 
 
 def test_slices_of_another_length_than_the_shape_are_refused(tmp_path):
@@ -803,8 +810,8 @@ def test_no_change_of_one_value_gives_a_wrong_result_or_another_error(folder, fs
             for junk in JUNK:
                 edit(path, lambda root, n=number, j=junk: list(places(root))[n](j))
                 try:
-                    found = open_checkpoint(path.parent)
-                    assert "w" not in found.parameters or is_weight(found)
+                    checkpoint = open_checkpoint(path.parent)
+                    assert "w" not in checkpoint.parameters or is_weight(checkpoint)
                 except CkptError:
                     pass
                 finally:

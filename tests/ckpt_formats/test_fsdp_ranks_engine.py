@@ -82,41 +82,41 @@ def job_of(jobs: Path, name: str) -> Job:
     return Job(KINDS[name], jobs / name, torch.load(jobs / name / "truth.pt", weights_only=False))
 
 
-def assert_is_the_truth(found: Checkpoint, job: Job) -> None:
+def assert_is_the_truth(actual: Checkpoint, job: Job) -> None:
     truth = job.truth
     for name, expected in truth["model"].items():
-        parameter = found.parameters[found.aliases.get(name, name)]
+        parameter = actual.parameters[actual.aliases.get(name, name)]
         assert same(parameter.states[MODEL], expected), name
-    assert {p.name for p in found.parameters.values() if p.role != "extra"} == truth["model"].keys() - found.aliases
+    assert {p.name for p in actual.parameters.values() if p.role != "extra"} == truth["model"].keys() - actual.aliases
     for name in truth["buffers"] if job.named else ():
-        assert found.parameters[name].role in ("buffer", "frozen"), name
+        assert actual.parameters[name].role in ("buffer", "frozen"), name
     if not job.named:
-        assert not found.groups
+        assert not actual.groups
         return
     for name, states in truth["optim"].items():
-        parameter = found.parameters[found.aliases.get(name, name)]
+        parameter = actual.parameters[actual.aliases.get(name, name)]
         assert parameter.role == "parameter"
         assert parameter.states.keys() == states.keys() | {MODEL}, name
         for state, expected in states.items():
             assert same(parameter.states[state], expected), f"{name}/{state}"
-    assert [list(group.names) for group in found.groups] == [
-        [found.aliases.get(name, name) for name in names] for names in truth["groups"]
+    assert [list(group.names) for group in actual.groups] == [
+        [actual.aliases.get(name, name) for name in names] for names in truth["groups"]
     ]
 
 
 def test_what_we_read_is_what_the_job_held(job):
     assert detect(job.path).name == "fsdp-ranks"
-    found = job.open()
-    assert_is_the_truth(found, job)
-    assert found.origin.layout["world"] == job.kind.world
-    assert find_problems(found, Resources()) == []
+    checkpoint = job.open()
+    assert_is_the_truth(checkpoint, job)
+    assert checkpoint.origin.layout["world"] == job.kind.world
+    assert find_problems(checkpoint, Resources()) == []
 
 
 def test_what_we_convert_is_the_same(job, tmp_path):
     save(job.open(), tmp_path / "u", writable("universal"), Resources())
-    found = open_checkpoint(tmp_path / "u")
-    assert_is_the_truth(found, job)
-    assert find_problems(found, Resources()) == []
+    checkpoint = open_checkpoint(tmp_path / "u")
+    assert_is_the_truth(checkpoint, job)
+    assert find_problems(checkpoint, Resources()) == []
 
 
 def test_torch_loads_what_we_convert(job, tmp_path):
@@ -155,24 +155,24 @@ def test_each_rank_is_drawn_at_its_place_in_the_mesh(jobs):
 
 def test_copies_are_compared(jobs):
     """Every rank of the other replica, and for plain tensors every rank, is a copy: by what the files say of them."""
-    found = job_of(jobs, "fsdp2_hsdp_2x2").open().parameters
-    assert len(found["embed.weight"].weight.replicas) == 1
-    assert len(found["scale"].weight.replicas) == 3
+    parameters = job_of(jobs, "fsdp2_hsdp_2x2").open().parameters
+    assert len(parameters["embed.weight"].weight.replicas) == 1
+    assert len(parameters["scale"].weight.replicas) == 3
     assert len(job_of(jobs, "fsdp1_hsdp_2x2").open().parameters["embed.weight"].weight.replicas) == 1
     assert len(job_of(jobs, "fsdp2_w2").open().parameters["embed.weight"].weight.replicas) == 0
 
 
 def test_tied_weights_are_one(jobs):
-    found = job_of(jobs, "fsdp2_w2_tied").open()
-    assert dict(found.aliases) == {"head.weight": "embed.weight"}
+    checkpoint = job_of(jobs, "fsdp2_w2_tied").open()
+    assert dict(checkpoint.aliases) == {"head.weight": "embed.weight"}
 
 
 def test_names_are_without_wrappers_and_it_is_said(jobs):
     for name in ("fsdp2_w4_compiled", "ddp_w2"):
         job = job_of(jobs, name)
-        found = job.open()
-        assert found.parameters.keys() >= job.truth["model"].keys()
-        assert any("_orig_mod" in notice for notice in found.notices)
+        checkpoint = job.open()
+        assert checkpoint.parameters.keys() >= job.truth["model"].keys()
+        assert any("_orig_mod" in notice for notice in checkpoint.notices)
 
 
 def test_what_each_rank_has_for_itself_is_carried(job):
@@ -202,17 +202,17 @@ def test_shapes_of_another_model_are_refused(jobs):
 
 def test_states_of_whole_units_are_carried_as_each_rank_has_them(jobs):
     job = job_of(jobs, "fsdp1_w2_flat_raw")
-    found = job.open()
-    assert any("use_orig_params" in notice for notice in found.notices)
+    checkpoint = job.open()
+    assert any("use_orig_params" in notice for notice in checkpoint.notices)
     for rank in range(2):
         theirs = torch.load(job.path / f"optim_world_size_2_rank_{rank}.pt")["state"][0]["exp_avg"]
-        carried = found.extras["ranks"][str(rank)]["optim"]["state"][0]["exp_avg"]
-        assert same(found.parameters[carried.name].weight, theirs)
+        carried = checkpoint.extras["ranks"][str(rank)]["optim"]["state"][0]["exp_avg"]
+        assert same(checkpoint.parameters[carried.name].weight, theirs)
 
 
 def test_slices_that_are_numbered_without_an_order_are_not_guessed(jobs):
     job = job_of(jobs, "fsdp1_w2_raw")
-    found = open_checkpoint(job.path)
-    assert not found.groups
-    assert any("--param-order" in notice for notice in found.notices)
-    assert {"0", "1"} == found.extras["ranks"].keys()
+    checkpoint = open_checkpoint(job.path)
+    assert not checkpoint.groups
+    assert any("--param-order" in notice for notice in checkpoint.notices)
+    assert {"0", "1"} == checkpoint.extras["ranks"].keys()

@@ -127,8 +127,8 @@ def test_the_ranks_own_shapes_say_which_way_a_stride_is_read(tmp_path):
                 local[inside.index] = whole[place.index]
         torch.save(shards, tmp_path / "locals.pt")
         held = enumerate(open_file(tmp_path / "locals.pt").root)
-        found = gather("w", {rank: DTensor(strided, local) for rank, local in held})
-        assert read(found).tolist() == whole.tolist()
+        gathered = gather("w", {rank: DTensor(strided, local) for rank, local in held})
+        assert read(gathered).tolist() == whole.tolist()
 
 
 def test_a_stride_that_no_order_explains_has_none():

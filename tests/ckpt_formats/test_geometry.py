@@ -63,9 +63,9 @@ def test_missing_and_overlaps_are_exact(data: st.DataObject) -> None:
     parts = data.draw(st.lists(boxes(shape), max_size=6))
     assert np.array_equal(count(shape, *missing(Box.whole(shape), parts)), (count(shape, *parts) == 0).astype(int))
     common = {(i, j) for (i, a), (j, b) in combinations(enumerate(parts), 2) if (count(shape, a, b) > 1).any()}
-    found = list(overlaps(parts))
-    assert set(found) == common
-    assert len(found) == len(common)
+    common_parts = list(overlaps(parts))
+    assert set(common_parts) == common
+    assert len(common_parts) == len(common)
 
 
 @pytest.mark.parametrize("shape", [(40,), (9, 13), (4, 5, 6)])

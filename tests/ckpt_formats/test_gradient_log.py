@@ -66,7 +66,7 @@ def rank_of(sizes: list[int]) -> RankLayout:
 @given(st.lists(SIZES, max_size=60))
 def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> None:
     rank = rank_of(sizes)
-    at, found = 0, list[tuple[int, int, int]]()
+    at, slices = 0, list[tuple[int, int, int]]()
     for chunk in range(rank.chunk_count):
         start, stop = rank.chunk_bounds(chunk)
         assert start == at < stop <= start + CHUNK
@@ -76,14 +76,14 @@ def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> No
             assert one.offset == offset
             assert one.vectorized == one.size
             offset += one.size
-            found.append((one.part.tensor, one.start, one.stop))
+            slices.append((one.part.tensor, one.start, one.stop))
         assert offset == stop - start
         if any(one.part.size >= ALONE for one in ranges):
             assert len(ranges) == 1
         at = stop
     assert at == rank.size == sum(sizes)
     ends = dict[int, int]()
-    for tensor, start, stop in found:
+    for tensor, start, stop in slices:
         assert ends.get(tensor, 0) == start < stop
         ends[tensor] = stop
     assert ends == dict(enumerate(sizes))
@@ -265,10 +265,10 @@ def test_with_a_bit_flipped_no_step_has_another_value(small: Log, written: Path)
         path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << bit]) + content[byte + 1 :])
         for step, truth in enumerate(small.truth):
             try:
-                found = values_of(restored(written.parent, step))
+                actual = values_of(restored(written.parent, step))
             except CkptError:
                 continue
-            assert same(found, truth), (byte, bit, step)
+            assert same(actual, truth), (byte, bit, step)
 
 
 def test_a_start_that_is_not_whole_is_not_zeros(small: Log, written: Path) -> None:
@@ -317,9 +317,9 @@ def test_records_of_another_file_do_not_follow(small: Log, written: Path, tmp_pa
     for number, end in enumerate(ends_of(log)):
         end_there = ends_of(scan(theirs, head_of(written, 1)))[number]
         path.write_bytes(content[:end] + alien[end_there:])
-        found = scan(path, head_of(written, 1))
-        assert found.records == log.records[: number + 1]
-        assert (found.torn is None) == (number + 1 == len(log.records))
+        scanned = scan(path, head_of(written, 1))
+        assert scanned.records == log.records[: number + 1]
+        assert (scanned.torn is None) == (number + 1 == len(log.records))
         path.write_bytes(content[:end] + content[64:])  # its own, twice
         assert scan(path, head_of(written, 1)).records == log.records[: number + 1]
 
@@ -377,20 +377,20 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
 # Fields that lie, under hashes that fit
 
 
-def _sampled(said: Any, seed: int, count: int) -> list[tuple[str, Any]]:
-    found = list(mutants(said))
-    return random.Random(seed).sample(found, min(count, len(found)))
+def _sampled(fields: Any, seed: int, count: int) -> list[tuple[str, Any]]:
+    changed = list(mutants(fields))
+    return random.Random(seed).sample(changed, min(count, len(changed)))
 
 
 def _fields(content: bytes) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(content)
-    del said["checksum"]
-    return said
+    fields: dict[str, Any] = json.loads(content)
+    del fields["checksum"]
+    return fields
 
 
-def _sealed(said: dict[str, Any]) -> bytes | None:
+def _sealed(fields: dict[str, Any]) -> bytes | None:
     try:
-        return sealed_json.dump(said)
+        return sealed_json.dump(fields)
     except ValueError:  # NaN is no JSON
         return None
 
@@ -421,8 +421,8 @@ def assert_harmless(run: Path, log: Log, what: str, values: bool = True) -> int:
 
 def _assert_true_values(run: Path, log: Log, what: str) -> None:
     """What has the name and the shape of a tensor of the run has a value that it had."""
-    found = values_of(restored(run, states_last(run)))
-    for name, held in found.items():
+    actual = values_of(restored(run, states_last(run)))
+    for name, held in actual.items():
         for truth in log.truth:
             if name in truth and all(truth[name][s].tobytes() == held[s].tobytes() for s in held if s in truth[name]):
                 break
@@ -439,8 +439,8 @@ def states_last(run: Path) -> int:
 @pytest.mark.slow
 def test_layouts_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) -> None:
     refused = 0
-    for what, said in _sampled(_fields(layouts.dump(small.layout)), 1, MUTATIONS):
-        content = _sealed(said)
+    for what, fields in _sampled(_fields(layouts.dump(small.layout)), 1, MUTATIONS):
+        content = _sealed(fields)
         if content is not None:
             small.write(tmp_path / "run", content)
             # Which element is whose is stated nowhere else: pieces in another order are another, sound log.
@@ -454,8 +454,8 @@ def test_lists_of_a_chain_that_lie_are_refused_or_do_no_harm(small: Log, tmp_pat
     small.write(run)
     listed = _fields((run / index.NAME).read_bytes())
     shutil.rmtree(run)
-    for what, said in _sampled(listed, 2, MUTATIONS // 2):
-        content = _sealed(said)
+    for what, fields in _sampled(listed, 2, MUTATIONS // 2):
+        content = _sealed(fields)
         if content is not None:
             small.write(run, chain=content)
             assert_harmless(run, small, what)
@@ -470,9 +470,9 @@ def test_texts_of_records_that_lie_are_refused_or_do_no_harm(small: Log, tmp_pat
         meta = {"part": [0, 1], "optimizer": 0, "vectors": [0, 2], **small.ranks[0][number].meta}
         if kind is not Kind.GRADIENTS:
             meta = small.ranks[0][number].meta
-        for what, said in _sampled(meta, int(kind), MUTATIONS if kind is Kind.GRADIENTS else MUTATIONS // 8):
+        for what, fields in _sampled(meta, int(kind), MUTATIONS if kind is Kind.GRADIENTS else MUTATIONS // 8):
             log = small.copy()
-            log.ranks[0][number].meta = said
+            log.ranks[0][number].meta = fields
             try:
                 log.write(tmp_path / "run")
             except ValueError:

@@ -136,16 +136,16 @@ def test_what_lies_beside_is_carried_json_as_values_and_the_rest_as_bytes(tmp_pa
     (folder / "tokenizer_config.json").write_text('{"a": [1, 2.5, null, "\\ud83d\\ude00", NaN]}')
     (folder / ".git").mkdir()
     (folder / "runs").mkdir()
-    found = open_checkpoint(folder)
+    restored = open_checkpoint(folder)
     for name, data in texts.items():
-        place = found.extras[f"hf/{name}"]
+        place = restored.extras[f"hf/{name}"]
         assert isinstance(place, TensorName)
-        assert read(found.parameters[place.name].weight).tobytes() == data
-    assert str(found.extras["hf/tokenizer_config.json"]) == "{'a': [1, 2.5, None, '😀', nan]}"
-    assert found.extras["hf/config.json"] == TIED
-    assert [notice for notice in found.notices if "runs/" in notice]
-    assert not any(".git" in notice for notice in found.notices)
-    assert {shard.path.name for shard in found.files} == {path.name for path in folder.iterdir() if path.is_file()}
+        assert read(restored.parameters[place.name].weight).tobytes() == data
+    assert str(restored.extras["hf/tokenizer_config.json"]) == "{'a': [1, 2.5, None, '😀', nan]}"
+    assert restored.extras["hf/config.json"] == TIED
+    assert [notice for notice in restored.notices if "runs/" in notice]
+    assert not any(".git" in notice for notice in restored.notices)
+    assert {shard.path.name for shard in restored.files} == {path.name for path in folder.iterdir() if path.is_file()}
 
 
 def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,10 @@ def test_files_too_large_to_carry_are_named(tmp_path: Path, monkeypatch: pytest.
         (folder / name).write_bytes(bytes(nbytes))
     monkeypatch.setattr(beside, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(beside, "MAX_TOTAL_BYTES", 100)
-    found = open_checkpoint(folder)
-    assert {"hf/a.txt", "hf/d.txt"} <= set(found.extras)
-    assert not {"hf/b.txt", "hf/c.txt"} & set(found.extras)
-    assert all(name in " ".join(map(str, found.notices)) for name in ("b.txt", "c.txt"))
+    restored = open_checkpoint(folder)
+    assert {"hf/a.txt", "hf/d.txt"} <= set(restored.extras)
+    assert not {"hf/b.txt", "hf/c.txt"} & set(restored.extras)
+    assert all(name in " ".join(map(str, restored.notices)) for name in ("b.txt", "c.txt"))
 
 
 def test_a_large_json_is_carried_as_bytes_and_written_back_as_it_was(
@@ -167,9 +167,9 @@ def test_a_large_json_is_carried_as_bytes_and_written_back_as_it_was(
     text = '{"vocab":   {"a": 1}}'
     (folder / "tokenizer.json").write_text(text)
     monkeypatch.setattr(beside, "MAX_JSON_BYTES", 10)
-    found = open_checkpoint(folder)
-    assert isinstance(found.extras["hf/tokenizer.json"], TensorName)
-    write(found, tmp_path / "out")
+    restored = open_checkpoint(folder)
+    assert isinstance(restored.extras["hf/tokenizer.json"], TensorName)
+    write(restored, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == text
 
 
@@ -177,9 +177,11 @@ def test_weights_that_are_there_twice_are_read_once_and_the_others_named(tmp_pat
     folder = save(tmp_path / "model")
     torch.save({"other": torch.ones(2)}, folder / "pytorch_model.bin")
     save_file({"other": torch.ones(2)}, folder / "consolidated.safetensors")
-    found = open_checkpoint(folder)
-    assert set(found.parameters) == set(names(head=False))
-    assert all(name in " ".join(map(str, found.notices)) for name in ("pytorch_model.bin", "consolidated.safetensors"))
+    restored = open_checkpoint(folder)
+    assert set(restored.parameters) == set(names(head=False))
+    assert all(
+        name in " ".join(map(str, restored.notices)) for name in ("pytorch_model.bin", "consolidated.safetensors")
+    )
 
 
 def test_the_name_that_files_leave_out_is_an_alias_if_the_configuration_ties_it(tmp_path: Path) -> None:
@@ -192,32 +194,32 @@ def test_the_name_that_files_leave_out_is_an_alias_if_the_configuration_ties_it(
 def test_tied_tensors_of_a_file_of_torch_are_aliases(tmp_path: Path) -> None:
     shared = torch.ones(2, 3)
     torch.save({"a.weight": shared, "b.weight": shared, "c": 5}, tmp_path / "pytorch_model.bin")
-    found = open_checkpoint(tmp_path)
-    assert found.aliases == {"b.weight": "a.weight"}
-    assert found.extras["c"] == 5
+    restored = open_checkpoint(tmp_path)
+    assert restored.aliases == {"b.weight": "a.weight"}
+    assert restored.extras["c"] == 5
 
 
 def test_block_scales_of_quantised_weights_are_carried_as_they_are(tmp_path: Path) -> None:
     held = {"w.weight": torch.arange(4).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
     folder = save(tmp_path / "model", LLAMA | {"quantization_config": {"quant_method": "fp8"}})
     save_file(held, folder / "model.safetensors")
-    found = open_checkpoint(folder)
-    assert {n: p.weight.dtype.name for n, p in found.parameters.items()} == {
+    restored = open_checkpoint(folder)
+    assert {n: p.weight.dtype.name for n, p in restored.parameters.items()} == {
         "w.weight": "float8_e4m3fn",
         "w.weight_scale_inv": "float32",
     }
-    _, remarks = write(found, tmp_path / "out")
+    _, remarks = write(restored, tmp_path / "out")
     assert "missing" not in remarks
 
 
 # Optimizers
 
 
-def told(found: Checkpoint) -> dict[str, float]:
+def numbers_of(restored: Checkpoint) -> dict[str, float]:
     """The number that each parameter's state was made of."""
     return {
         name: float(read(p.states["exp_avg"]).reshape(-1)[0]) - 100
-        for name, p in found.parameters.items()
+        for name, p in restored.parameters.items()
         if "exp_avg" in p.states
     }
 
@@ -231,16 +233,16 @@ def test_numbers_are_told_to_names_in_the_order_of_the_model_that_the_configurat
     save_file(state(layers, False), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(TIED | {"num_hidden_layers": layers}))
     torch.save(numbered(len(order), len(order)), tmp_path / "optimizer.pt")
-    found = open_checkpoint(tmp_path)
-    assert told(found) == {name: i for i, name in enumerate(order)}
-    assert not found.notices
+    restored = open_checkpoint(tmp_path)
+    assert numbers_of(restored) == {name: i for i, name in enumerate(order)}
+    assert not restored.notices
 
 
 def test_the_order_of_a_file_of_torch_is_the_models(tmp_path: Path) -> None:
     held = {f"w{i}": torch.ones(2, 3) for i in (2, 0, 1)}
     torch.save(held, tmp_path / "pytorch_model.bin")
     torch.save(numbered(3, 3), tmp_path / "optimizer.bin")
-    assert told(open_checkpoint(tmp_path)) == {"w2": 0, "w0": 1, "w1": 2}
+    assert numbers_of(open_checkpoint(tmp_path)) == {"w2": 0, "w0": 1, "w1": 2}
 
 
 def test_the_order_of_shards_of_torch_is_nobodys(tmp_path: Path) -> None:
@@ -249,10 +251,10 @@ def test_the_order_of_shards_of_torch_is_nobodys(tmp_path: Path) -> None:
     where = {f"w{i}": f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     torch.save(numbered(2, 2), tmp_path / "optimizer.pt")
-    found = open_checkpoint(tmp_path)
-    assert told(found) == {}
-    assert set(found.extras["hf/optimizer.pt"]["state"]) == {0, 1}
-    assert told(open_checkpoint(tmp_path, ReadOptions(order=("w2", "w1")))) == {"w2": 0, "w1": 1}
+    restored = open_checkpoint(tmp_path)
+    assert numbers_of(restored) == {}
+    assert set(restored.extras["hf/optimizer.pt"]["state"]) == {0, 1}
+    assert numbers_of(open_checkpoint(tmp_path, ReadOptions(order=("w2", "w1")))) == {"w2": 0, "w1": 1}
 
 
 def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> None:
@@ -260,13 +262,13 @@ def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> No
     folder = save(tmp_path / "run")
     count = len(names(head=False))
     torch.save(numbered(count, 5, count - 5), folder / "optimizer.pt")
-    found = open_checkpoint(folder)
-    assert told(found) == {}
-    assert found.groups == ()
-    assert "--param-order" in " ".join(map(str, found.notices))
-    assert "optimizer" not in found.extras
+    restored = open_checkpoint(folder)
+    assert numbers_of(restored) == {}
+    assert restored.groups == ()
+    assert "--param-order" in " ".join(map(str, restored.notices))
+    assert "optimizer" not in restored.extras
     order = tuple(reversed(names(head=False)))
-    assert told(open_checkpoint(folder, ReadOptions(order=order))) == {name: i for i, name in enumerate(order)}
+    assert numbers_of(open_checkpoint(folder, ReadOptions(order=order))) == {name: i for i, name in enumerate(order)}
 
 
 def test_names_in_the_groups_need_no_order(tmp_path: Path) -> None:
@@ -276,23 +278,23 @@ def test_names_in_the_groups_need_no_order(tmp_path: Path) -> None:
     held["param_groups"][0]["param_names"] = order
     torch.save(held, folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text('{"global_step": 70}')
-    found = open_checkpoint(folder)
-    assert told(found) == {name: i for i, name in enumerate(order)}
-    assert found.origin.step == 70
+    restored = open_checkpoint(folder)
+    assert numbers_of(restored) == {name: i for i, name in enumerate(order)}
+    assert restored.origin.step == 70
 
 
 def test_an_optimizer_of_another_model_is_carried(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     torch.save(numbered(50, 50), folder / "optimizer.pt")
-    found = open_checkpoint(folder)
-    assert told(found) == {}
-    assert len(found.extras["hf/optimizer.pt"]["state"]) == 50
+    restored = open_checkpoint(folder)
+    assert numbers_of(restored) == {}
+    assert len(restored.extras["hf/optimizer.pt"]["state"]) == 50
 
 
-@pytest.mark.parametrize("said", [None, -1, "5", True, 2**70])
-def test_a_step_that_is_no_number_is_none(said: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [None, -1, "5", True, 2**70])
+def test_a_step_that_is_no_number_is_none(step: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": said}))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     assert open_checkpoint(folder).origin.step is None
 
 
@@ -322,9 +324,9 @@ def test_a_pickle_that_would_run_code_is_refused(file: str, tmp_path: Path) -> N
 def test_objects_of_classes_that_we_do_not_know_are_carried(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     torch.save(torch.nn.Linear(2, 2), folder / "training_args.bin")
-    found = open_checkpoint(folder).extras["hf/training_args.bin"]
-    assert isinstance(found, Record)
-    assert found.cls.name == "Linear"
+    extra = open_checkpoint(folder).extras["hf/training_args.bin"]
+    assert isinstance(extra, Record)
+    assert extra.cls.name == "Linear"
 
 
 def shards(at: Path, kind: str) -> dict[str, str]:
@@ -342,9 +344,9 @@ def shards(at: Path, kind: str) -> dict[str, str]:
     return where
 
 
-def say(at: Path, said: Any) -> None:
+def say(at: Path, fields: Any) -> None:
     (index,) = at.glob("*.index.json")
-    index.write_text(json.dumps(said))
+    index.write_text(json.dumps(fields))
 
 
 FIRST = names()[0]
@@ -418,8 +420,8 @@ def ranks(at: Path, *blocks: dict[str, tuple[torch.Tensor, list[int]]]) -> None:
     at.mkdir(exist_ok=True)
     for i, held in enumerate(blocks, 1):
         info = {name: {"saved_offsets": offsets} for name, (_, offsets) in held.items()}
-        said = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
-        save_file({n: t for n, (t, _) in held.items()}, at / f"shard-{i:05}-model-00001-of-00001.safetensors", said)
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+        save_file({n: t for n, (t, _) in held.items()}, at / f"shard-{i:05}-model-00001-of-00001.safetensors", metadata)
 
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -432,16 +434,18 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
         {"w": (WHOLE[:4, 3:].contiguous(), [0, 3])},
         {"w": (WHOLE[4:].contiguous(), [4, 0]), "none": (torch.ones(0, 3), [0, 0])},
     )
-    found = open_checkpoint(tmp_path)
-    check_complete(found)
-    assert read(found.parameters["w"].weight).tolist() == WHOLE.tolist()
-    assert read(found.parameters["s"].weight).tolist() == 7
-    assert not any("DCP" in str(value) for value in found.extras.values()), "where blocks lie is no part of the model"
-    assert found.parameters["none"].weight.shape == (0, 3)
+    restored = open_checkpoint(tmp_path)
+    check_complete(restored)
+    assert read(restored.parameters["w"].weight).tolist() == WHOLE.tolist()
+    assert read(restored.parameters["s"].weight).tolist() == 7
+    assert not any("DCP" in str(value) for value in restored.extras.values()), (
+        "where blocks lie is no part of the model"
+    )
+    assert restored.parameters["none"].weight.shape == (0, 3)
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("second", "message"),
     [
         ((WHOLE[4:], [4, 0]), "no file holds block"),
         ((WHOLE[2:], [2, 0]), "overlap"),
@@ -449,9 +453,9 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
     ],
     ids=["a hole", "an overlap", "another type"],
 )
-def test_blocks_that_do_not_fit_are_refused(second: Any, said: str, tmp_path: Path) -> None:
+def test_blocks_that_do_not_fit_are_refused(second: Any, message: str, tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE[:3].clone(), [0, 0])}, {"w": (second[0].clone(), second[1])})
-    with pytest.raises(Incomplete, match=said):
+    with pytest.raises(Incomplete, match=message):
         check_complete(open_checkpoint(tmp_path))
 
 
@@ -478,8 +482,8 @@ def test_a_file_that_does_not_say_where_is_refused_beside_others_that_do(tmp_pat
 def test_a_lost_last_rank_is_missed_where_the_whole_files_lie_beside(tmp_path: Path) -> None:
     ranks(tmp_path / "sharded", {"w": (WHOLE[:3].clone(), [0, 0])}, {"w": (WHOLE[3:].clone(), [3, 0])})
     save_file({"w": WHOLE}, tmp_path / "model-00001-of-00001.safetensors")
-    found = open_checkpoint(tmp_path)
-    assert read(found.parameters["w"].weight).tolist() == WHOLE.tolist()
+    restored = open_checkpoint(tmp_path)
+    assert read(restored.parameters["w"].weight).tolist() == WHOLE.tolist()
     (tmp_path / "sharded" / "shard-00002-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(Incomplete, match="rank"):
         open_checkpoint(tmp_path)
@@ -526,10 +530,10 @@ def test_wide_elements_come_first_and_data_begin_aligned(tmp_path: Path) -> None
 
 def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
     write(llama(config=LLAMA), tmp_path / "out", shard_nbytes=100)
-    said = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert said["metadata"] == {"total_size": 24 * len(names())}
-    assert said["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    assert index["metadata"] == {"total_size": 24 * len(names())}
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
     assert [file.name for file in files] == [f"model-{i:05}-of-00006.safetensors" for i in range(1, 7)]
     assert set(open_checkpoint(tmp_path / "out").parameters) == set(names())
 
@@ -700,15 +704,15 @@ def test_a_configuration_is_taken_from_where_the_user_says(tmp_path: Path) -> No
     assert json.loads((tmp_path / "alone" / "config.json").read_text())["vocab_size"] == 2
 
 
-@pytest.mark.parametrize(("said", "written"), [("float32", "float16"), ("auto", "auto")])
+@pytest.mark.parametrize(("dtype", "written"), [("float32", "float16"), ("auto", "auto")])
 def test_a_configuration_states_the_type_of_the_weights_unless_it_states_none(
-    said: str, written: str, tmp_path: Path
+    dtype: str, written: str, tmp_path: Path
 ) -> None:
     halves = [parameter(name, {MODEL: tensor.to(torch.float16).numpy()}) for name, tensor in state().items()]
-    source = checkpoint(halves, (), {"hf/config.json": LLAMA | {"dtype": said}})
+    source = checkpoint(halves, (), {"hf/config.json": LLAMA | {"dtype": dtype}})
     _, remarks = write(source, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == written
-    assert ("config.json states dtype float16" in remarks) == (said != written)
+    assert ("config.json states dtype float16" in remarks) == (dtype != written)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "an empty folder", "no JSON", "a list"])
@@ -810,11 +814,11 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
 def test_every_bit_comes_back(tmp_path: Path) -> None:
     source = llama(config=LLAMA)
     write(source, tmp_path / "out", shard_nbytes=100)
-    found = open_checkpoint(tmp_path / "out")
-    assert {n: bits(read(p.weight)) for n, p in found.parameters.items()} == {
+    restored = open_checkpoint(tmp_path / "out")
+    assert {n: bits(read(p.weight)) for n, p in restored.parameters.items()} == {
         n: bits(read(p.weight)) for n, p in source.parameters.items()
     }
-    assert found.extras["hf/config.json"] == LLAMA
+    assert restored.extras["hf/config.json"] == LLAMA
 
 
 def test_a_type_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
@@ -829,14 +833,14 @@ SAMPLE = Path(__file__).parents[2] / "sample_checkpoints" / "transformers-5.23-t
 
 
 def test_the_sample_is_what_the_trainer_held() -> None:
-    found = open_checkpoint(SAMPLE)
+    restored = open_checkpoint(SAMPLE)
     truth = load_file(SAMPLE.with_name(f"{SAMPLE.name}.truth.safetensors"))
-    held = {f"{p.name}/{s}": bits(read(t)) for p, s, t in found.tensors() if p.role != "extra"}
+    held = {f"{p.name}/{s}": bits(read(t)) for p, s, t in restored.tensors() if p.role != "extra"}
     assert held == {name: bits(tensor.numpy()) for name, tensor in truth.items()}
-    assert found.origin.step == 4
-    assert found.aliases == {"lm_head.weight": "transformer.wte.weight"}
-    assert not found.notices
-    assert not list(find_problems(found, EFFORT))
+    assert restored.origin.step == 4
+    assert restored.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert not restored.notices
+    assert not list(find_problems(restored, EFFORT))
 
 
 def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
@@ -845,8 +849,8 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     table = open_checkpoint(tmp_path / "run").parameters["transformer.wte.weight"]
     place = next(table.states["exp_avg"].sources())
     flip(file, place.offset + 5)
-    (found,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
-    assert found.where.endswith("optimizer.pt")
+    (problem,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
+    assert problem.where.endswith("optimizer.pt")
     with pytest.raises(Corrupt):
         save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), EFFORT)
 
@@ -864,6 +868,6 @@ def test_damage_anywhere_is_harmless_or_an_error_of_ours(name: str, tmp_path: Pa
         at, put = rng.randrange(len(whole)), rng.choice([*TOKENS, None, bytes([rng.randrange(256)])])
         file.write_bytes(whole[:at] if put is None else whole[:at] + put + whole[at + len(put) :])
         with contextlib.suppress(CkptError):
-            found = open_checkpoint(tmp_path / "run")
-            check_complete(found)
-            writable("hf").plan(found)
+            restored = open_checkpoint(tmp_path / "run")
+            check_complete(restored)
+            writable("hf").plan(restored)

@@ -33,7 +33,7 @@ TRAINED = ("llama_tied", "gpt2", "qwen3")
 
 
 @pytest.fixture(scope="module")
-def made() -> Path:
+def samples() -> Path:
     """What the libraries saved: see `hf_jobs/make.py`."""
     return once(JOBS.name, "made", lambda out: launch.run_script(JOBS / "make.py", [str(out), "deepspeed"], 4))
 
@@ -54,9 +54,9 @@ def weights(source: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]
     return {name: held(source, name) for name, p in source.parameters.items() if p.role != "extra"}
 
 
-def truth(made: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(made / "truth" / f"{name}.pt")
-    return found
+def truth(samples: Path, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = torch.load(samples / "truth" / f"{name}.pt")
+    return result
 
 
 def stored(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -72,90 +72,90 @@ def say(folder: Path, name: str) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", ["models", "sharded"])
-def test_a_saved_model_is_read_bit_for_bit(part: str, name: str, made: Path) -> None:
-    folder = made / part / name
+def test_a_saved_model_is_read_bit_for_bit(part: str, name: str, samples: Path) -> None:
+    folder = samples / part / name
     assert detect(folder).name == "hf"
-    found = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     files = sorted(folder.glob("*.safetensors"))
-    assert weights(found) == stored({n: t for file in files for n, t in load_file(file).items()})
-    state = truth(made, name)["state"]
-    same = {n: value for n, value in weights(found).items() if n in state}
+    assert weights(checkpoint) == stored({n: t for file in files for n, t in load_file(file).items()})
+    state = truth(samples, name)["state"]
+    same = {n: value for n, value in weights(checkpoint).items() if n in state}
     assert same == stored({n: state[n] for n in same})
-    assert {*found.parameters, *found.aliases} == set(state) or name == "mixtral"
-    assert found.extras["hf/config.json"] == say(folder, "config.json")
-    assert not found.notices
+    assert {*checkpoint.parameters, *checkpoint.aliases} == set(state) or name == "mixtral"
+    assert checkpoint.extras["hf/config.json"] == say(folder, "config.json")
+    assert not checkpoint.notices
     assert (len(files) == 1) == (part == "models")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tables_know_the_names_of_a_model_in_its_own_order(name: str, made: Path) -> None:
-    config = say(made / "models" / name, "config.json")
+def test_the_tables_know_the_names_of_a_model_in_its_own_order(name: str, samples: Path) -> None:
+    config = say(samples / "models" / name, "config.json")
     table = table_for(config)
     assert table is not None
-    expected, tie, said = table.expected_names(config), table.tie(config), truth(made, name)
+    expected, tie, model = table.expected_names(config), table.tie(config), truth(samples, name)
     assert expected is not None
-    assert bool(tie) == (said["state"].keys() > set(said["names"]))
+    assert bool(tie) == (model["state"].keys() > set(model["names"]))
     if name == "mixtral":  # which has other names in memory than in files
-        assert set(expected) == set(load_file(made / "models" / name / "model.safetensors"))
+        assert set(expected) == set(load_file(samples / "models" / name / "model.safetensors"))
     else:
-        assert [n for n in expected if tie is None or n != tie.alias] == said["names"]
+        assert [n for n in expected if tie is None or n != tie.alias] == model["names"]
 
 
-def test_shards_of_torch_are_read_by_their_index(made: Path) -> None:
-    found = open_checkpoint(made / "bin")
-    state = truth(made, "llama_tied")["state"]
-    assert len(found.files) > 3
-    assert found.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert weights(found) == stored({n: t for n, t in state.items() if n != "lm_head.weight"})
-    assert len(found.seals) > len(found.parameters)
-    assert not list(find_problems(found, Resources(2)))
+def test_shards_of_torch_are_read_by_their_index(samples: Path) -> None:
+    checkpoint = open_checkpoint(samples / "bin")
+    state = truth(samples, "llama_tied")["state"]
+    assert len(checkpoint.files) > 3
+    assert checkpoint.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert weights(checkpoint) == stored({n: t for n, t in state.items() if n != "lm_head.weight"})
+    assert len(checkpoint.seals) > len(checkpoint.parameters)
+    assert not list(find_problems(checkpoint, Resources(2)))
 
 
 # Runs
 
 
-def assert_is_the_optimizer(found: Checkpoint, expected: Mapping[str, Any]) -> None:
+def assert_is_the_optimizer(actual: Checkpoint, expected: Mapping[str, Any]) -> None:
     for name, states in expected["states"].items():
         for state, tensor in states.items():
-            assert held(found, name, state) == raw(tensor), (name, state)
-        assert set(found.parameters[name].states) == {*states, MODEL}
-        assert held(found, name) == raw(expected["weights"][name])
-    assert [list(group.names) for group in found.groups] == [group["names"] for group in expected["groups"]]
-    for group, said in zip(found.groups, expected["groups"], strict=True):
+            assert held(actual, name, state) == raw(tensor), (name, state)
+        assert set(actual.parameters[name].states) == {*states, MODEL}
+        assert held(actual, name) == raw(expected["weights"][name])
+    assert [list(group.names) for group in actual.groups] == [group["names"] for group in expected["groups"]]
+    for group, group_fields in zip(actual.groups, expected["groups"], strict=True):
         assert {key: group.options[key] for key in ("lr", "weight_decay", "betas")} == {
-            key: said[key] for key in ("lr", "weight_decay", "betas")
+            key: group_fields[key] for key in ("lr", "weight_decay", "betas")
         }
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, made: Path) -> None:
-    folder = made / "trainer" / name / f"checkpoint-{STEPS}"
-    found = open_checkpoint(folder)
-    check_complete(found)
-    assert len(found.groups) == 2
-    assert_is_the_optimizer(found, torch.load(folder.parent / "optimizer.truth.pt"))
-    assert found.origin.step == STEPS
-    assert not found.notices
-    assert found.extras["hf/trainer_state.json"] == say(folder, "trainer_state.json")
-    assert found.extras["hf/scheduler.pt"]["last_epoch"] == STEPS
-    arguments = found.extras["hf/training_args.bin"]
+def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, samples: Path) -> None:
+    folder = samples / "trainer" / name / f"checkpoint-{STEPS}"
+    checkpoint = open_checkpoint(folder)
+    check_complete(checkpoint)
+    assert len(checkpoint.groups) == 2
+    assert_is_the_optimizer(checkpoint, torch.load(folder.parent / "optimizer.truth.pt"))
+    assert checkpoint.origin.step == STEPS
+    assert not checkpoint.notices
+    assert checkpoint.extras["hf/trainer_state.json"] == say(folder, "trainer_state.json")
+    assert checkpoint.extras["hf/scheduler.pt"]["last_epoch"] == STEPS
+    arguments = checkpoint.extras["hf/training_args.bin"]
     assert isinstance(arguments, Record)
     assert arguments.get("weight_decay") == 0.1
-    random = found.extras["hf/rng_state.pth"]
+    random = checkpoint.extras["hf/rng_state.pth"]
     assert isinstance(random["cpu"], TensorName)
-    assert held(found, random["cpu"].name) == raw(torch.load(folder / "rng_state.pth", weights_only=False)["cpu"])
-    assert not list(find_problems(found, Resources(2)))
+    assert held(checkpoint, random["cpu"].name) == raw(torch.load(folder / "rng_state.pth", weights_only=False)["cpu"])
+    assert not list(find_problems(checkpoint, Resources(2)))
 
 
-def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path) -> None:
-    folder = made / "peft" / f"checkpoint-{STEPS}"
-    found = open_checkpoint(folder)
-    assert weights(found) == stored(load_file(folder / "adapter_model.safetensors"))
-    assert found.extras["hf/adapter_config.json"] == say(folder, "adapter_config.json")
-    assert found.origin.step == STEPS
-    assert found.groups == ()
-    assert "--param-order" in " ".join(map(str, found.notices))
-    assert set(found.extras["hf/optimizer.pt"]["state"]) == set(range(8))
+def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(samples: Path) -> None:
+    folder = samples / "peft" / f"checkpoint-{STEPS}"
+    checkpoint = open_checkpoint(folder)
+    assert weights(checkpoint) == stored(load_file(folder / "adapter_model.safetensors"))
+    assert checkpoint.extras["hf/adapter_config.json"] == say(folder, "adapter_config.json")
+    assert checkpoint.origin.step == STEPS
+    assert checkpoint.groups == ()
+    assert "--param-order" in " ".join(map(str, checkpoint.notices))
+    assert set(checkpoint.extras["hf/optimizer.pt"]["state"]) == set(range(8))
     expected = torch.load(folder.parent / "optimizer.truth.pt")
     for part in ("states", "weights"):
         expected[part] = {name.replace(".default", ""): value for name, value in expected[part].items()}
@@ -165,67 +165,69 @@ def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(made: Path
     assert_is_the_optimizer(open_checkpoint(folder, ReadOptions(order=order)), expected)
 
 
-def test_without_a_configuration_the_order_is_never_guessed(made: Path) -> None:
+def test_without_a_configuration_the_order_is_never_guessed(samples: Path) -> None:
     """The names are in the order of the alphabet, in which shapes would fit other parameters."""
-    found, expected = open_checkpoint(made / "accelerate"), torch.load(made / "accelerate.0.truth.pt")
-    assert found.groups == ()
-    assert all(set(p.states) == {MODEL} for p in found.parameters.values())
-    assert "--param-order" in " ".join(map(str, found.notices))
-    assert found.extras["hf/custom_checkpoint_0.pkl"]["count"] == 3
-    assert found.extras["hf/scheduler.bin"]["last_epoch"] == 4
+    checkpoint, expected = open_checkpoint(samples / "accelerate"), torch.load(samples / "accelerate.0.truth.pt")
+    assert checkpoint.groups == ()
+    assert all(set(p.states) == {MODEL} for p in checkpoint.parameters.values())
+    assert "--param-order" in " ".join(map(str, checkpoint.notices))
+    assert checkpoint.extras["hf/custom_checkpoint_0.pkl"]["count"] == 3
+    assert checkpoint.extras["hf/scheduler.bin"]["last_epoch"] == 4
     order = tuple(expected["groups"][0]["names"])
-    told = open_checkpoint(made / "accelerate", ReadOptions(order=order))
-    check_complete(told)
-    assert_is_the_optimizer(told, expected)
+    ordered = open_checkpoint(samples / "accelerate", ReadOptions(order=order))
+    check_complete(ordered)
+    assert_is_the_optimizer(ordered, expected)
 
 
-def test_with_the_configuration_beside_them_states_of_accelerate_are_told_to_names(made: Path, tmp_path: Path) -> None:
-    for file in [*(made / "accelerate").iterdir(), made / "models" / "llama" / "config.json"]:
+def test_with_the_configuration_beside_them_states_of_accelerate_are_told_to_names(
+    samples: Path, tmp_path: Path
+) -> None:
+    for file in [*(samples / "accelerate").iterdir(), samples / "models" / "llama" / "config.json"]:
         (tmp_path / file.name).symlink_to(file)
-    found = open_checkpoint(tmp_path)
-    assert_is_the_optimizer(found, torch.load(made / "accelerate.0.truth.pt"))
-    assert not found.notices
+    checkpoint = open_checkpoint(tmp_path)
+    assert_is_the_optimizer(checkpoint, torch.load(samples / "accelerate.0.truth.pt"))
+    assert not checkpoint.notices
 
 
-def test_of_several_models_the_further_ones_are_carried(made: Path) -> None:
-    found = open_checkpoint(made / "two")
-    first, second = (torch.load(made / f"two.{i}.truth.pt") for i in (0, 1))
+def test_of_several_models_the_further_ones_are_carried(samples: Path) -> None:
+    checkpoint = open_checkpoint(samples / "two")
+    first, second = (torch.load(samples / f"two.{i}.truth.pt") for i in (0, 1))
     expected = {n: t for n, t in first["weights"].items() if n != "lm_head.weight"}
-    assert weights(found) == stored(expected)
-    further = found.extras["hf/model_1.safetensors"]
-    assert {n: held(found, place.name) for n, place in further.items()} == stored(second["weights"])
-    assert set(found.extras["hf/optimizer_1.bin"]["state"]) == set(range(len(second["states"])))
+    assert weights(checkpoint) == stored(expected)
+    further = checkpoint.extras["hf/model_1.safetensors"]
+    assert {n: held(checkpoint, place.name) for n, place in further.items()} == stored(second["weights"])
+    assert set(checkpoint.extras["hf/optimizer_1.bin"]["state"]) == set(range(len(second["states"])))
 
 
-def test_full_state_dicts_of_fsdp_name_their_parameters(made: Path) -> None:
-    found = open_checkpoint(made / "fsdp_full")
-    check_complete(found)
-    assert_is_the_optimizer(found, torch.load(made / "fsdp_full.truth.pt"))
-    assert not found.notices
+def test_full_state_dicts_of_fsdp_name_their_parameters(samples: Path) -> None:
+    checkpoint = open_checkpoint(samples / "fsdp_full")
+    check_complete(checkpoint)
+    assert_is_the_optimizer(checkpoint, torch.load(samples / "fsdp_full.truth.pt"))
+    assert not checkpoint.notices
 
 
-def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(made: Path) -> None:
-    assert detect(made / "distcp").name == "hf"
-    found = open_checkpoint(made / "distcp")
-    check_complete(found)
-    assert_is_the_optimizer(found, torch.load(made / "distcp.truth.pt"))
-    assert found.origin.step == STEPS
+def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(samples: Path) -> None:
+    assert detect(samples / "distcp").name == "hf"
+    checkpoint = open_checkpoint(samples / "distcp")
+    check_complete(checkpoint)
+    assert_is_the_optimizer(checkpoint, torch.load(samples / "distcp.truth.pt"))
+    assert checkpoint.origin.step == STEPS
     around = ("config.json", "generation_config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth")
-    assert {f"hf/{name}" for name in (*around, "training_args.bin")} <= set(found.extras)
-    assert not found.notices
-    assert not list(find_problems(found, Resources(2)))
+    assert {f"hf/{name}" for name in (*around, "training_args.bin")} <= set(checkpoint.extras)
+    assert not checkpoint.notices
+    assert not list(find_problems(checkpoint, Resources(2)))
 
 
 @pytest.mark.parametrize("name", ["ranks", "consolidated", "consolidated/sharded"])
-def test_what_ranks_wrote_is_put_together(name: str, made: Path) -> None:
+def test_what_ranks_wrote_is_put_together(name: str, samples: Path) -> None:
     """Among it a number without axes, which PyTorch's own consolidation turns into zero."""
-    assert detect(made / name).name == "hf"
-    found = open_checkpoint(made / name)
-    assert weights(found) == stored(torch.load(made / "ranks.truth.pt"))
+    assert detect(samples / name).name == "hf"
+    checkpoint = open_checkpoint(samples / name)
+    assert weights(checkpoint) == stored(torch.load(samples / "ranks.truth.pt"))
 
 
-def test_a_trainers_folder_goes_into_the_universal_format_and_back(made: Path, tmp_path: Path) -> None:
-    folder = made / "trainer" / "llama_tied" / f"checkpoint-{STEPS}"
+def test_a_trainers_folder_goes_into_the_universal_format_and_back(samples: Path, tmp_path: Path) -> None:
+    folder = samples / "trainer" / "llama_tied" / f"checkpoint-{STEPS}"
     source = open_checkpoint(folder)
     save(source, tmp_path / "universal", writable("universal"), Resources())
     middle = open_checkpoint(tmp_path / "universal")
@@ -259,7 +261,7 @@ def wrapped(source: Checkpoint, prefix: str) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def loaded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def loaded(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What transformers says of folders that we wrote, by what they are made of."""
     out, jobs = tmp_path_factory.mktemp("ours"), []
 
@@ -269,23 +271,23 @@ def loaded(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
         jobs.append({"folder": out / name, "truth": truth, "report": out / f"{name}.json"})
 
     for name in MODELS:
-        expected = made / "truth" / f"{name}.pt"
-        source, folder = open_checkpoint(made / "models" / name), made / "models" / name
+        expected = samples / "truth" / f"{name}.pt"
+        source, folder = open_checkpoint(samples / "models" / name), samples / "models" / name
         job(name, source, expected)
         job(f"{name}_sharded", source, expected, shard_nbytes=20_000)
         saved = out / f"{name}.pt"
         torch.save({f"module.{n}": t for n, t in torch.load(expected)["state"].items()}, saved)
         job(f"{name}_from_torch", open_checkpoint(saved), expected, config=folder)
-    tied = open_checkpoint(made / "models" / "llama_tied")
+    tied = open_checkpoint(samples / "models" / "llama_tied")
     for prefix in WRAPPED:
         named = f"llama_tied_{prefix}"
-        job(named, wrapped(tied, prefix), made / "truth" / "llama_tied.pt", config=made / "models" / "llama_tied")
+        job(named, wrapped(tied, prefix), samples / "truth" / "llama_tied.pt", config=samples / "models" / "llama_tied")
     save(tied, out / "universal", writable("universal"), Resources())
-    job("llama_tied_from_universal", open_checkpoint(out / "universal"), made / "truth" / "llama_tied.pt")
-    engine = open_checkpoint(made / "deepspeed")
+    job("llama_tied_from_universal", open_checkpoint(out / "universal"), samples / "truth" / "llama_tied.pt")
+    engine = open_checkpoint(samples / "deepspeed")
     assert len(engine.groups[0].names) == len(engine.parameters)
-    config = made / "deepspeed.config" / "config.json"
-    job("llama_tied_from_deepspeed", engine, made / "deepspeed.truth.pt", config=config)
+    config = samples / "deepspeed.config" / "config.json"
+    job("llama_tied_from_deepspeed", engine, samples / "deepspeed.truth.pt", config=config)
     (out / "jobs.json").write_text(json.dumps(jobs, default=str))
     launch.run_script(JOBS / "load.py", [str(out / "jobs.json")], 2)
     return {
@@ -304,31 +306,31 @@ SOURCES = [
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_transformers_loads_what_we_write(name: str, loaded: dict[str, dict[str, Any]]) -> None:
-    said = loaded[name]
-    assert {key: said[key] for key in ("missing", "unexpected", "mismatched", "unlike", "logits")} == {
+    report = loaded[name]
+    assert {key: report[key] for key in ("missing", "unexpected", "mismatched", "unlike", "logits")} == {
         "missing": [],
         "unexpected": [],
         "mismatched": [],
         "unlike": [],
         "logits": True,
     }
-    assert not any("missing" in remark or "not in the model" in remark for remark in said["remarks"])
-    assert any("stacks of experts are divided" in remark for remark in said["remarks"]) == (
+    assert not any("missing" in remark or "not in the model" in remark for remark in report["remarks"])
+    assert any("stacks of experts are divided" in remark for remark in report["remarks"]) == (
         name == "mixtral_from_torch"
     )
 
 
-def test_stacks_of_experts_are_taken_apart_as_transformers_does_it(made: Path, tmp_path: Path) -> None:
-    torch.save({f"module.{n}": t for n, t in truth(made, "mixtral")["state"].items()}, tmp_path / "running.pt")
-    write(open_checkpoint(tmp_path / "running.pt"), tmp_path / "out", config=made / "models" / "mixtral")
-    theirs = load_file(made / "models" / "mixtral" / "model.safetensors")
+def test_stacks_of_experts_are_taken_apart_as_transformers_does_it(samples: Path, tmp_path: Path) -> None:
+    torch.save({f"module.{n}": t for n, t in truth(samples, "mixtral")["state"].items()}, tmp_path / "running.pt")
+    write(open_checkpoint(tmp_path / "running.pt"), tmp_path / "out", config=samples / "models" / "mixtral")
+    theirs = load_file(samples / "models" / "mixtral" / "model.safetensors")
     assert stored(load_file(tmp_path / "out" / "model.safetensors")) == stored(theirs)
 
 
 def test_transformers_rounds_to_the_type_that_the_configuration_says_so_it_says_the_weights(
-    made: Path, tmp_path: Path
+    samples: Path, tmp_path: Path
 ) -> None:
-    source = cast(open_checkpoint(made / "models" / "llama"), "bf16")
+    source = cast(open_checkpoint(samples / "models" / "llama"), "bf16")
     remarks = write(source, tmp_path / "out")
     assert say(tmp_path / "out", "config.json")["dtype"] == "bfloat16"
     assert any("bfloat16" in remark for remark in remarks)

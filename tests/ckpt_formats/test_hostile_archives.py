@@ -401,8 +401,8 @@ def test_archives_mutated_at_random_say_the_truth_or_are_refused(tmp_path: Path)
         for _ in range(rng.randint(1, 3)):
             if data:
                 rng.choice(list(MUTATIONS.values()))(rng, data)
-        found = outcome(path, bytes(data))
-        seen[found] = seen.get(found, 0) + 1
+        result = outcome(path, bytes(data))
+        seen[result] = seen.get(result, 0) + 1
     assert not [kind for kind in seen if kind.startswith("unexpected")]
     assert {"Corrupt", "same"} <= set(seen)
 

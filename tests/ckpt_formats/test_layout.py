@@ -108,7 +108,7 @@ def test_splitting_pads_a_vocabulary_with_zeros_that_merging_drops(
     rule = Rule(".*", how, axis, vocabulary=11)
     shards = split("w", tensor(values), rule, ranks, rows)
     merged = merge("w", shards, rule)
-    assert [list(made.problems()) for made in (*shards, merged)] == [[]] * (ranks + 1)
+    assert [list(part.problems()) for part in (*shards, merged)] == [[]] * (ranks + 1)
     assert bits(read(merged)) == bits(values)
     padded = merge("w", shards, replace(rule, vocabulary=None))
     assert padded.shape[0] >= (rows or 11)
@@ -230,9 +230,9 @@ def test_the_first_rule_that_matches_the_whole_name_counts() -> None:
     assert layout.rule("a.5").axis == 1
     assert layout.rule("a.5.b").how == "replicated"
     assert layout.rule("b").how == "first"
-    with pytest.raises(BadRules, match="`bb`") as found:
+    with pytest.raises(BadRules, match="`bb`") as caught:
         layout.rule("bb")
-    assert "[[rule]]" in str(found.value.hint)
+    assert "[[rule]]" in str(caught.value.hint)
 
 
 def test_a_vocabulary_may_be_said_by_another_rule_than_the_cut() -> None:

@@ -131,9 +131,9 @@ def test_changed_metadata_are_read_or_refused_as_without_forms(seed: int) -> Non
 def test_what_was_made_while_the_collector_paused_counts_as_old() -> None:
     gc.unfreeze()  # the command line, in earlier tests of this process, froze its objects
     with gc_paused():
-        made = [[i] for i in range(1000)]
+        lists = [[i] for i in range(1000)]
     young = {id(one) for one in gc.get_objects(generation=0)}
-    assert not young & set(map(id, made))
+    assert not young & set(map(id, lists))
 
 
 def test_what_a_program_froze_stays_frozen() -> None:

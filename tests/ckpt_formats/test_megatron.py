@@ -36,10 +36,10 @@ from megatron_files import cut, whole, write
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tensor_parallel_parts_are_joined_as_megatron_cut_them(tmp_path: Path, tp: int) -> None:
     tensors = whole()
-    found = open_checkpoint(write(tmp_path, tensors, tp))
-    assert list(found.parameters) == list(tensors)
+    checkpoint = open_checkpoint(write(tmp_path, tensors, tp))
+    assert list(checkpoint.parameters) == list(tensors)
     for name, values in tensors.items():
-        assert np.array_equal(read(found.parameters[name].weight), values), name
+        assert np.array_equal(read(checkpoint.parameters[name].weight), values), name
 
 
 def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_pat
     assert open_checkpoint(run).origin.step == 5
 
 
-@pytest.mark.parametrize("said", ["7", "-1", "five", "", "../iter_0000005", "9" * 30])
-def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("text", ["7", "-1", "five", "", "../iter_0000005", "9" * 30])
+def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, text: str) -> None:
     run = write(tmp_path, whole())
-    (run / "latest_checkpointed_iteration.txt").write_text(said)
+    (run / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises((NotFound, Corrupt)):
         MegatronLegacy().read(run, ReadOptions())
     assert not MegatronLegacy().detect(run)
@@ -89,12 +89,12 @@ def test_where_experts_are_cut_otherwise_only_some_ranks_save(tmp_path: Path) ->
         own = {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": torch.from_numpy(experts[rank])}
         _change(folder, lambda root, own=own: root["model"].update(own))
         folder.rename(folder.with_name(f"mp_rank_0{rank}_00{rank}"))
-    found = open_checkpoint(run).parameters
+    parameters = open_checkpoint(run).parameters
     for name, values in tensors.items():
-        assert np.array_equal(read(found[name].weight), values), name
+        assert np.array_equal(read(parameters[name].weight), values), name
     for i, values in experts.items():
         name = f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1.weight"
-        assert np.array_equal(read(found[name].weight), values)
+        assert np.array_equal(read(parameters[name].weight), values)
 
 
 def test_a_tensor_parallel_rank_that_megatron_did_not_save_is_named(tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_heads_that_do_not_divide_are_an_error(tmp_path: Path) -> None:
 def test_a_parameter_without_a_rule_is_an_error_that_suggests_one(tmp_path: Path) -> None:
     tensors = {**whole(), "decoder.layers.0.adapter.down.weight": np.ones((4, 8), "f4")}
     run = write(tmp_path, tensors, tp=2)
-    with pytest.raises(BadRules, match=r"`decoder\.layers\.0\.adapter\.down\.weight`") as found:
+    with pytest.raises(BadRules, match=r"`decoder\.layers\.0\.adapter\.down\.weight`") as caught:
         open_checkpoint(run)
-    assert "[[rule]]" in str(found.value.hint)
+    assert "[[rule]]" in str(caught.value.hint)
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nmatch = '.*adapter.*'\nhow = 'replicated'\n")
     read_back = MegatronLegacy().read(run, ReadOptions(read_rules(rules)))
@@ -195,17 +195,19 @@ def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path
 
 def test_a_padded_vocabulary_is_trimmed_to_the_size_that_the_user_says(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
-    found = MegatronLegacy().read(run, ReadOptions((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),)))
-    assert found.parameters["output_layer.weight"].weight.shape == (13, 8)
+    checkpoint = MegatronLegacy().read(
+        run, ReadOptions((Rule(".*(?:word_embeddings|output_layer).weight", vocabulary=13),))
+    )
+    assert checkpoint.parameters["output_layer.weight"].weight.shape == (13, 8)
 
 
 def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
     def spoiled(name: str, values: np.ndarray[Any, Any], tp: int, rank: int) -> np.ndarray[Any, Any]:
         return values + rank if name == "decoder.final_layernorm.weight" else cut(name, values, tp, rank)
 
-    found = open_checkpoint(write(tmp_path, whole(), 2, cutting=spoiled))
+    checkpoint = open_checkpoint(write(tmp_path, whole(), 2, cutting=spoiled))
     with pytest.raises(Corrupt, match="replicas of one tensor differ"):
-        read(found.parameters["decoder.final_layernorm.weight"].weight)
+        read(checkpoint.parameters["decoder.final_layernorm.weight"].weight)
 
 
 def test_copies_of_other_shapes_or_values_are_found() -> None:
@@ -264,10 +266,10 @@ def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, pad
         vectors[place.bucket][place.start : place.start + values.size] = values.reshape(-1)
     states = {"param": [torch.from_numpy(vector) for vector in vectors]}
     torch.save({0: {torch.float32: states}}, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
-    found = open_checkpoint(run)
-    assert found.suspicions == ()
+    checkpoint = open_checkpoint(run)
+    assert checkpoint.suspicions == ()
     for name, values in tensors.items():
-        assert np.array_equal(read(found.parameters[name].states["fp32"]), values)
+        assert np.array_equal(read(checkpoint.parameters[name].states["fp32"]), values)
 
 
 def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
@@ -279,11 +281,11 @@ def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
         "decoder.layers.0.mlp.experts.weight2": down.transpose(0, 2, 1).reshape(24, 8),
     }
     run = write(tmp_path, {**whole(), **joined}, args={"num_experts": 2, "moe_ffn_hidden_size": 12})
-    found = open_checkpoint(run).parameters
+    parameters = open_checkpoint(run).parameters
     for i in range(2):
         prefix = f"decoder.layers.0.mlp.experts.local_experts.{i}"
-        assert np.array_equal(read(found[f"{prefix}.linear_fc1.weight"].weight), experts[i])
-        assert np.array_equal(read(found[f"{prefix}.linear_fc2.weight"].weight), down[i])
+        assert np.array_equal(read(parameters[f"{prefix}.linear_fc1.weight"].weight), experts[i])
+        assert np.array_equal(read(parameters[f"{prefix}.linear_fc2.weight"].weight), down[i])
 
 
 def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> None:
@@ -297,9 +299,9 @@ def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> Non
                 box = Box((i, j, 0, start), (i + 1, j + 1, 1, stop))
                 fragments.append(Fragment(box, ArrayBlob(shard[start:stop].reshape(1, 1, 1, -1))))
     flat = Tensor((2, 4, 1, 12), DTYPES["float32"], tuple(fragments))
-    made = unflattened("w", flat, (2, 8, 6))
-    assert list(made.problems()) == []
-    assert read(made).tobytes() == values.tobytes()
+    restored = unflattened("w", flat, (2, 8, 6))
+    assert list(restored.problems()) == []
+    assert read(restored).tobytes() == values.tobytes()
     with pytest.raises(Corrupt, match=r"`w` has shape \[2, 4, 1, 12\]"):
         unflattened("w", flat, (2, 8, 7))
     holed = Tensor(flat.shape, flat.dtype, flat.fragments[1:])
@@ -311,16 +313,16 @@ def test_pieces_of_a_tensor_are_joined_and_a_missing_one_is_named() -> None:
         piece: array(DTYPES["float32"], (n, 4), n) for piece, n in (("z", 6), ("x", 6), ("B", 2), ("C", 2), ("dt", 3))
     }
     key = "decoder.layers.1.mixer.in_proj.weight"
-    found = tensors_by_name({f"{key}.{piece}": tensor(values) for piece, values in reversed(rows.items())})
-    assert read(found[key]).tobytes() == np.concatenate(list(rows.values())).tobytes()
+    tensors = tensors_by_name({f"{key}.{piece}": tensor(values) for piece, values in reversed(rows.items())})
+    assert read(tensors[key]).tobytes() == np.concatenate(list(rows.values())).tobytes()
     with pytest.raises(Corrupt, match="of which only _w are present"):
         tensors_by_name({"decoder.layers.0.mlp.linear_fc1.weight_w": tensor(rows["z"])})
 
 
 def test_a_stack_is_taken_apart_by_layer_and_expert() -> None:
     values = array(DTYPES["bfloat16"], (2, 3, 4, 5))
-    found = tensors_by_name({"decoder.layers.mlp.experts.experts.linear_fc1.weight": tensor(values)})
-    assert {name: read(one).tobytes() for name, one in found.items()} == {
+    tensors = tensors_by_name({"decoder.layers.mlp.experts.experts.linear_fc1.weight": tensor(values)})
+    assert {name: read(one).tobytes() for name, one in tensors.items()} == {
         f"decoder.layers.{i}.mlp.experts.local_experts.{j}.linear_fc1.weight": values[i, j].tobytes()
         for i in range(2)
         for j in range(3)
@@ -331,7 +333,7 @@ def test_a_stack_is_taken_apart_by_layer_and_expert() -> None:
 
 def test_names_of_all_implementations_become_one() -> None:
     naming = Naming(first_layer=10, first_expert=4, experts=4)
-    said = {
+    plain_names = {
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.10.input_layernorm.weight",
         "decoder.layers.1.mlp.linear_fc1.layer_norm_bias": "decoder.layers.11.pre_mlp_layernorm.bias",
         "decoder.layers.0.mlp.experts.linear_fc1.weight3": (
@@ -345,7 +347,7 @@ def test_names_of_all_implementations_become_one() -> None:
         ),
         "output_layer.weight": "output_layer.weight",
     }
-    assert {name: naming.plain(name) for name in said} == said
+    assert {name: naming.plain(name) for name in plain_names} == plain_names
 
 
 def test_nested_names_of_before_megatron_core_are_read(tmp_path: Path) -> None:
@@ -388,12 +390,12 @@ def test_the_step_is_each_parameters_wherever_the_optimizer_keeps_it(tmp_path: P
         {"wd_mult": wd, "params": list(numbers), **({} if fused is None else {"step": deepcopy(fused)})}
         for wd, numbers in ((1.0, range(len(decayed))), (0.0, range(len(decayed), len(tensors))))
     ]
-    found = open_checkpoint(write(tmp_path, tensors, optimizer={"state": state, "param_groups": groups}))
+    checkpoint = open_checkpoint(write(tmp_path, tensors, optimizer={"state": state, "param_groups": groups}))
     for name, values in tensors.items():
-        parameter = found.parameters[name]
+        parameter = checkpoint.parameters[name]
         assert np.array_equal(read(parameter.states["exp_avg"]), values + 1)
         assert (parameter.values["step"] if isinstance(fused, int) else read(parameter.states["step"])) == 9
-    assert [len(group.names) for group in found.groups] == [len(decayed), len(rest)]
+    assert [len(group.names) for group in checkpoint.groups] == [len(decayed), len(rest)]
 
 
 def test_stages_have_the_layers_that_megatron_gives_them() -> None:
@@ -414,10 +416,10 @@ def test_a_layout_of_chunks_that_stages_cannot_share_is_an_error(pp: int) -> Non
         from_layout_string("Et|t|tL", pp)
 
 
-@pytest.mark.parametrize("said", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])
-def test_a_layout_that_is_not_understood_is_an_error(said: str) -> None:
+@pytest.mark.parametrize("layout", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])
+def test_a_layout_that_is_not_understood_is_an_error(layout: str) -> None:
     with pytest.raises(Unsupported):
-        from_layout_string(said, 2)
+        from_layout_string(layout, 2)
 
 
 @pytest.mark.parametrize(
@@ -457,23 +459,23 @@ def test_the_command_line_says_which_rule_each_parameter_got(tmp_path: Path) -> 
     assert "decoder.layers.*.self_attention.linear_qkv.weight (2)\n    sharded along axis 0, 2 units\n" in text.output
     rules = tmp_path / "rules.toml"
     rules.write_text("[[rule]]\nmatch = 'output_layer.weight'\nvocabulary = 13\n")
-    said = json.loads(CliRunner().invoke(cli, ["rules", str(run), "--rules", str(rules), "--json"]).output)
-    found = {one["name"]: one for one in said["parameters"]}
-    assert said["sizes"]["qkv_rows"] == 16
-    assert found["output_layer.weight"]["rule"] == {
+    report = json.loads(CliRunner().invoke(cli, ["rules", str(run), "--rules", str(rules), "--json"]).output)
+    by_name = {one["name"]: one for one in report["parameters"]}
+    assert report["sizes"]["qkv_rows"] == 16
+    assert by_name["output_layer.weight"]["rule"] == {
         "how": "sharded along axis 0, 13 true rows",
         "match": "output_layer.weight",
         "origin": f"{rules}, rule 1",
     }
-    assert found["decoder.final_layernorm.weight"]["rule"]["origin"].startswith("set megatron-core")
-    assert found.keys() == whole().keys()
+    assert by_name["decoder.final_layernorm.weight"]["rule"]["origin"].startswith("set megatron-core")
+    assert by_name.keys() == whole().keys()
 
 
 def test_rules_are_known_in_other_formats_too(tmp_path: Path) -> None:
     """The arguments come along, so a converted model is cut as before."""
     run = write(tmp_path / "run", whole(), tp=2)
-    made = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
-    assert made.exit_code == 0, made.output
+    result = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
+    assert result.exit_code == 0, result.output
     before, after = (
         json.loads(CliRunner().invoke(cli, ["rules", str(path), "--json"]).output)["parameters"]
         for path in (run, tmp_path / "universal")

@@ -67,20 +67,20 @@ def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
     assert_goes_on_the_same(resumed, CASES[case][0], case, states)
 
 
-def states(found: Checkpoint) -> dict[tuple[str, str], object]:
+def states(checkpoint: Checkpoint) -> dict[tuple[str, str], object]:
     """Every bit that both optimizers keep: one of them has masters of fp32 weights, too, and steps are elsewhere."""
-    made: dict[tuple[str, str], object] = {}
-    for parameter, state, tensor in found.tensors():
+    by_state: dict[tuple[str, str], object] = {}
+    for parameter, state, tensor in checkpoint.tensors():
         low = parameter.weight.dtype.name != "float32"
         if parameter.role != "extra" and state != "step" and (state != "fp32" or low):
-            made[parameter.name, state] = bits(read(tensor))
-    for group in found.groups:
+            by_state[parameter.name, state] = bits(read(tensor))
+    for group in checkpoint.groups:
         for name in group.names:
-            parameter = found.parameters[name]
+            parameter = checkpoint.parameters[name]
             step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"]).item()
-            made[name, "step"] = int(step)
-            made[name, "group"] = group.options["wd_mult"], group.options["lr"]
-    return made
+            by_state[name, "step"] = int(step)
+            by_state[name, "group"] = group.options["wd_mult"], group.options["lr"]
+    return by_state
 
 
 PAIRS: dict[tuple[str, str], str] = {
@@ -111,9 +111,11 @@ def listed(run: Path) -> dict[str, Any]:
     import torch
 
     folder = next(run.glob("iter_*"))
-    said = read_metadata(folder / ".metadata")
-    keys = {key: (t.dtype.name, t.shape, sorted(str(box) for box, _ in t.blocks)) for key, t in said.tensors.items()}
-    keys |= dict.fromkeys(said.objects)
+    metadata = read_metadata(folder / ".metadata")
+    keys = {
+        key: (t.dtype.name, t.shape, sorted(str(box) for box, _ in t.blocks)) for key, t in metadata.tensors.items()
+    }
+    keys |= dict.fromkeys(metadata.objects)
     common = torch.load(folder / "common.pt", weights_only=False)
     plain = {key.replace("module.", ""): one for key, one in keys.items()}
     return {"keys": plain, **common, "args": vars(common["args"])}

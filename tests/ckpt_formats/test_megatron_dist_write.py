@@ -47,19 +47,19 @@ def written(source: Checkpoint, at: Path, **degrees: Any) -> Checkpoint:
 
 def contents(source: Checkpoint) -> dict[tuple[str, str], Any]:
     """Every bit of every state, but for masters of weights that are masters themselves."""
-    found = {}
+    by_state = {}
     for p, state, one in source.tensors():
         if p.role != "extra" and state != "step" and (state != "fp32" or p.weight.dtype.name != "float32"):
-            found[p.name, state] = bits(read(one))
-    return found
+            by_state[p.name, state] = bits(read(one))
+    return by_state
 
 
 def steps(source: Checkpoint) -> dict[str, float]:
-    found = {}
+    by_name = {}
     for name, p in source.parameters.items():
         if "exp_avg" in p.states:
-            found[name] = float(p.values["step"]) if "step" in p.values else float(read(p.states["step"]))
-    return found
+            by_name[name] = float(p.values["step"]) if "step" in p.values else float(read(p.states["step"]))
+    return by_name
 
 
 def groups(source: Checkpoint) -> list[Any]:
@@ -106,34 +106,34 @@ def flagged(source: Checkpoint, of: Checkpoint) -> tuple[Group, ...]:
     """The groups with experts apart if the run has them apart."""
     if of.origin.layout["ep"] == 1:
         return source.groups
-    made = []
+    flags = []
     for group in source.groups:
         for experts in (False, True):
             names = tuple(name for name in group.names if (".experts." in name) == experts)
             if names:
-                made.append(Group({**group.options, "is_expert_parallel": experts}, names))
-    return tuple(made)
+                flags.append(Group({**group.options, "is_expert_parallel": experts}, names))
+    return tuple(flags)
 
 
 def keys(at: Path) -> dict[str, Any]:
     """What `.metadata` lists: the shape and the blocks of each tensor; None for objects."""
-    said = read_metadata(next(at.glob("iter_*")) / ".metadata")
-    tensors = {name: (one.shape, sorted(str(box) for box, _ in one.blocks)) for name, one in said.tensors.items()}
-    return {**tensors, **dict.fromkeys(said.objects)}
+    stated = read_metadata(next(at.glob("iter_*")) / ".metadata")
+    tensors = {name: (one.shape, sorted(str(box) for box, _ in one.blocks)) for name, one in stated.tensors.items()}
+    return {**tensors, **dict.fromkeys(stated.objects)}
 
 
 def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_path: Path) -> None:
     written(model("llama", args_of("llama", 2, 2)), tmp_path / "run", tp=2, pp=2)
-    found = keys(tmp_path / "run")
-    assert found["decoder.layers.mlp.linear_fc1.weight"] == (
+    layout = keys(tmp_path / "run")
+    assert layout["decoder.layers.mlp.linear_fc1.weight"] == (
         (2, 20, 6),
         sorted(f"[{i}:{i + 1}, {row}:{row + 5}, 0:6]" for i in (0, 1) for row in (0, 5, 10, 15)),
     )
-    assert found["optimizer.state.param.decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == (
+    assert layout["optimizer.state.param.decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == (
         (2, 6),
         ["[0:1, 0:6]", "[1:2, 0:6]"],
     )
-    assert {key for key in found if key.startswith("rng_state")} == {
+    assert {key for key in layout if key.startswith("rng_state")} == {
         f"rng_state/shard_{pp}.{tp}_2.2" for pp in (0, 1) for tp in (0, 1)
     }
     files = sorted(file.name for file in (tmp_path / "run" / "iter_0000009").iterdir())
@@ -144,22 +144,24 @@ def test_layers_that_are_alike_are_stacked_and_each_rank_writes_its_blocks(tmp_p
 
 def test_experts_are_stacked_along_the_next_axis_and_random_states_are_of_every_rank(tmp_path: Path) -> None:
     written(model("moe", args_of("moe", 2, 2)), tmp_path / "run", ep=2, dp=2)
-    found = keys(tmp_path / "run")
-    shape, blocks = found["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    layout = keys(tmp_path / "run")
+    shape, blocks = layout["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     assert (shape, len(blocks)) == ((2, 4, 6, 6), 8)
-    assert "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_1.3_2.4" in found
-    assert {key for key in found if key.startswith("rng_state")} == {f"rng_state/shard_0.0.{dp}_1.1.2" for dp in (0, 1)}
+    assert "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_1.3_2.4" in layout
+    assert {key for key in layout if key.startswith("rng_state")} == {
+        f"rng_state/shard_0.0.{dp}_1.1.2" for dp in (0, 1)
+    }
 
 
 def test_layers_of_several_kinds_have_keys_of_their_own(tmp_path: Path) -> None:
     written(model("mamba", args_of("mamba", 2, 2)), tmp_path / "mamba", tp=2)
-    found = keys(tmp_path / "mamba")
+    layout = keys(tmp_path / "mamba")
     name = "decoder.layers.0.mixer.in_proj.weight."
-    pieces = {key.removeprefix(name): said[0] for key, said in found.items() if key.startswith(name)}
+    pieces = {key.removeprefix(name): entry[0] for key, entry in layout.items() if key.startswith(name)}
     assert pieces == {"z": (12, 6), "x": (12, 6), "B": (10, 6), "C": (10, 6), "dt": (4, 6)}
-    assert "decoder.layers.1.mlp.linear_fc1.weight" in found
-    said = args_of("moe", 2, 2) | {"moe_layer_freq": [1, 1]}
-    written(model("moe", said), tmp_path / "moe")
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in layout
+    arguments = args_of("moe", 2, 2) | {"moe_layer_freq": [1, 1]}
+    written(model("moe", arguments), tmp_path / "moe")
     assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in keys(tmp_path / "moe")
 
 
@@ -167,11 +169,11 @@ def test_layers_that_differ_though_the_arguments_say_nothing_are_declared(tmp_pa
     source = model("llama", args_of("llama", 2, 2))
     extra = parameter("decoder.layers.1.self_attention.q_layernorm.weight", {"param": array(DTYPES["bfloat16"], (3,))})
     source = replace(source, parameters={**source.parameters, extra.name: extra})
-    found = written(source, tmp_path / "run")
+    reopened = written(source, tmp_path / "run")
     assert "decoder.layers.1.mlp.linear_fc1.weight" in keys(tmp_path / "run")
     assert common(tmp_path / "run")["content_metadata"]["non_homogeneous_layers"] is True
-    assert contents(found) == contents(source)
-    assert "exp_avg" not in found.parameters[extra.name].states
+    assert contents(reopened) == contents(source)
+    assert "exp_avg" not in reopened.parameters[extra.name].states
 
 
 def test_a_frozen_layer_has_no_optimizer_state(tmp_path: Path) -> None:
@@ -198,11 +200,11 @@ def common(at: Path) -> Any:
 def test_norms_are_called_as_the_runs_layers_call_them(tmp_path: Path, impl: str, dense: bool, experts: bool) -> None:
     for family, fused in (("llama", dense), ("moe", experts), ("latent", impl != "local")):
         written(model(family, args_of(family, 2, 2) | {"transformer_impl": impl}), tmp_path / family)
-        found = keys(tmp_path / family)
-        assert ("decoder.layers.mlp.linear_fc1.layer_norm_weight" in found) == fused, family
-        assert ("decoder.layers.pre_mlp_layernorm.weight" in found) != fused, family
+        layout = keys(tmp_path / family)
+        assert ("decoder.layers.mlp.linear_fc1.layer_norm_weight" in layout) == fused, family
+        assert ("decoder.layers.pre_mlp_layernorm.weight" in layout) != fused, family
         inside = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
-        assert (inside in found) == (family != "latent"), family
+        assert (inside in layout) == (family != "latent"), family
 
 
 def test_keys_begin_with_the_wrapper_that_the_source_had(tmp_path: Path) -> None:
@@ -211,23 +213,23 @@ def test_keys_begin_with_the_wrapper_that_the_source_had(tmp_path: Path) -> None
     again = written(source, tmp_path / "run")
     assert again.origin.layout["wrapped"] is True
     assert contents(again) == contents(source)
-    found = keys(tmp_path / "run")
-    assert "optimizer.state.param.module.output_layer.weight" in found
-    assert "module.decoder.layers.mlp.linear_fc2._extra_state/shard_1_2" in found
+    layout = keys(tmp_path / "run")
+    assert "optimizer.state.param.module.output_layer.weight" in layout
+    assert "module.decoder.layers.mlp.linear_fc2._extra_state/shard_1_2" in layout
 
 
 def test_the_arguments_and_the_optimizer_are_those_of_the_new_run(tmp_path: Path) -> None:
     source = model("moe", args_of("moe", 2, 2))
     written(source, tmp_path / "one", tp=2, ep=2, etp=1, dp=2)
-    said = common(tmp_path / "one")
-    assert (said["args"].tensor_model_parallel_size, said["args"].expert_model_parallel_size) == (2, 2)
-    assert said["optimizer"].keys() == {0, 1}
-    flags = {n: {g["is_expert_parallel"] for g in said["optimizer"][n]["optimizer"]["param_groups"]} for n in (0, 1)}
+    state = common(tmp_path / "one")
+    assert (state["args"].tensor_model_parallel_size, state["args"].expert_model_parallel_size) == (2, 2)
+    assert state["optimizer"].keys() == {0, 1}
+    flags = {n: {g["is_expert_parallel"] for g in state["optimizer"][n]["optimizer"]["param_groups"]} for n in (0, 1)}
     assert flags == {0: {False}, 1: {True}}
-    assert said["optimizer"][1]["param_state_sharding_type"] == "fully_reshardable"
-    assert all(group["step"] == 9 for group in said["optimizer"][0]["optimizer"]["param_groups"])
+    assert state["optimizer"][1]["param_state_sharding_type"] == "fully_reshardable"
+    assert all(group["step"] == 9 for group in state["optimizer"][0]["optimizer"]["param_groups"])
     content = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
-    assert said["content_metadata"] == {**content, "chained_optim_avoid_prefix": True}
+    assert state["content_metadata"] == {**content, "chained_optim_avoid_prefix": True}
 
 
 @pytest.mark.parametrize(("low", "where"), [(True, ("optimizer",)), (False, ())])
@@ -251,8 +253,8 @@ def test_what_an_optimizer_keeps_beside_comes_along(tmp_path: Path) -> None:
     scaler = {"grad_scaler": {"scale": 65536.0, "growth_tracker": 3}}
     source = replace(source, extras={**source.extras, "optimizer": scaler})
     for zero in (0, 1):
-        found = written(source, tmp_path / str(zero), zero=zero)
-        assert found.extras["optimizer"] == scaler
+        reopened = written(source, tmp_path / str(zero), zero=zero)
+        assert reopened.extras["optimizer"] == scaler
 
 
 def test_a_model_without_an_optimizer_says_so_to_megatron(tmp_path: Path) -> None:
@@ -261,9 +263,9 @@ def test_a_model_without_an_optimizer_says_so_to_megatron(tmp_path: Path) -> Non
     extras = {key: value for key, value in source.extras.items() if key != "rng_state"}
     source = replace(source, parameters=bare, groups=(), extras=extras)
     assert contents(written(source, tmp_path / "run", tp=2)) == contents(source)
-    said = common(tmp_path / "run")
-    assert "optimizer" not in said
-    assert said["args"].no_save_optim is said["args"].no_save_rng is True
+    state = common(tmp_path / "run")
+    assert "optimizer" not in state
+    assert state["args"].no_save_optim is state["args"].no_save_rng is True
     notes = MegatronDist().plan(source).notes
     assert any("--no-load-optim" in note for note in notes)
     assert any("no random states" in note for note in notes)
@@ -274,8 +276,8 @@ def test_objects_of_other_kinds_and_unknown_items_are_carried(tmp_path: Path) ->
     items = {"rerun_state_machine_state/shard_0_1": {"seen": 3}, "mine": {"a": [1, (2, 3)]}}
     ranks = {"tp1_pp0": {"mine": {"a": 4}, "args": Record(source.extras["args"].cls, state={"rank": 1})}}
     source = replace(source, extras={**source.extras, **items, "ranks": ranks})
-    found = written(source, tmp_path / "run")
-    assert {key: found.extras[key] for key in items} == items
+    reopened = written(source, tmp_path / "run")
+    assert {key: reopened.extras[key] for key in items} == items
     (dropped,) = MegatronDist().plan(source).dropped
     assert "`mine`" in dropped
 
@@ -344,10 +346,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_megatron_could_not_load_is_refused_before_anything_is_written(tmp_path: Path, kind: str) -> None:
-    change, asked, message = REFUSED[kind]
+    change, options, message = REFUSED[kind]
     source = change(model("llama", args_of("llama", 2, 2)))
     with pytest.raises(CkptError, match=message):
-        plan(source, tmp_path / "run", MegatronDist(**asked))
+        plan(source, tmp_path / "run", MegatronDist(**options))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -368,8 +370,8 @@ def test_the_same_checkpoint_is_written_the_same(tmp_path: Path) -> None:
     files = [sorted(p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*") if p.is_file()) for n in "ab"]
     assert files[0] == files[1]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files[0])
-    said = json.loads((tmp_path / "a" / "iter_0000009" / "metadata.json").read_text())
-    assert said["sharded_backend"] == "torch_dist"
+    report = json.loads((tmp_path / "a" / "iter_0000009" / "metadata.json").read_text())
+    assert report["sharded_backend"] == "torch_dist"
 
 
 @given(data=st.data())

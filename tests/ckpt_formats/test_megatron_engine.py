@@ -46,14 +46,16 @@ def truth_of(file: Path) -> dict[tuple[str, str], Any]:
     return read_truth(file)
 
 
-@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
+@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda value: str(value))
 def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
-    found = open_checkpoint(megatron_folder / name / container)
-    check_complete(found)
-    check_not_suspicious(found)
+    checkpoint = open_checkpoint(megatron_folder / name / container)
+    check_complete(checkpoint)
+    check_not_suspicious(checkpoint)
     truth = truth_of(megatron_folder / (kind.truth or name) / "truth.pt")
-    held = {(p.name, state): tensor for p, state, tensor in found.tensors() if p.role != "extra" and state != "step"}
+    held = {
+        (p.name, state): tensor for p, state, tensor in checkpoint.tensors() if p.role != "extra" and state != "step"
+    }
     # The plain optimizer of an fp32 model updates the weights themselves: there are no masters.
     assert held.keys() == truth.keys()
     for place, tensor in held.items():
@@ -61,39 +63,39 @@ def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: 
         assert values.shape == tuple(truth[place].shape), place
         assert values.dtype.name == str(truth[place].dtype).removeprefix("torch."), place
         assert values.tobytes() == bytes_of(truth[place]), place
-    assert find_problems(found, Resources()) == []
+    assert find_problems(checkpoint, Resources()) == []
 
 
 def bytes_of(tensor: Any) -> bytes:
     import torch
 
-    made: bytes = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return made
+    result: bytes = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return result
 
 
-@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda said: str(said))
+@pytest.mark.parametrize(("name", "container"), CASES, ids=lambda value: str(value))
 def test_what_is_no_tensor_comes_along(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
-    found = open_checkpoint(megatron_folder / name / container)
+    checkpoint = open_checkpoint(megatron_folder / name / container)
     format_name = "megatron-legacy" if container == "legacy" else "megatron"
     assert detect(megatron_folder / name / container).name == format_name
-    assert found.origin.engine == "megatron"
-    assert found.origin.step == 2
-    said = {key: found.origin.layout[key] for key in ("tp", "pp", "vpp", "ep")}
-    assert said == {"tp": kind.tp, "pp": kind.pp, "vpp": kind.vpp or 1, "ep": kind.ep}
-    assert found.extras["args"].get("hidden_size") == kind.model["hidden_size"]
-    assert "rng_state" in found.extras
-    assert found.aliases == ({"output_layer.weight": "embedding.word_embeddings.weight"} if kind.tied else {})
-    _check_groups(found)
+    assert checkpoint.origin.engine == "megatron"
+    assert checkpoint.origin.step == 2
+    degrees = {key: checkpoint.origin.layout[key] for key in ("tp", "pp", "vpp", "ep")}
+    assert degrees == {"tp": kind.tp, "pp": kind.pp, "vpp": kind.vpp or 1, "ep": kind.ep}
+    assert checkpoint.extras["args"].get("hidden_size") == kind.model["hidden_size"]
+    assert "rng_state" in checkpoint.extras
+    assert checkpoint.aliases == ({"output_layer.weight": "embedding.word_embeddings.weight"} if kind.tied else {})
+    _check_groups(checkpoint)
 
 
-def _check_groups(found: Checkpoint) -> None:
+def _check_groups(checkpoint: Checkpoint) -> None:
     """Vectors and biases are not decayed; every trained parameter is in one group and has made two steps."""
-    listed = [name for group in found.groups for name in group.names]
-    assert sorted(listed) == sorted(n for n, p in found.parameters.items() if p.role == "parameter")
-    for group in found.groups:
+    listed = [name for group in checkpoint.groups for name in group.names]
+    assert sorted(listed) == sorted(n for n, p in checkpoint.parameters.items() if p.role == "parameter")
+    for group in checkpoint.groups:
         for name in group.names:
-            parameter = found.parameters[name]
+            parameter = checkpoint.parameters[name]
             plain = name.endswith(".bias") or len(parameter.weight.shape) == 1
             assert (group.options["wd_mult"] == 0) == plain
             step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"])
@@ -114,22 +116,22 @@ def test_a_run_looks_the_same_however_it_was_saved(megatron_folder: Path) -> Non
         )
 
 
-def _plain_numbers(found: Checkpoint) -> dict[str, Any]:
-    return {name: (p.role, p.values) for name, p in found.parameters.items() if p.role != "extra"}
+def _plain_numbers(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {name: (p.role, p.values) for name, p in checkpoint.parameters.items() if p.role != "extra"}
 
 
 @pytest.mark.parametrize("name", SHIFTED)
 def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_folder: Path, name: str) -> None:
-    found = open_checkpoint(megatron_folder / name / "fully")
+    checkpoint = open_checkpoint(megatron_folder / name / "fully")
     truth = truth_of(megatron_folder / SHIFTED[name] / "truth.pt")
-    masters = {name: p.states["fp32"] for name, p in found.parameters.items() if "fp32" in p.states}
+    masters = {name: p.states["fp32"] for name, p in checkpoint.parameters.items() if "fp32" in p.states}
     wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "fp32"])]
     assert wrong  # or Megatron has mended it, and this test has had its day
-    assert len(found.suspicions) == 1
-    assert f"masters of {len(wrong)} of " in found.suspicions[0]
+    assert len(checkpoint.suspicions) == 1
+    assert f"masters of {len(wrong)} of " in checkpoint.suspicions[0]
     with pytest.raises(Corrupt, match="shifted"):
-        check_not_suspicious(found)
-    assert any(finding.kind == "suspicious" for finding in find_problems(found, Resources()))
+        check_not_suspicious(checkpoint)
+    assert any(finding.kind == "suspicious" for finding in find_problems(checkpoint, Resources()))
 
 
 def _copied(megatron_folder: Path, tmp_path: Path) -> Path:

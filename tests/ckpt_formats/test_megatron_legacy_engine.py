@@ -99,10 +99,10 @@ PAIRS: dict[tuple[str, str], dict[str, Any]] = {
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
 def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
     source, want = (megatron_folder / kind / "legacy" for kind in pair)
-    found = open_checkpoint(source)
+    checkpoint = open_checkpoint(source)
     # How large buckets are is no matter of the layout: the run's arguments say it.
-    found = replace(found, extras={**found.extras, "args": open_checkpoint(want).extras["args"]})
-    save(found, tmp_path / "made", writable("megatron-legacy", **PAIRS[pair]), Resources(1, 1 << 20))
+    checkpoint = replace(checkpoint, extras={**checkpoint.extras, "args": open_checkpoint(want).extras["args"]})
+    save(checkpoint, tmp_path / "made", writable("megatron-legacy", **PAIRS[pair]), Resources(1, 1 << 20))
     assert_same_files(tmp_path / "made", want)
 
 
@@ -116,29 +116,29 @@ def test_what_was_torch_dist_becomes_the_files_that_megatron_wrote(
 
 
 def assert_same_files(run: Path, megatrons: Path) -> None:
-    made, expected = loaded(run), loaded(megatrons)
-    assert made.keys() == expected.keys()
+    actual, expected = loaded(run), loaded(megatrons)
+    assert actual.keys() == expected.keys()
     for file, held in expected.items():
-        got = made[file]
+        got = actual[file]
         differing = {key for key in held.keys() | got.keys() if held.get(key) != got.get(key)}
         # Each run has random states of its own. PyTorch's Adam lists its states in another order once it has loaded.
         assert all(key.startswith("/rng_state/") or re.fullmatch(r".*/state/\d+/", key) for key in differing), differing
 
 
-def states(found: Checkpoint) -> dict[tuple[str, str], object]:
+def states(checkpoint: Checkpoint) -> dict[tuple[str, str], object]:
     """Every bit that both optimizers keep: one of them has masters of fp32 weights, too, and steps are elsewhere."""
-    made: dict[tuple[str, str], object] = {}
-    for parameter, state, tensor in found.tensors():
+    by_state: dict[tuple[str, str], object] = {}
+    for parameter, state, tensor in checkpoint.tensors():
         if parameter.role == "extra" or state == "step":
             continue
         if state == "fp32" and parameter.states["param"].dtype == tensor.dtype:
             assert read(tensor).tobytes() == read(parameter.states["param"]).tobytes()
             continue
-        made[parameter.name, state] = bits(read(tensor))
-    for group in found.groups:
+        by_state[parameter.name, state] = bits(read(tensor))
+    for group in checkpoint.groups:
         for name in group.names:
-            parameter = found.parameters[name]
+            parameter = checkpoint.parameters[name]
             step = parameter.values["step"] if "step" in parameter.values else read(parameter.states["step"]).item()
-            made[name, "step"] = int(step)
-            made[name, "group"] = group.options["wd_mult"], group.options["lr"]
-    return made
+            by_state[name, "step"] = int(step)
+            by_state[name, "group"] = group.options["wd_mult"], group.options["lr"]
+    return by_state

@@ -38,14 +38,16 @@ def reshard(source: Checkpoint, target: Path, **degrees: Any) -> Checkpoint:
 def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     tp, pp = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from([1, 2, 3]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    made: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "zero": draw(st.sampled_from([0, 1]))}
+    options: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "zero": draw(st.sampled_from([0, 1]))}
     if draw(st.booleans()) or layers % (pp * vpp):
         cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1)))
-        made["stages"] = (0, *cuts)
+        options["stages"] = (0, *cuts)
     if "moe" in family:
-        made["ep"] = draw(st.sampled_from([1, 2, 4]))
-        made["etp"] = tp if made["ep"] * tp % tp else draw(st.sampled_from([tp] + [1] * (made["ep"] % tp == 0)))
-    return made
+        options["ep"] = draw(st.sampled_from([1, 2, 4]))
+        options["etp"] = (
+            tp if options["ep"] * tp % tp else draw(st.sampled_from([tp] + [1] * (options["ep"] % tp == 0)))
+        )
+    return options
 
 
 @pytest.mark.slow
@@ -54,14 +56,14 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 @EACH_FAMILY
 def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 4))
-    said = args_of(family, layers, UNIT)
-    said["transformer_impl"] = data.draw(st.sampled_from(["local", "transformer_engine"]))
-    if "moe" in family and said["add_bias_linear"] is False:
-        said["moe_grouped_gemm"] = data.draw(st.booleans())
+    arguments = args_of(family, layers, UNIT)
+    arguments["transformer_impl"] = data.draw(st.sampled_from(["local", "transformer_engine"]))
+    if "moe" in family and arguments["add_bias_linear"] is False:
+        arguments["moe_grouped_gemm"] = data.draw(st.booleans())
     if data.draw(st.booleans()):
-        said |= {"overlap_grad_reduce": True, "ddp_bucket_size": data.draw(st.integers(1, 3000))}
+        arguments |= {"overlap_grad_reduce": True, "ddp_bucket_size": data.draw(st.integers(1, 3000))}
     distributed = data.draw(st.booleans())
-    source = model(family, said, distributed=distributed)
+    source = model(family, arguments, distributed=distributed)
     with folder() as out:
         first = reshard(source, out / "first", zero=int(distributed))
         assert contents(first) == contents(source)
@@ -72,22 +74,22 @@ def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.D
         assert files(out / "back") == files(out / "first")
 
 
-def assert_same(found: Checkpoint, source: Checkpoint) -> None:
-    assert contents(found) == contents(source)
-    assert {n: plain(dict(p.values)) for n, p in found.parameters.items()} == {
+def assert_same(actual: Checkpoint, source: Checkpoint) -> None:
+    assert contents(actual) == contents(source)
+    assert {n: plain(dict(p.values)) for n, p in actual.parameters.items()} == {
         n: plain(dict(p.values)) for n, p in source.parameters.items()
     }
-    assert [(plain(dict(g.options)), g.names) for g in found.groups] == [
+    assert [(plain(dict(g.options)), g.names) for g in actual.groups] == [
         (plain(dict(g.options)), g.names) for g in source.groups
     ]
-    assert found.aliases == source.aliases
-    assert plain(found.extras) == plain(source.extras)
+    assert actual.aliases == source.aliases
+    assert plain(actual.extras) == plain(source.extras)
 
 
-def tensors(found: Checkpoint) -> dict[tuple[str, str], Any]:
+def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], Any]:
     """Every bit of model and optimizer, wherever the optimizer keeps its steps."""
-    extra = {name for name, p in found.parameters.items() if p.role == "extra"}
-    return {place: held for place, held in contents(found).items() if place[0] not in extra}
+    extra = {name for name, p in checkpoint.parameters.items() if p.role == "extra"}
+    return {place: held for place, held in contents(checkpoint).items() if place[0] not in extra}
 
 
 def files(run: Path) -> dict[str, bytes]:
@@ -130,8 +132,8 @@ def test_fused_layers_and_grouped_experts_have_their_own_names(tmp_path: Path) -
             "mlp.linear_fc2.weight",
         )
     ]
-    said = args_of("moe", 1, 4) | fused | {"moe_grouped_gemm": True}
-    reshard(model("moe", said), tmp_path / "moe", ep=2)
+    arguments = args_of("moe", 1, 4) | fused | {"moe_grouped_gemm": True}
+    reshard(model("moe", arguments), tmp_path / "moe", ep=2)
     held = root(tmp_path / "moe", "00_001")["model"]
     assert [name for name in held if ".experts." in name] == [
         f"decoder.layers.0.mlp.experts.{name}"
@@ -149,8 +151,8 @@ def test_fused_layers_and_grouped_experts_have_their_own_names(tmp_path: Path) -
 
 
 def test_experts_in_one_tensor_lie_in_memory_as_megatron_has_them(tmp_path: Path) -> None:
-    said = args_of("moe", 1, 4) | {"moe_grouped_gemm": True}
-    source = model("moe", said)
+    arguments = args_of("moe", 1, 4) | {"moe_grouped_gemm": True}
+    source = model("moe", arguments)
     reshard(source, tmp_path / "run", ep=2)
     for rank in range(2):
         held = root(tmp_path / "run", f"00_00{rank}")["model"]
@@ -171,10 +173,10 @@ def test_states_of_single_numbers_stay_so_where_experts_become_one_tensor(tmp_pa
         for name, p in source.parameters.items()
     }
     source = replace(source, parameters=counted)
-    found = reshard(source, tmp_path / "run", zero=0)
+    resharded = reshard(source, tmp_path / "run", zero=0)
     saved = root(tmp_path / "run", "00")["optimizer"]["optimizer"]["state"]
     assert {(state["step"].shape, state["step"].item()) for state in saved.values()} == {((), 9)}
-    assert tensors(found) == tensors(source)
+    assert tensors(resharded) == tensors(source)
 
 
 def test_an_extra_state_follows_all_tensors_of_its_module(tmp_path: Path) -> None:
@@ -205,8 +207,8 @@ def test_a_flat_buffer_is_laid_out_in_reverse_at_multiples_of_64(tmp_path: Path)
 
 
 def test_tables_get_the_padding_that_megatron_gives_them(tmp_path: Path) -> None:
-    said = args_of("llama", 1, 4) | {"vocab_size": 27, "make_vocab_size_divisible_by": 2, "padded_vocab_size": 28}
-    source = model("llama", said)
+    arguments = args_of("llama", 1, 4) | {"vocab_size": 27, "make_vocab_size_divisible_by": 2, "padded_vocab_size": 28}
+    source = model("llama", arguments)
     other = reshard(source, tmp_path / "other", tp=4)
     table = other.parameters["embedding.word_embeddings.weight"].states
     assert table["param"].shape == table["exp_avg"].shape == (32, 12)
@@ -232,8 +234,8 @@ def test_names_of_before_megatron_core_are_nested_as_they_were(tmp_path: Path) -
     file = run / "iter_0000005/mp_rank_00/model_optim_rng.pt"
     torch.save({**torch.load(file, weights_only=False), "model": tree}, file)
     source = open_checkpoint(run)
-    found = reshard(source, tmp_path / "other", tp=2, pp=2)
-    assert tensors(found) == tensors(source)
+    resharded = reshard(source, tmp_path / "other", tp=2, pp=2)
+    assert tensors(resharded) == tensors(source)
     first, last = (
         torch.load(tmp_path / f"other/iter_0000005/mp_rank_01_00{pp}/model_optim_rng.pt", weights_only=False)["model"]
         for pp in (0, 1)
@@ -242,7 +244,7 @@ def test_names_of_before_megatron_core_are_nested_as_they_were(tmp_path: Path) -
     assert list(first["language_model"]["embedding"]) == ["word_embeddings", "position_embeddings"]
     assert f"layers.0.{inner}" in last["language_model"]["encoder"]
     assert last["word_embeddings_for_head"]["weight"].shape == (8, 8)
-    assert tensors(reshard(found, tmp_path / "back", tp=1, pp=1)) == tensors(source)
+    assert tensors(reshard(resharded, tmp_path / "back", tp=1, pp=1)) == tensors(source)
 
 
 @pytest.mark.parametrize("step", [9, 9.0])
@@ -251,11 +253,11 @@ def test_the_step_is_where_each_optimizer_keeps_it(tmp_path: Path, step: float) 
     source = model("llama", args_of("llama", 1, 4))
     trained = {n: replace(p, values={"step": step}) for n, p in source.parameters.items() if p.role == "parameter"}
     source = replace(source, parameters={**source.parameters, **trained})
-    found = reshard(source, tmp_path / "plain", zero=0)
+    resharded = reshard(source, tmp_path / "plain", zero=0)
     saved = root(tmp_path / "plain", "00")["optimizer"]["optimizer"]
     assert ("step" in saved["param_groups"][0]) == isinstance(step, int)
     assert {float(s["step"]) for s in saved["state"].values()} == {9.0} if isinstance(step, float) else True
-    back = reshard(found, tmp_path / "back", zero=1)
+    back = reshard(resharded, tmp_path / "back", zero=1)
     assert {repr(p.values["step"]) for p in back.parameters.values() if p.role == "parameter"} == {repr(step)}
 
 
@@ -272,14 +274,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
-    asked, message = BAD[case]
-    refused(model("moe", args_of("moe", 3, 4)), tmp_path, message, **asked)
+    options, message = BAD[case]
+    refused(model("moe", args_of("moe", 3, 4)), tmp_path, message, **options)
 
 
-def refused(source: Checkpoint, tmp_path: Path, message: str, **asked: Any) -> None:
-    with pytest.raises(CkptError, match=message) as found:
-        reshard(source, tmp_path / "made", **asked)
-    assert type(found.value) in (Unsupported, BadRules)
+def refused(source: Checkpoint, tmp_path: Path, message: str, **options: Any) -> None:
+    with pytest.raises(CkptError, match=message) as caught:
+        reshard(source, tmp_path / "made", **options)
+    assert type(caught.value) in (Unsupported, BadRules)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,12 +337,12 @@ def test_masters_of_fp32_weights_must_be_the_weights_to_be_left_out(tmp_path: Pa
 def test_a_grid_that_is_sparse_is_written_where_every_rank_finds_its_folder(tmp_path: Path) -> None:
     """Two tensor-parallel ranks, each with the whole of one half of the experts: a diagonal of folders."""
     source = model("moe", args_of("moe", 2, 4))
-    found = reshard(source, tmp_path / "run", tp=2, ep=2, etp=1, dp=2)
+    resharded = reshard(source, tmp_path / "run", tp=2, ep=2, etp=1, dp=2)
     assert sorted(path.name for path in (tmp_path / "run/iter_0000009").iterdir()) == [
         "mp_rank_00_000",
         "mp_rank_01_001",
     ]
-    assert tensors(found) == tensors(source)
+    assert tensors(resharded) == tensors(source)
 
 
 def test_ranks_that_were_not_there_go_on_with_anothers_random_states_and_that_is_said(tmp_path: Path) -> None:
@@ -373,8 +375,8 @@ def test_a_loss_scaler_is_kept_by_however_many_optimizers_there_are(tmp_path: Pa
 
 
 def test_context_parallel_ranks_are_among_those_that_share_the_optimizer(tmp_path: Path) -> None:
-    said = args_of("llama", 2, 4) | {"context_parallel_size": 2, "world_size": 4, "data_parallel_size": 2}
-    source = model("llama", said)
+    arguments = args_of("llama", 2, 4) | {"context_parallel_size": 2, "world_size": 4, "data_parallel_size": 2}
+    source = model("llama", arguments)
     source = replace(source, origin=replace(source.origin, layout={**source.origin.layout, "dp": 4}))
     for dp, counts in ((4, (2, 2, 8)), (3, (1, 3, 6))):
         args = reshard(source, tmp_path / str(dp), tp=2, dp=dp).extras["args"]

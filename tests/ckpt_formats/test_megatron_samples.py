@@ -26,10 +26,10 @@ def sample(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def assert_is_the_truth(found: Checkpoint, sample: Path) -> None:
+def assert_is_the_truth(actual: Checkpoint, sample: Path) -> None:
     with safe_open(sample / "truth.safetensors", "np") as file:
         expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    held = {f"{p.name}/{state}": tensor for p, state, tensor in found.tensors() if p.role != "extra"}
+    held = {f"{p.name}/{state}": tensor for p, state, tensor in actual.tensors() if p.role != "extra"}
     assert held.keys() == expected.keys()
     for key, array in expected.items():
         got = read(held[key])
@@ -38,9 +38,9 @@ def assert_is_the_truth(found: Checkpoint, sample: Path) -> None:
 
 
 def test_it_is_what_the_run_held(sample: Path) -> None:
-    found = open_checkpoint(sample)
-    assert_is_the_truth(found, sample)
-    assert find_problems(found, Resources()) == []
+    checkpoint = open_checkpoint(sample)
+    assert_is_the_truth(checkpoint, sample)
+    assert find_problems(checkpoint, Resources()) == []
 
 
 @pytest.mark.quick(1)

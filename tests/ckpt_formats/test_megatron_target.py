@@ -22,11 +22,11 @@ from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimize
 from held import checkpoint, parameter
 
 
-def arguments(**said: Any) -> Arguments:
-    return Arguments(Record(Global("argparse", "Namespace"), (), state=said), Path("run"))
+def arguments(**fields: Any) -> Arguments:
+    return Arguments(Record(Global("argparse", "Namespace"), (), state=fields), Path("run"))
 
 
-def target(dtype: str = "float32", extras: Any = None, **said: Any) -> WriteLayout:
+def target(dtype: str = "float32", extras: Any = None, **fields: Any) -> WriteLayout:
     """One rank, whose model is one vector."""
     source = checkpoint(
         [parameter("w", {MODEL: np.zeros(3, dtype)})],
@@ -34,7 +34,7 @@ def target(dtype: str = "float32", extras: Any = None, **said: Any) -> WriteLayo
         extras,
         origin=Origin("megatron", None, 5, {"tp": 2, "pp": 1}),
     )
-    return WriteLayout(source, arguments(**said), Parallel(1, 1), Stages((1,), 1), Layout(), None, False)
+    return WriteLayout(source, arguments(**fields), Parallel(1, 1), Stages((1,), 1), Layout(), None, False)
 
 
 @pytest.mark.parametrize(("stages", "vpp"), [(None, 1), (Stages((3, 3), 2), 1), (Stages((1, 2, 3, 4), 2), 2)])
@@ -45,24 +45,28 @@ def test_the_origin_says_how_many_chunks_a_stage_has(stages: Stages | None, vpp:
 
 
 @pytest.mark.parametrize(
-    ("said", "pieces"), [({}, 1), ({"checkpoint_version": 0.9}, 1), ({"checkpoint_version": 1.0}, 0)]
+    ("fields", "pieces"), [({}, 1), ({"checkpoint_version": 0.9}, 1), ({"checkpoint_version": 1.0}, 0)]
 )
-def test_where_no_version_is_said_it_is_the_first(said: Any, pieces: int) -> None:
+def test_where_no_version_is_said_it_is_the_first(fields: Any, pieces: int) -> None:
     """Megatron itself takes it so. Then each rank held q, k and v as three pieces."""
-    extras = {"args": arguments(num_layers=1, hidden_size=4, num_attention_heads=2).record, **said}
+    extras = {"args": arguments(num_layers=1, hidden_size=4, num_attention_heads=2).record, **fields}
     assert layout_of(checkpoint([], (), extras)).sizes["qkv_pieces"] == pieces
 
 
 def test_only_the_first_stage_has_buckets_that_end_early() -> None:
-    said = arguments(overlap_grad_reduce=True, ddp_bucket_size=100)
-    assert [buckets_of(said, Parallel(1, 3), stage, 2, 1000).sizes for stage in range(3)] == [(100,), (None,), (None,)]
-    said = arguments(overlap_grad_reduce=True, ddp_num_buckets=4)
-    assert buckets_of(said, Parallel(1, 3), 0, 2, 1000).sizes == (250,)
+    stated = arguments(overlap_grad_reduce=True, ddp_bucket_size=100)
+    assert [buckets_of(stated, Parallel(1, 3), stage, 2, 1000).sizes for stage in range(3)] == [
+        (100,),
+        (None,),
+        (None,),
+    ]
+    stated = arguments(overlap_grad_reduce=True, ddp_num_buckets=4)
+    assert buckets_of(stated, Parallel(1, 3), 0, 2, 1000).sizes == (250,)
     assert buckets_of(arguments(ddp_bucket_size=100), Parallel(1, 3), 0, 2, 1000).sizes == (None,)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said", "low"),
+    ("dtype", "fields", "low"),
     [
         ("float32", {}, False),
         ("float16", {}, True),
@@ -70,8 +74,8 @@ def test_only_the_first_stage_has_buckets_that_end_early() -> None:
         ("float32", {"fp16": True}, True),
     ],
 )
-def test_masters_are_kept_of_weights_that_are_or_will_be_of_low_precision(dtype: str, said: Any, low: bool) -> None:
-    assert WrittenOptimizer(target(dtype, **said)).low_precision is low
+def test_masters_are_kept_of_weights_that_are_or_will_be_of_low_precision(dtype: str, fields: Any, low: bool) -> None:
+    assert WrittenOptimizer(target(dtype, **fields)).low_precision is low
 
 
 def test_a_rank_has_its_own_extra_states_and_else_those_of_the_first_that_has_them() -> None:

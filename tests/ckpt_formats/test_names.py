@@ -79,49 +79,49 @@ def test_a_transform_is_what_numpy_says_both_ways(case: tuple[str, int]) -> None
     split = transform.split(of(whole), sizes)
     joined = transform.join([of(piece) for piece in pieces], sizes)
     assert len(split) == transform.count == len(pieces)
-    for made, piece in zip((*split, joined), (*pieces, whole), strict=True):
-        assert not list(made.problems())
-        assert made.shape == piece.shape
-        assert np.array_equal(read(made), piece)
+    for actual, piece in zip((*split, joined), (*pieces, whole), strict=True):
+        assert not list(actual.problems())
+        assert actual.shape == piece.shape
+        assert np.array_equal(read(actual), piece)
 
 
 @given(st.data())
 def test_any_block_of_a_transform_is_read_alone(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(list(ALL)))
     how, (whole, pieces, sizes) = case[0], ALL[case]
-    for made, piece in zip(TRANSFORMS[how].split(of(whole), sizes), pieces, strict=True):
+    for part, piece in zip(TRANSFORMS[how].split(of(whole), sizes), pieces, strict=True):
         box: Box = data.draw(boxes(piece.shape))
-        assert np.array_equal(read(made.crop(box)), piece[box.index])
+        assert np.array_equal(read(part.crop(box)), piece[box.index])
 
 
 @pytest.mark.parametrize("columns", [0, 3, 5000])  # rows that are read whole, and rows that are longer
 @given(st.data())
 def test_any_block_of_a_transposed_matrix_is_read_alone(columns: int, data: st.DataObject) -> None:
     whole = values(4, columns)
-    (made,) = TRANSFORMS["transposed"].split(of(whole), SIZES)
+    (transposed,) = TRANSFORMS["transposed"].split(of(whole), SIZES)
     box: Box = data.draw(boxes((columns, 4)))
     inner: Box = data.draw(boxes(box.shape))
-    assert np.array_equal(read(made.crop(box).crop(inner)), whole.T[box.index][inner.index])
+    assert np.array_equal(read(transposed.crop(box).crop(inner)), whole.T[box.index][inner.index])
 
 
 @given(st.data())
 def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> None:
     shape = data.draw(shapes(3).map(lambda rest: (2, *rest)))
     whole = np.arange(prod(shape)).reshape(shape)
-    for made, piece in zip(unstacked(of(whole), 2), whole, strict=True):
+    for layer, piece in zip(unstacked(of(whole), 2), whole, strict=True):
         box: Box = data.draw(boxes(piece.shape))
-        assert not list(made.problems())
-        assert np.array_equal(read(made.crop(box)), piece[box.index])
+        assert not list(layer.problems())
+        assert np.array_equal(read(layer.crop(box)), piece[box.index])
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_any_block_of_every_so_many_th_row_is_read_alone(data: st.DataObject, rows: int, step: int) -> None:
     whole = np.arange(rows * step * 5).reshape(-1, 5)
     for start in range(step):
-        made, piece = strided(of(whole), start, step), whole[start::step]
+        actual, piece = strided(of(whole), start, step), whole[start::step]
         box: Box = data.draw(boxes(piece.shape))
-        assert np.array_equal(read(made), piece)
-        assert np.array_equal(read(made.crop(box)), piece[box.index])
+        assert np.array_equal(read(actual), piece)
+        assert np.array_equal(read(actual.crop(box)), piece[box.index])
 
 
 @pytest.mark.parametrize("shape", [(), (7, 2)])
@@ -190,7 +190,7 @@ def test_names_are_as_many_as_the_configuration_says(family: str) -> None:
     assert len(set(full)) == len(full)
     assert set(bare) <= set(full)
     assert not any("{" in name for name in full)
-    numbers = [int(found[1]) for name in bare if (found := re.search(r"\.(\d+)\.", name))]
+    numbers = [int(match[1]) for name in bare if (match := re.search(r"\.(\d+)\.", name))]
     assert numbers == sorted(numbers)
     assert set(numbers) == set(range(3))
     held = {re.sub(r"\.\d+\.", ".", name) for name in full}
@@ -198,7 +198,7 @@ def test_names_are_as_many_as_the_configuration_says(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {},
         {"num_hidden_layers": None},
@@ -210,10 +210,10 @@ def test_names_are_as_many_as_the_configuration_says(family: str) -> None:
         {"num_hidden_layers": 10**400},
     ],
 )
-def test_a_configuration_that_does_not_tell_how_many_layers_gives_no_names(said: dict[str, Any]) -> None:
+def test_a_configuration_that_does_not_tell_how_many_layers_gives_no_names(fields: dict[str, Any]) -> None:
     table = table_for({"model_type": "llama"})
     assert table is not None
-    assert table.expected_names(said) is None
+    assert table.expected_names(fields) is None
 
 
 def test_only_models_whose_tensors_the_table_lists_have_it() -> None:
@@ -224,11 +224,11 @@ def test_only_models_whose_tensors_the_table_lists_have_it() -> None:
     assert table_for({}) is None
 
 
-@pytest.mark.parametrize(("said", "tied"), [(True, True), (False, False), (None, False), ("yes", False)])
-def test_names_are_tied_where_the_configuration_says_so(said: Any, tied: bool) -> None:
+@pytest.mark.parametrize(("stated", "tied"), [(True, True), (False, False), (None, False), ("yes", False)])
+def test_names_are_tied_where_the_configuration_says_so(stated: Any, tied: bool) -> None:
     table = table_for(SAID)
     assert table is not None
-    assert bool(table.tie(SAID | {"tie_word_embeddings": said})) == tied
+    assert bool(table.tie(SAID | {"tie_word_embeddings": stated})) == tied
 
 
 def test_gpt2_is_tied_unless_it_says_otherwise() -> None:

@@ -76,12 +76,12 @@ def loaded(megatron: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_computes_what_megatron_does(name: str, megatron: Path, loaded: dict[str, dict[str, Any]]) -> None:
-    said = loaded[name]
-    assert (said["missing_keys"], said["unexpected_keys"], said["mismatched_keys"]) == ([], [], [])
-    assert said["model_type"] == EXPECTED.get(name, name)
+    report = loaded[name]
+    assert (report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"]) == ([], [], [])
+    assert report["model_type"] == EXPECTED.get(name, name)
     expected = torch.load(megatron / f"{name}.logits.pt")
-    assert said["logits"].shape == expected.shape == (2, 12, 91)
-    assert (said["logits"] - expected).abs().max() < CLOSE
+    assert report["logits"].shape == expected.shape == (2, 12, 91)
+    assert (report["logits"] - expected).abs().max() < CLOSE
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def architectures(family: str) -> st.SearchStrategy[Architecture]:
     small, gpt2, experts = st.integers(1, 5), family == "gpt2", family == "mixtral"
     scalings = st.none() | st.builds(Scaling, st.sampled_from(["linear", "llama3"]), st.sampled_from([2.0, 8.5]))
 
-    def made(groups: int, each: int, head_dim: int, hidden: int, **others: Any) -> Architecture:
+    def architecture(groups: int, each: int, head_dim: int, hidden: int, **others: Any) -> Architecture:
         heads = groups if gpt2 else groups * each
         return Architecture(
             heads=heads,
@@ -58,7 +58,7 @@ def architectures(family: str) -> st.SearchStrategy[Architecture]:
         )
 
     return st.builds(
-        made,
+        architecture,
         groups=st.integers(1, 3),
         each=st.integers(1, 3),
         head_dim=small,
@@ -181,14 +181,14 @@ def test_the_configuration_is_made_again_of_the_arguments(family: str, data: st.
     config = data.draw(configs(family))
     there = to_megatron(trained(config))
     bare = replace(there, extras={ARGUMENTS: there.extras[ARGUMENTS]})
-    made = to_hf(bare)
-    said = made.extras[CONFIG]
+    converted = to_hf(bare)
+    configuration = converted.extras[CONFIG]
     unwindowed = family == "mistral" and config["sliding_window"] is None  # which is a Llama
-    assert said["model_type"] == ("llama" if unwindowed else family)
-    assert of_config_alone(said) == of_config_alone(config)
-    assert contents(made) == contents(trained(config))
-    assert said["torch_dtype"] == "bfloat16"
-    again = to_megatron(made)
+    assert configuration["model_type"] == ("llama" if unwindowed else family)
+    assert of_config_alone(configuration) == of_config_alone(config)
+    assert contents(converted) == contents(trained(config))
+    assert configuration["torch_dtype"] == "bfloat16"
+    again = to_megatron(converted)
     assert again.extras[ARGUMENTS].state == there.extras[ARGUMENTS].state
     assert contents(again) == contents(there)
 
@@ -235,13 +235,13 @@ def test_the_oldest_files_have_queries_keys_and_values_in_another_order(version:
         parameters.append(parameter(f"{name}.{kind}", {"param": rows, "exp_avg": rows}))
     arguments = updated(None, {"num_attention_heads": heads, "max_position_embeddings": 1})
     source = checkpoint(parameters, (), {ARGUMENTS: arguments, "checkpoint_version": version})
-    made = to_core(source)
-    found = made.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
-    for one in found.states.values():
+    converted = to_core(source)
+    qkv = converted.parameters["decoder.layers.0.self_attention.linear_qkv.weight"]
+    for one in qkv.states.values():
         assert np.array_equal(read(one), straight.reshape(-1, 2))
-    bias = made.parameters["decoder.layers.0.self_attention.linear_qkv.bias"].weight
+    bias = converted.parameters["decoder.layers.0.self_attention.linear_qkv.bias"].weight
     assert np.array_equal(read(bias), straight[..., 0].reshape(-1))
-    assert made.extras["checkpoint_version"] == 3.0
+    assert converted.extras["checkpoint_version"] == 3.0
 
 
 # What is refused
@@ -261,7 +261,7 @@ CONFIGURATION = {
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-def said(**changes: Any) -> Checkpoint:
+def configured(**changes: Any) -> Checkpoint:
     """The model, and a configuration that says something else."""
     source = trained(CONFIGURATION)
     return replace(source, extras={CONFIG: CONFIGURATION | changes})
@@ -285,34 +285,34 @@ def regrouped() -> Checkpoint:
 
 TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "no configuration": (lambda: replace(trained(CONFIGURATION), extras={}), Incomplete, "no config.json"),
-    "another family": (lambda: said(model_type="bloom"), Unsupported, "type bloom"),
-    "no sizes": (lambda: said(hidden_size=None), Incomplete, "hidden"),
-    "a size that is none": (lambda: said(intermediate_size="5"), Corrupt, "ffn 5"),
-    "a size of zero": (lambda: said(head_dim=0), Corrupt, "head_dim 0"),
-    "heads that do not divide": (lambda: said(num_key_value_heads=3), Corrupt, "cannot be divided into 3 groups"),
-    "another width": (lambda: said(hidden_size=8), Corrupt, r"shape \[7, 6\], but .* \[7, 8\]"),
-    "another number of groups": (lambda: said(num_key_value_heads=4), Unsupported, "not of 4 heads in 4 groups"),
-    "other heads": (lambda: said(head_dim=4), Corrupt, r"\[24, 6\], but .* \[32, 6\]"),
-    "another vocabulary": (lambda: said(vocab_size=5), Corrupt, r"\[7, 6\], but .* \[5, 6\]"),
-    "more layers": (lambda: said(num_hidden_layers=3), Incomplete, r"layers\.2\."),
-    "fewer layers": (lambda: said(num_hidden_layers=1), Unsupported, r"has no `model\.layers\.1\."),
-    "too many layers": (lambda: said(num_hidden_layers=10**9), Incomplete, "the number of layers"),
-    "tied, but with a head": (lambda: said(tie_word_embeddings=True), Unsupported, "lm_head"),
+    "another family": (lambda: configured(model_type="bloom"), Unsupported, "type bloom"),
+    "no sizes": (lambda: configured(hidden_size=None), Incomplete, "hidden"),
+    "a size that is none": (lambda: configured(intermediate_size="5"), Corrupt, "ffn 5"),
+    "a size of zero": (lambda: configured(head_dim=0), Corrupt, "head_dim 0"),
+    "heads that do not divide": (lambda: configured(num_key_value_heads=3), Corrupt, "cannot be divided into 3 groups"),
+    "another width": (lambda: configured(hidden_size=8), Corrupt, r"shape \[7, 6\], but .* \[7, 8\]"),
+    "another number of groups": (lambda: configured(num_key_value_heads=4), Unsupported, "not of 4 heads in 4 groups"),
+    "other heads": (lambda: configured(head_dim=4), Corrupt, r"\[24, 6\], but .* \[32, 6\]"),
+    "another vocabulary": (lambda: configured(vocab_size=5), Corrupt, r"\[7, 6\], but .* \[5, 6\]"),
+    "more layers": (lambda: configured(num_hidden_layers=3), Incomplete, r"layers\.2\."),
+    "fewer layers": (lambda: configured(num_hidden_layers=1), Unsupported, r"has no `model\.layers\.1\."),
+    "too many layers": (lambda: configured(num_hidden_layers=10**9), Incomplete, "the number of layers"),
+    "tied, but with a head": (lambda: configured(tie_word_embeddings=True), Unsupported, "lm_head"),
     "biases that Megatron has not": (
         lambda: trained(CONFIGURATION | {"attention_bias": True}),
         Unsupported,
         "add_bias_linear",
     ),
-    "another activation": (lambda: said(hidden_act="relu"), Unsupported, "relu"),
+    "another activation": (lambda: configured(hidden_act="relu"), Unsupported, "relu"),
     "a stretched rotation": (
-        lambda: said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        lambda: configured(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         Unsupported,
         "which Megatron does not support",
     ),
-    "no rotation": (lambda: said(rope_parameters=3), Corrupt, "rotary"),
-    "a base that is none": (lambda: said(rope_theta="x"), Corrupt, "rope_theta"),
-    "an epsilon that is none": (lambda: said(rms_norm_eps=float("nan")), Corrupt, "epsilon"),
-    "quantised": (lambda: said(quantization_config={"bits": 4}), Unsupported, "quantization_config"),
+    "no rotation": (lambda: configured(rope_parameters=3), Corrupt, "rotary"),
+    "a base that is none": (lambda: configured(rope_theta="x"), Corrupt, "rope_theta"),
+    "an epsilon that is none": (lambda: configured(rms_norm_eps=float("nan")), Corrupt, "epsilon"),
+    "quantised": (lambda: configured(quantization_config={"bits": 4}), Unsupported, "quantization_config"),
     "a tensor is missing": (lambda: without(Q), Incomplete, "missing: `model.layers.0.self_attn.q_proj.weight`"),
     "a strange tensor": (
         lambda: with_stranger(),
@@ -350,21 +350,21 @@ def test_what_cannot_have_megatrons_names_is_refused(kind: str) -> None:
 
 def in_megatron(**changes: Value) -> Checkpoint:
     """The model with Megatron's names, and arguments that say something else; one that is `...` is not there."""
-    made = to_megatron(trained(CONFIGURATION))
-    record = made.extras[ARGUMENTS]
+    converted = to_megatron(trained(CONFIGURATION))
+    record = converted.extras[ARGUMENTS]
     state = {key: value for key, value in {**record.state, **changes}.items() if value is not ...}
-    return replace(made, extras={ARGUMENTS: Record(record.cls, state=state, new=True)}, groups=())
+    return replace(converted, extras={ARGUMENTS: Record(record.cls, state=state, new=True)}, groups=())
 
 
 def plus(**names: tuple[int, ...]) -> Checkpoint:
-    made = in_megatron()
+    converted = in_megatron()
     more = {name: parameter(name, {"param": array(F32, shape)}) for name, shape in names.items()}
-    return replace(made, parameters={**made.parameters, **more})
+    return replace(converted, parameters={**converted.parameters, **more})
 
 
 def minus(pattern: str) -> Checkpoint:
-    made = in_megatron()
-    return replace(made, parameters={name: p for name, p in made.parameters.items() if pattern not in name})
+    converted = in_megatron()
+    return replace(converted, parameters={name: p for name, p in converted.parameters.items() if pattern not in name})
 
 
 TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
@@ -429,9 +429,9 @@ def test_what_is_of_no_family_is_refused(kind: str) -> None:
 
 def test_arguments_may_lack_what_a_configuration_says() -> None:
     bare = {key: ... for key in in_megatron().extras[ARGUMENTS].state if key not in ("num_layers", "hidden_size")}
-    found = to_hf(in_megatron(**bare), CONFIGURATION)
-    assert contents(found) == contents(trained(CONFIGURATION))
-    assert not found.notices
+    converted = to_hf(in_megatron(**bare), CONFIGURATION)
+    assert contents(converted) == contents(trained(CONFIGURATION))
+    assert not converted.notices
 
 
 @pytest.mark.parametrize("kept", ["embedding", "input_layernorm", "linear_fc2"])
@@ -442,38 +442,40 @@ def test_of_a_part_of_a_model_the_arguments_tell_the_family(family: str, kept: s
     config = {**CONFIGURATION, "model_type": family, **kind}
     if family == "gpt2":
         config |= {"n_layer": 2, "n_head": 2, "n_embd": 6, "n_positions": 3, "vocab_size": 7}
-    made = to_megatron(trained(config))
-    some = {name: one for name, one in made.parameters.items() if kept in name}
-    part = replace(made, parameters=some, groups=(), aliases={}, extras={ARGUMENTS: made.extras[ARGUMENTS]})
-    found = to_hf(part, partial=True)
-    assert found.extras[CONFIG]["model_type"] == family
-    assert contents(found).items() <= contents(trained(config)).items()
+    original = to_megatron(trained(config))
+    some = {name: one for name, one in original.parameters.items() if kept in name}
+    part = replace(original, parameters=some, groups=(), aliases={}, extras={ARGUMENTS: original.extras[ARGUMENTS]})
+    converted = to_hf(part, partial=True)
+    assert converted.extras[CONFIG]["model_type"] == family
+    assert contents(converted).items() <= contents(trained(config)).items()
 
 
 def test_a_part_that_may_be_of_several_families_is_not_guessed() -> None:
-    made = in_megatron(add_qkv_bias=..., add_bias_linear=..., qk_layernorm=...)
-    part = replace(made, parameters={n: p for n, p in made.parameters.items() if "linear_fc2" in n}, aliases={})
+    converted = in_megatron(add_qkv_bias=..., add_bias_linear=..., qk_layernorm=...)
+    part = replace(
+        converted, parameters={n: p for n, p in converted.parameters.items() if "linear_fc2" in n}, aliases={}
+    )
     with pytest.raises(Unsupported, match="several families: llama, mistral, qwen2, qwen3"):
         to_hf(part, partial=True)
 
 
 def test_what_configuration_and_arguments_say_differently_is_told() -> None:
-    found = to_hf(in_megatron(rotary_base=500000), CONFIGURATION)
-    assert any("theta 10000.0 and 500000.0" in notice for notice in found.notices)
+    converted = to_hf(in_megatron(rotary_base=500000), CONFIGURATION)
+    assert any("theta 10000.0 and 500000.0" in notice for notice in converted.notices)
 
 
 # Padding of the vocabulary
 
 
 def padded(rows: int, **changes: Value) -> Checkpoint:
-    made = in_megatron(padded_vocab_size=rows, **changes)
+    source = in_megatron(padded_vocab_size=rows, **changes)
     tables = ("embedding.word_embeddings.weight", "output_layer.weight")
 
     def longer(one: Parameter) -> Parameter:
         grown = {s: tensor(np.pad(read(t), [(0, rows - 7), (0, 0)])) if t.shape else t for s, t in one.states.items()}
         return replace(one, states=grown)
 
-    return replace(made, parameters={n: longer(p) if n in tables else p for n, p in made.parameters.items()})
+    return replace(source, parameters={n: longer(p) if n in tables else p for n, p in source.parameters.items()})
 
 
 @pytest.mark.parametrize(
@@ -487,16 +489,16 @@ def padded(rows: int, **changes: Value) -> Checkpoint:
 def test_padding_is_left_out_where_the_true_size_is_known(
     source: Callable[[], Checkpoint], config: Mapping[str, Any] | None
 ) -> None:
-    found = to_hf(source(), config)
-    assert contents(found) == contents(trained(CONFIGURATION))
-    assert found.extras[CONFIG]["vocab_size"] == 7
+    converted = to_hf(source(), config)
+    assert contents(converted) == contents(trained(CONFIGURATION))
+    assert converted.extras[CONFIG]["vocab_size"] == 7
 
 
 def test_padding_is_kept_and_said_where_the_true_size_is_not_known() -> None:
-    found = to_hf(padded(12, tokenizer_type="Llama2Tokenizer", vocab_size=7))
-    assert found.parameters["lm_head.weight"].weight.shape == (12, 6)
-    assert found.extras[CONFIG]["vocab_size"] == 12
-    assert any("not known" in notice for notice in found.notices)
+    converted = to_hf(padded(12, tokenizer_type="Llama2Tokenizer", vocab_size=7))
+    assert converted.parameters["lm_head.weight"].weight.shape == (12, 6)
+    assert converted.extras[CONFIG]["vocab_size"] == 12
+    assert any("not known" in notice for notice in converted.notices)
 
 
 # The command
@@ -523,7 +525,7 @@ def in_hf(tensors: Mapping[str, Array]) -> dict[str, Array]:
     """What transformers calls the tensors of `megatron_files.whole`, by Megatron's own definition of their order."""
     heads, groups, width = LLAMA["num_attention_heads"], LLAMA["num_query_groups"], LLAMA["kv_channels"]
     each = heads // groups
-    made = {
+    result = {
         "model.embed_tokens.weight": tensors["embedding.word_embeddings.weight"][:14],
         "model.norm.weight": tensors["decoder.final_layernorm.weight"],
         "lm_head.weight": tensors["output_layer.weight"][:14],
@@ -532,9 +534,9 @@ def in_hf(tensors: Mapping[str, Array]) -> dict[str, Array]:
         old, new = f"decoder.layers.{i}", f"model.layers.{i}"
         by_group = tensors[f"{old}.self_attention.linear_qkv.weight"].reshape(groups, each + 2, width, 8)
         for kind, rows in {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, None)}.items():
-            made[f"{new}.self_attn.{kind}_proj.weight"] = by_group[:, rows].reshape(-1, 8)
+            result[f"{new}.self_attn.{kind}_proj.weight"] = by_group[:, rows].reshape(-1, 8)
         gate, up = np.split(tensors[f"{old}.mlp.linear_fc1.weight"], 2)
-        made |= {
+        result |= {
             f"{new}.self_attn.o_proj.weight": tensors[f"{old}.self_attention.linear_proj.weight"],
             f"{new}.mlp.gate_proj.weight": gate,
             f"{new}.mlp.up_proj.weight": up,
@@ -542,7 +544,7 @@ def in_hf(tensors: Mapping[str, Array]) -> dict[str, Array]:
             f"{new}.input_layernorm.weight": tensors[f"{old}.input_layernorm.weight"],
             f"{new}.post_attention_layernorm.weight": tensors[f"{old}.pre_mlp_layernorm.weight"],
         }
-    return made
+    return result
 
 
 @pytest.fixture
@@ -589,9 +591,9 @@ def test_the_way_leads_through_the_universal_format_and_back(megatron: Path, tru
         done = run("convert", tmp_path / "hf", tmp_path / f"{names}-again", "--names", names)
         assert done.exit_code == 0, done.stderr
         assert naming_of(open_checkpoint(tmp_path / f"{names}-again")) == names
-    found = {n: v for (n, _), v in contents(open_checkpoint(tmp_path / "megatron-again")).items()}
+    weights_again = {n: v for (n, _), v in contents(open_checkpoint(tmp_path / "megatron-again")).items()}
     rows = {n: v[:14] if n.startswith(("embedding", "output_layer")) else v for n, v in whole().items()}
-    assert {n: v[2] for n, v in found.items()} == {n: v.tobytes() for n, v in rows.items()}
+    assert {n: v[2] for n, v in weights_again.items()} == {n: v.tobytes() for n, v in rows.items()}
 
 
 def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_path: Path) -> None:
@@ -601,10 +603,10 @@ def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_
 
 
 def test_what_is_no_weight_tells_nothing_of_the_family() -> None:
-    made = in_megatron()
+    original = in_megatron()
     state = parameter("rng_state/0", {"param": array(F32, (3,))}, "extra")
-    found = to_hf(replace(made, parameters={**made.parameters, state.name: state}))
-    assert found.extras[CONFIG]["model_type"] == "llama"
+    converted = to_hf(replace(original, parameters={**original.parameters, state.name: state}))
+    assert converted.extras[CONFIG]["model_type"] == "llama"
 
 
 def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
@@ -626,7 +628,7 @@ def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
 
 def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
     """Of a piece what was said of the whole, of a whole what was said of each of its pieces."""
-    source = said()
+    source = configured()
     q, k, up, norm = (
         f"model.layers.0.{name}.weight"
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm")
@@ -669,24 +671,24 @@ def test_no_configuration_makes_it_fall_over(family: str) -> None:
 
 @pytest.mark.slow
 def test_no_argument_makes_it_fall_over() -> None:
-    made = in_megatron()
-    record = made.extras[ARGUMENTS]
+    source = in_megatron()
+    record = source.extras[ARGUMENTS]
     for key in record.state:
         for value in JUNK:
-            said = Record(record.cls, state={**record.state, key: value}, new=True)
-            assert_answers(partial(to_hf, replace(made, extras={ARGUMENTS: said})))
+            changed = Record(record.cls, state={**record.state, key: value}, new=True)
+            assert_answers(partial(to_hf, replace(source, extras={ARGUMENTS: changed})))
     for extras in ({ARGUMENTS: 3}, {ARGUMENTS: Record(record.cls, state=[1])}, {CONFIG: [1]}):
-        assert_answers(partial(to_hf, replace(made, extras=extras)))
-        assert_answers(partial(to_megatron, replace(made, extras=extras)))
+        assert_answers(partial(to_hf, replace(source, extras=extras)))
+        assert_answers(partial(to_megatron, replace(source, extras=extras)))
 
 
 def assert_answers(make: Callable[[], Checkpoint]) -> None:
-    said = None
+    message = None
     try:
         check_complete(make())
     except CkptError as error:
-        said = str(error)
-    assert said is None or (said and "\x1b" not in said)
+        message = str(error)
+    assert message is None or (message and "\x1b" not in message)
 
 
 # Names of running models
@@ -701,8 +703,8 @@ def under(source: Checkpoint, prefix: str) -> Checkpoint:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
 def test_what_wraps_a_model_is_taken_off_with_all_states(prefix: str) -> None:
     source = trained(CONFIGURATION)
-    found = use_names(under(source, prefix), "hf")
-    assert (contents(found), found.groups) == (contents(source), source.groups)
+    converted = use_names(under(source, prefix), "hf")
+    assert (contents(converted), converted.groups) == (contents(source), source.groups)
     there = use_names(under(source, prefix), "megatron")
     assert contents(there) == contents(to_megatron(source))
     assert prepare(under(source, prefix), Universal()).parameters.keys() == under(source, prefix).parameters.keys()
@@ -726,13 +728,15 @@ def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
         first = apart.parameters[rows[0][0]]
         states = {}
         for state, one in first.states.items():
-            made = [np.concatenate([read(apart.parameters[n].states[state]) for n in row]) for row in rows if one.shape]
-            states[state] = tensor((np.stack(made) if "experts" in name else made[0]) if made else read(one))
+            pieces = [
+                np.concatenate([read(apart.parameters[n].states[state]) for n in row]) for row in rows if one.shape
+            ]
+            states[state] = tensor((np.stack(pieces) if "experts" in name else pieces[0]) if pieces else read(one))
         held[name] = replace(first, name=name, states=states)
     running = replace(apart, parameters=held, groups=(Group({"lr": 0.1}, tuple(held)),))
-    found = use_names(running, "megatron")
-    assert contents(found) == contents(to_megatron(replace(apart, groups=())))
-    assert set(found.groups[0].names) == set(found.parameters)
+    converted = use_names(running, "megatron")
+    assert contents(converted) == contents(to_megatron(replace(apart, groups=())))
+    assert set(converted.groups[0].names) == set(converted.parameters)
 
 
 @pytest.mark.parametrize(

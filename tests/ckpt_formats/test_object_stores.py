@@ -46,16 +46,16 @@ def user(server: StoreServer) -> Iterator[StoreServer]:
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests that are made: `get`, `list`, `head`."""
-    made: list[str] = []
+    names: list[str] = []
 
     class Counted:
         def __getattr__(self, name: str) -> object:
             if name in ("get", "list", "list_with_delimiter", "head"):
-                made.append(name)
+                names.append(name)
             return getattr(obstore, name)
 
     monkeypatch.setattr(object_store, "obstore", Counted())
-    return made
+    return names
 
 
 def contents(path: Path) -> dict[str, bytes]:

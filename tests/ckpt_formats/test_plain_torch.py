@@ -109,9 +109,9 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> lis
 def trained(optimizer: str, grouping: str, steps: int = 3) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(1)
     net = Net()
-    made = OPTIMIZERS[optimizer](GROUPINGS[grouping](net))
-    train(net, made, range(steps))
-    return net, made
+    torch_optimizer = OPTIMIZERS[optimizer](GROUPINGS[grouping](net))
+    train(net, torch_optimizer, range(steps))
+    return net, torch_optimizer
 
 
 def raw(values: torch.Tensor) -> bytes:
@@ -119,13 +119,13 @@ def raw(values: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def assert_holds(made: Checkpoint, state: dict[str, torch.Tensor]) -> None:
+def assert_holds(actual: Checkpoint, state: dict[str, torch.Tensor]) -> None:
     """All of a state dict, tied names and all, bit for bit."""
-    assert {*made.parameters, *made.aliases} >= set(state)
+    assert {*actual.parameters, *actual.aliases} >= set(state)
     for name, expected in state.items():
-        found = made.parameters[made.aliases.get(name, name)].states[MODEL]
-        assert (found.dtype.name, found.shape) == (str(expected.dtype)[6:], tuple(expected.shape)), name
-        assert read(found).tobytes() == raw(expected), name
+        stored = actual.parameters[actual.aliases.get(name, name)].states[MODEL]
+        assert (stored.dtype.name, stored.shape) == (str(expected.dtype)[6:], tuple(expected.shape)), name
+        assert read(stored).tobytes() == raw(expected), name
 
 
 def load(path: Path) -> Any:
@@ -152,16 +152,16 @@ def test_any_usual_form_of_a_state_dict_reads_bit_for_bit(
     path = tmp_path / "file.pt"
     saved = wrap(net.state_dict())
     torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
-    made = open_checkpoint(path)
+    restored = open_checkpoint(path)
     inner = next((v for v in saved.values() if isinstance(v, dict)), saved)
     if "encoder" in inner:
         inner = {f"encoder.{k}": v for k, v in inner["encoder"].items()}
-    assert_holds(made, {k: v for k, v in inner.items() if isinstance(v, torch.Tensor)})
-    roles = {name.removeprefix("encoder."): p.role for name, p in made.parameters.items()}
+    assert_holds(restored, {k: v for k, v in inner.items() if isinstance(v, torch.Tensor)})
+    roles = {name.removeprefix("encoder."): p.role for name, p in restored.parameters.items()}
     assert roles["table"] == roles["norm.running_mean"] == roles["norm.num_batches_tracked"] == "buffer"
     assert roles["embed.weight"] == "parameter"
     if "epoch" in saved:
-        assert made.extras["epoch"] == 3
+        assert restored.extras["epoch"] == 3
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -170,8 +170,8 @@ def test_tensors_of_every_type_and_shape_read_and_are_written_true(legacy: bool,
     for dtype in TORCH_TYPES:
         for shape in SHAPES:
             values = array(dtype, shape)
-            made = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, dtype.name))
-            state[f"{dtype.name}{shape}"] = made[: values.size].reshape(shape).clone()
+            original = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, dtype.name))
+            state[f"{dtype.name}{shape}"] = original[: values.size].reshape(shape).clone()
     if legacy:
         state = {
             n: t
@@ -179,9 +179,9 @@ def test_tensors_of_every_type_and_shape_read_and_are_written_true(legacy: bool,
             if t.dtype not in (torch.uint16, torch.uint32, torch.uint64) and "float8" not in n
         }
     torch.save(state, tmp_path / "theirs.pt", _use_new_zipfile_serialization=not legacy)
-    made = open_checkpoint(tmp_path / "theirs.pt")
-    assert_holds(made, state)
-    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
+    original = open_checkpoint(tmp_path / "theirs.pt")
+    assert_holds(original, state)
+    save(original, tmp_path / "ours.pt", Torch(), EFFORT)
     assert {n: raw(t) for n, t in load(tmp_path / "ours.pt")["model"].items()} == {n: raw(t) for n, t in state.items()}
 
 
@@ -198,9 +198,9 @@ def test_transposed_and_expanded_tensors_and_views_read_true(tmp_path: Path) -> 
         "scalar": base[1, 1],
     }
     torch.save(state, tmp_path / "file.pt")
-    made = open_checkpoint(tmp_path / "file.pt")
-    assert_holds(made, state)
-    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
+    restored = open_checkpoint(tmp_path / "file.pt")
+    assert_holds(restored, state)
+    save(restored, tmp_path / "ours.pt", Torch(), EFFORT)
     assert_holds(open_checkpoint(tmp_path / "ours.pt"), state)
 
 
@@ -253,10 +253,10 @@ def test_a_complex_parameter_is_trained(tmp_path: Path) -> None:
     (net["c"].abs().sum() + net["a"].sum()).backward()
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    found = open_checkpoint(tmp_path / "c.pt").parameters["c"]
-    assert found.role == "parameter"
+    complex_parameter = open_checkpoint(tmp_path / "c.pt").parameters["c"]
+    assert complex_parameter.role == "parameter"
     with Reader() as reader:
-        assert read(found.states["exp_avg"], reader).tobytes() == raw(optimizer.state[net["c"]]["exp_avg"])
+        assert read(complex_parameter.states["exp_avg"], reader).tobytes() == raw(optimizer.state[net["c"]]["exp_avg"])
 
 
 def test_a_pickle_without_tensors_is_no_checkpoint(tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed
         p.grad = torch.ones_like(p)
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
-    made = open_checkpoint(tmp_path / "saved.pt")
-    assert made.notices
-    assert all(set(p.states) == {MODEL} for p in made.parameters.values() if p.role != "extra")
-    save(made, tmp_path / "ours.pt", Torch(), EFFORT)
+    restored = open_checkpoint(tmp_path / "saved.pt")
+    assert restored.notices
+    assert all(set(p.states) == {MODEL} for p in restored.parameters.values() if p.role != "extra")
+    save(restored, tmp_path / "ours.pt", Torch(), EFFORT)
     carried, saved = load(tmp_path / "ours.pt")["extras"]["optimizer"], optimizer.state_dict()
     assert carried["param_groups"] == saved["param_groups"]
     for number, state in saved["state"].items():
@@ -286,9 +286,9 @@ def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed
 def test_tied_weights_share_their_storage_again(tmp_path: Path) -> None:
     net, _ = trained("sgd", "one group")
     torch.save(net.state_dict(), tmp_path / "saved.pt")
-    made = open_checkpoint(tmp_path / "saved.pt")
-    assert made.aliases == {"head.weight": "embed.weight"}
-    save(made, tmp_path / "universal", Universal(), EFFORT)
+    restored = open_checkpoint(tmp_path / "saved.pt")
+    assert restored.aliases == {"head.weight": "embed.weight"}
+    save(restored, tmp_path / "universal", Universal(), EFFORT)
     save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), EFFORT)
     model = load(tmp_path / "back.pt")["model"]
     assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
@@ -318,13 +318,13 @@ def through(source: Checkpoint, at: Path) -> Checkpoint:
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     source = everything()
-    made = through(source, tmp_path)
-    assert contents(made) == contents(source)
-    assert list(made.parameters) == list(source.parameters)
-    assert {n: (p.role, plain(dict(p.values))) for n, p in made.parameters.items()} == {
+    reopened = through(source, tmp_path)
+    assert contents(reopened) == contents(source)
+    assert list(reopened.parameters) == list(source.parameters)
+    assert {n: (p.role, plain(dict(p.values))) for n, p in reopened.parameters.items()} == {
         n: (p.role, plain(dict(p.values))) for n, p in source.parameters.items()
     }
-    assert (made.groups, made.extras, made.aliases, made.origin) == (
+    assert (reopened.groups, reopened.extras, reopened.aliases, reopened.origin) == (
         source.groups,
         source.extras,
         source.aliases,
@@ -353,10 +353,10 @@ def test_any_value_survives_among_the_extras_the_options_and_the_values(value: V
         [one], (Group({"lr": value, "$c": value}, ("w",)),), {"x": value, "$y": value, "z": [value], "ckpt": value}
     )
     with folder() as at:
-        made = through(source, at)
-        assert plain(dict(made.extras)) == plain(dict(source.extras))
-        assert plain(dict(made.parameters["w"].values)) == plain(dict(one.values))
-        assert plain(dict(made.groups[0].options)) == plain(dict(source.groups[0].options))
+        reopened = through(source, at)
+        assert plain(dict(reopened.extras)) == plain(dict(source.extras))
+        assert plain(dict(reopened.parameters["w"].values)) == plain(dict(one.values))
+        assert plain(dict(reopened.groups[0].options)) == plain(dict(source.groups[0].options))
 
 
 def test_tensors_among_the_extras_keep_their_places(tmp_path: Path) -> None:
@@ -364,11 +364,11 @@ def test_tensors_among_the_extras_keep_their_places(tmp_path: Path) -> None:
     shared = torch.arange(3)
     saved = {"model": {"w": torch.ones(2)}, "rng": rng, "deep": [1, {"a": (shared, shared)}], "empty": torch.zeros(0)}
     torch.save(saved, tmp_path / "saved.pt")
-    made = open_checkpoint(tmp_path / "saved.pt")
-    assert isinstance(made.extras["rng"], TensorName)
-    save(made, tmp_path / "universal", Universal(), EFFORT)
+    restored = open_checkpoint(tmp_path / "saved.pt")
+    assert isinstance(restored.extras["rng"], TensorName)
+    save(restored, tmp_path / "universal", Universal(), EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
-    assert plain(dict(back.extras)) == plain(dict(made.extras))
+    assert plain(dict(back.extras)) == plain(dict(restored.extras))
     extras = load(tmp_path / "file.pt")["extras"]
     assert raw(extras["rng"]) == raw(rng)
     assert [raw(t) for t in extras["deep"][1]["a"]] == [raw(shared)] * 2
@@ -381,9 +381,9 @@ def test_ordered_dicts_among_the_extras_may_hold_tensors(tmp_path: Path) -> None
         {"model": net.state_dict(), "ema": net.state_dict(), "sets": [{1, 2}], "counts": Counter("aab")},
         tmp_path / "saved.pt",
     )
-    made = open_checkpoint(tmp_path / "saved.pt")
-    back = through(made, tmp_path)
-    assert plain(dict(back.extras)) == plain(dict(made.extras))
+    restored = open_checkpoint(tmp_path / "saved.pt")
+    back = through(restored, tmp_path)
+    assert plain(dict(back.extras)) == plain(dict(restored.extras))
     ema = load(tmp_path / "file.pt")["extras"]["ema"]
     assert isinstance(ema, OrderedDict)
     assert {n: raw(t) for n, t in ema.items()} == {n: raw(t) for n, t in net.state_dict().items()}
@@ -399,49 +399,49 @@ def test_tensors_among_options_and_values_are_carried(tmp_path: Path) -> None:
     state = optimizer.state_dict()
     state["state"][0]["history"] = [torch.arange(2), {"deep": torch.ones(1)}]
     torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "saved.pt")
-    made = open_checkpoint(tmp_path / "saved.pt")
-    save(made, tmp_path / "universal", Universal(), EFFORT)
+    restored = open_checkpoint(tmp_path / "saved.pt")
+    save(restored, tmp_path / "universal", Universal(), EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
     ours = load(tmp_path / "file.pt")["optimizer"]
     assert raw(ours["param_groups"][0]["lr"]) == raw(lr)
     assert raw(ours["state"]["scale"]["history"][0]) == raw(torch.arange(2))
-    assert plain(dict(back.groups[0].options)) == plain(dict(made.groups[0].options))
-    assert plain(dict(back.parameters["scale"].values)) == plain(dict(made.parameters["scale"].values))
+    assert plain(dict(back.groups[0].options)) == plain(dict(restored.groups[0].options))
+    assert plain(dict(back.parameters["scale"].values)) == plain(dict(restored.parameters["scale"].values))
 
 
 def test_empty_tensors_among_the_extras_are_told_apart() -> None:
     """They share no storage, or all the same none."""
     extras = {name: TensorName(name) for name in ("a", "b", "c")}
-    made = [parameter(name, {MODEL: np.zeros((0, i), np.float32)}, "extra") for i, name in enumerate(extras)]
+    parameters = [parameter(name, {MODEL: np.zeros((0, i), np.float32)}, "extra") for i, name in enumerate(extras)]
     with folder() as at:
-        assert through(checkpoint(made, extras=extras), at).extras == extras
+        assert through(checkpoint(parameters, extras=extras), at).extras == extras
 
 
 def laughs(levels: int = 60) -> Any:
-    made: Any = {"ha": 1}
+    value: Any = {"ha": 1}
     for _ in range(levels):
-        made = {"a": made, "b": made}
-    return made
+        value = {"a": value, "b": value}
+    return value
 
 
 def cycle() -> Any:
-    made: dict[str, Any] = {}
-    made["self"] = made
-    return made
+    value: dict[str, Any] = {}
+    value["self"] = value
+    return value
 
 
 def tensor_laughs(levels: int = 40) -> Any:
-    made: Any = {"t": torch.ones(1)}
+    value: Any = {"t": torch.ones(1)}
     for _ in range(levels):
-        made = {"a": made, "b": made}
-    return made
+        value = {"a": value, "b": value}
+    return value
 
 
 def nested(levels: int = 400) -> Any:
-    made: Any = {}
+    value: Any = {}
     for _ in range(levels):
-        made = {"a": made}
-    return made
+        value = {"a": value}
+    return value
 
 
 @pytest.mark.timeout(60)

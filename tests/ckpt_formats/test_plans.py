@@ -41,11 +41,11 @@ def planned(sample: Path, name: str, options: dict[str, Any], target: Path) -> P
 
 def read_from(tensors: Any) -> Counter[Path]:
     """The bytes that are read from each file for these tensors."""
-    found: Counter[Path] = Counter()
+    nbytes_by_path: Counter[Path] = Counter()
     for tensor in tensors:
         for raw in (raw for fragment in tensor.fragments for raw in fragment.blob.sources()):
-            found[raw.path] += prod(raw.shape) * raw.dtype.itemsize
-    return +found
+            nbytes_by_path[raw.path] += prod(raw.shape) * raw.dtype.itemsize
+    return +nbytes_by_path
 
 
 @pytest.mark.parametrize(("sample", "name", "options"), CASES, ids=str)

@@ -76,33 +76,33 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("said", GOOD)
-def test_a_rule_means_what_it_says(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", GOOD)
+def test_a_rule_means_what_it_says(entry: str, tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
-    path.write_text(f"[[rule]]\n{said}\n")
+    path.write_text(f"[[rule]]\n{entry}\n")
     (rule,) = read_rules(path)
     assert rule == Rule(
-        **{**{f: getattr(GOOD[said], f) for f in Rule.__dataclass_fields__}, "origin": f"{path}, rule 1"}
+        **{**{f: getattr(GOOD[entry], f) for f in Rule.__dataclass_fields__}, "origin": f"{path}, rule 1"}
     )
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_malformed_rule_is_refused_by_its_number(kind: str, tmp_path: Path) -> None:
-    said, expected = BAD[kind]
+    entry, expected = BAD[kind]
     path = tmp_path / "rules.toml"
-    path.write_text(f"[[rule]]\nmatch = 'good'\n[[rule]]\n{said}\n")
-    with pytest.raises(BadRules, match=re.escape(expected)) as found:
+    path.write_text(f"[[rule]]\nmatch = 'good'\n[[rule]]\n{entry}\n")
+    with pytest.raises(BadRules, match=re.escape(expected)) as caught:
         read_rules(path)
-    assert found.value.where == f"{path}, rule 2"
+    assert caught.value.where == f"{path}, rule 2"
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_a_malformed_file_is_refused(kind: str, tmp_path: Path) -> None:
     path, content = tmp_path / "rules.toml", BAD_FILES[kind]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(BadRules) as found:
+    with pytest.raises(BadRules) as caught:
         read_rules(path)
-    assert str(found.value.where).startswith(str(path))
+    assert str(caught.value.where).startswith(str(path))
 
 
 def test_rules_keep_their_order_and_an_absent_file_is_said(tmp_path: Path) -> None:

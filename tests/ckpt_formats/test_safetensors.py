@@ -42,8 +42,8 @@ def raw(values: torch.Tensor) -> bytes:
 
 
 def to_torch(values: np.ndarray) -> torch.Tensor:
-    made = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, values.dtype.name))
-    return made[: values.size].reshape(values.shape).clone()
+    flat = torch.frombuffer(bytearray(values.tobytes() or b"\0" * 16), dtype=getattr(torch, values.dtype.name))
+    return flat[: values.size].reshape(values.shape).clone()
 
 
 def all_types() -> dict[str, np.ndarray]:
@@ -53,16 +53,16 @@ def all_types() -> dict[str, np.ndarray]:
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     state = {name: to_torch(values) for name, values in all_types().items()}
     save_file(state, tmp_path / "theirs.safetensors", {"format": "pt", "note": "kept"})
-    made = open_checkpoint(tmp_path / "theirs.safetensors")
-    assert {n: v[2] for (n, _), v in contents(made).items()} == {n: raw(t) for n, t in state.items()}
-    assert made.extras == {"note": "kept"}
+    reopened = open_checkpoint(tmp_path / "theirs.safetensors")
+    assert {n: v[2] for (n, _), v in contents(reopened).items()} == {n: raw(t) for n, t in state.items()}
+    assert reopened.extras == {"note": "kept"}
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     source = checkpoint([parameter(name, {MODEL: values}) for name, values in all_types().items()])
     for target in (tmp_path / "file.safetensors", tmp_path / "folder"):
-        made = write(source, target)
-        assert contents(made) == contents(source)
+        reopened = write(source, target)
+        assert contents(reopened) == contents(source)
         loaded = load_file(target if target.is_file() else target / "model.safetensors")
         for name, values in all_types().items():
             assert (str(loaded[name].dtype)[6:], tuple(loaded[name].shape)) == (values.dtype.name, values.shape)
@@ -77,8 +77,8 @@ def test_any_cut_into_shards_holds_everything_once(held: dict[str, np.ndarray], 
     held.pop("__metadata__", None)
     source = checkpoint([parameter(name, {MODEL: values}) for name, values in held.items()])
     with folder() as at:
-        made = write(source, at / "target", size)
-        assert contents(made) == contents(source)
+        reopened = write(source, at / "target", size)
+        assert contents(reopened) == contents(source)
         files = sorted((at / "target").glob("*.safetensors"))
         loaded = [load_file(file) for file in files]
         assert {n: raw(t) for one in loaded for n, t in one.items()} == {n: v.tobytes() for n, v in held.items()}
@@ -86,9 +86,9 @@ def test_any_cut_into_shards_holds_everything_once(held: dict[str, np.ndarray], 
         for one in loaded:
             assert len(one) <= 1 or sum(len(raw(t)) for t in one.values()) <= size
         if len(files) > 1:
-            said = json.loads((at / "target" / INDEX).read_text())
-            assert said["weight_map"] == {n: f.name for f, one in zip(files, loaded, strict=True) for n in one}
-            assert said["metadata"]["total_size"] == sum(v.nbytes for v in held.values())
+            index = json.loads((at / "target" / INDEX).read_text())
+            assert index["weight_map"] == {n: f.name for f, one in zip(files, loaded, strict=True) for n in one}
+            assert index["metadata"]["total_size"] == sum(v.nbytes for v in held.values())
             assert [f.name for f in files] == [
                 f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
             ]
@@ -98,20 +98,20 @@ def test_any_cut_into_shards_holds_everything_once(held: dict[str, np.ndarray], 
 
 def test_only_the_models_tensors_are_written_and_the_rest_is_said_to_be_lost(tmp_path: Path) -> None:
     source = everything()
-    made = write(source, tmp_path / "target")
-    assert {n for n, _ in contents(made)} == {n for n, p in source.parameters.items() if p.role != "extra"}
-    assert {n: v for (n, _), v in contents(made).items()} == {
+    reopened = write(source, tmp_path / "target")
+    assert {n for n, _ in contents(reopened)} == {n for n, p in source.parameters.items() if p.role != "extra"}
+    assert {n: v for (n, _), v in contents(reopened).items()} == {
         n: v for (n, s), v in contents(source).items() if s == "param" and source.parameters[n].role != "extra"
     }
     lost = " ".join(map(str, Safetensors().plan(source).dropped))
     assert all(word in lost for word in ("fp32", "exp_avg", "epoch", "note", "nested"))
-    assert Safetensors().plan(made).dropped == ()
+    assert Safetensors().plan(reopened).dropped == ()
 
 
 def test_masters_stand_in_where_there_is_no_copy(tmp_path: Path) -> None:
     master = array(np.dtype("f4"), (3,))
-    made = write(checkpoint([parameter("w", {"fp32": master, "exp_avg": master * 0})]), tmp_path / "target")
-    assert read(made.parameters["w"].states[MODEL]).tobytes() == master.tobytes()
+    reopened = write(checkpoint([parameter("w", {"fp32": master, "exp_avg": master * 0})]), tmp_path / "target")
+    assert read(reopened.parameters["w"].states[MODEL]).tobytes() == master.tobytes()
 
 
 def test_tied_tensors_are_named_as_the_ecosystem_names_them(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_tied_tensors_are_named_as_the_ecosystem_names_them(tmp_path: Path) -> N
 
 
 def test_tied_tensors_stay_tied_in_shards(tmp_path: Path) -> None:
-    made = write(everything(), tmp_path / "target", 40)
-    assert len(made.files) > 1
-    assert made.aliases == everything().aliases
+    reopened = write(everything(), tmp_path / "target", 40)
+    assert len(reopened.files) > 1
+    assert reopened.aliases == everything().aliases
 
 
 def shards(at: Path) -> tuple[Path, dict[str, str]]:
@@ -154,10 +154,10 @@ def shards(at: Path) -> tuple[Path, dict[str, str]]:
 def test_a_folder_of_shards_reads_by_itself_or_by_its_index(ask: Callable[[Path], Path], tmp_path: Path) -> None:
     at, where = shards(tmp_path)
     assert detect(ask(at)).name == "safetensors"
-    made = open_checkpoint(ask(at))
-    assert list(made.parameters) == list(where)
-    assert [read(p.states[MODEL])[0] for p in made.parameters.values()] == list(range(6))
-    assert [shard.role for shard in made.files] == ["model"] * 3 + ["index"]
+    reopened = open_checkpoint(ask(at))
+    assert list(reopened.parameters) == list(where)
+    assert [read(p.states[MODEL])[0] for p in reopened.parameters.values()] == list(range(6))
+    assert [shard.role for shard in reopened.files] == ["model"] * 3 + ["index"]
 
 
 def test_one_of_the_shards_reads_alone_when_asked_for(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_one_of_the_shards_reads_alone_when_asked_for(tmp_path: Path) -> None:
     assert list(open_checkpoint(at / "model-00002-of-00003.safetensors").parameters) == ["w2", "w3"]
 
 
-def say(at: Path, said: Any) -> None:
-    (at / INDEX).write_text(said if isinstance(said, str) else json.dumps(said))
+def say(at: Path, fields: Any) -> None:
+    (at / INDEX).write_text(fields if isinstance(fields, str) else json.dumps(fields))
 
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError]]] = {
@@ -303,10 +303,10 @@ def test_a_file_changed_anywhere_in_its_header_is_refused_or_still_safe(data: st
             content[data.draw(st.integers(0, len(content) - 57))] = data.draw(st.integers(0, 255))
         path.write_bytes(bytes(content))
         try:
-            made = open_checkpoint(path)
+            reopened = open_checkpoint(path)
         except CkptError:
             return
-        assert sum(len(v[2]) for v in contents(made).values()) == 32 + 24
+        assert sum(len(v[2]) for v in contents(reopened).values()) == 32 + 24
 
 
 def test_a_file_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
@@ -324,8 +324,8 @@ def test_the_smallest_file_is_a_checkpoint_of_nothing(tmp_path: Path) -> None:
     path.write_bytes(file_of({}))
     assert open_checkpoint(path).parameters == {}
     assert load_file(path) == {}
-    made = write(checkpoint([]), tmp_path / "ours.safetensors")
-    assert made.parameters == {}
+    reopened = write(checkpoint([]), tmp_path / "ours.safetensors")
+    assert reopened.parameters == {}
     assert load_file(tmp_path / "ours.safetensors") == {}
 
 
@@ -342,9 +342,9 @@ def test_names_that_the_format_cannot_hold_are_refused_before_anything_is_writte
 
 
 def test_a_target_that_is_a_file_is_one_file_however_large(tmp_path: Path) -> None:
-    made = write(everything(), tmp_path / "x.safetensors", 1)
+    reopened = write(everything(), tmp_path / "x.safetensors", 1)
     assert (tmp_path / "x.safetensors").is_file()
-    assert contents(made).keys() == {(n, MODEL) for n, p in everything().parameters.items() if p.role != "extra"}
+    assert contents(reopened).keys() == {(n, MODEL) for n, p in everything().parameters.items() if p.role != "extra"}
     with pytest.raises(OutputError):
         write(everything(), tmp_path / "x.safetensors")
 
@@ -370,8 +370,8 @@ def test_a_header_keeps_the_room_it_was_given(pairs: list[tuple[str, str]], room
     assert len(header_bytes(slots, {"a": "b"}, len(head))) == len(head)
     with folder() as at:
         (at / "f").write_bytes(head)
-        found = read_header(at / "f")
-        assert {n: t.dtype.name for n, t in found.tensors.items()} == {n: d for n, d in pairs if n != "__metadata__"}
+        header = read_header(at / "f")
+        assert {n: t.dtype.name for n, t in header.tensors.items()} == {n: d for n, d in pairs if n != "__metadata__"}
 
 
 def test_reading_a_file_opens_its_header_only(tmp_path: Path) -> None:
@@ -380,6 +380,6 @@ def test_reading_a_file_opens_its_header_only(tmp_path: Path) -> None:
     head = file_of({"a": entry("U8", (1 << 36,), (0, 1 << 36))})
     path.write_bytes(head)
     os.truncate(path, len(head) + (1 << 36))
-    made = open_checkpoint(path)
-    assert made.parameters["a"].nbytes == 1 << 36
-    assert replace(made, parameters={}).files[0].nbytes == len(head) + (1 << 36)
+    reopened = open_checkpoint(path)
+    assert reopened.parameters["a"].nbytes == 1 << 36
+    assert replace(reopened, parameters={}).files[0].nbytes == len(head) + (1 << 36)

@@ -237,9 +237,9 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
         entry = {"a": [1, None, "text"], "b": {"c": 0.5}}
         receipt = Receipt("part", len(content), (written,), entry, evidence)
         stage.note(receipt)
-        (found,) = stage.receipts(Torch())
-        assert np.array_equal(np.sort(found.evidence.table), np.sort(evidence.table))
-        assert replace(found, evidence=replace(found.evidence, ranges=evidence.ranges)) == receipt
+        (passed,) = stage.receipts(Torch())
+        assert np.array_equal(np.sort(passed.evidence.table), np.sort(evidence.table))
+        assert replace(passed, evidence=replace(passed.evidence, ranges=evidence.ranges)) == receipt
 
 
 def test_reading_without_checking_leaves_no_evidence(tmp_path: Path) -> None:
@@ -269,9 +269,9 @@ def test_a_buffer_larger_than_the_cache_is_kept_until_the_next_one(monkeypatch: 
 
 
 def test_a_reason_that_the_system_does_not_number_is_an_error_all_the_same() -> None:
-    found = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
-    assert isinstance(found, NotFound)
-    assert "cannot be read" in str(found)
+    error = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
+    assert isinstance(error, NotFound)
+    assert "cannot be read" in str(error)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -312,10 +312,10 @@ def test_evidence_takes_32_bytes_a_range(tmp_path: Path) -> None:
     assert len(evidence.ranges) == 32 * 10_000
     assert len(pickle.dumps(receipt)) - len(pickle.dumps(small)) <= 32 * 10_000 + 100
     assert len(to_line(receipt)) - len(to_line(small)) <= 32 * 10_000
-    (found,) = from_lines([to_line(receipt)])
+    (read_receipt,) = from_lines([to_line(receipt)])
     checks = SealChecks(ListedSeals([seals]))
-    assert checks.knows(found.evidence)
-    assert not SealChecks().knows(found.evidence)
+    assert checks.knows(read_receipt.evidence)
+    assert not SealChecks().knows(read_receipt.evidence)
 
 
 def test_seals_that_would_have_to_be_read_are_not_listed() -> None:

@@ -35,27 +35,27 @@ def test_the_columns_say_what_the_parameters_say(sample: str) -> None:
 
 
 def test_no_parameter_is_made_for_plain_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source, made = tmp_path / "first", list[str]()
+    source, names = tmp_path / "first", list[str]()
     assert ckpt("convert", SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", source, "--model-only").code == 0
     shutil.copytree(source, tmp_path / "second")
     read = stored.read_parameter
 
     def counted(folder: Path, entry: object, parent: Parameter | None = None) -> Parameter:
-        made.append(entry.name)  # type: ignore[attr-defined]
+        names.append(entry.name)  # type: ignore[attr-defined]
         return read(folder, entry, parent)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stored, "read_parameter", counted)
     assert ckpt("inspect", source).code == ckpt("inspect", source, "--json").code == 0
     assert ckpt("verify", source).code == 0
     assert ckpt("diff", source, tmp_path / "second").code == 0
-    assert made == []
+    assert names == []
 
     pack = next((tmp_path / "second" / "packs").iterdir())
     data = bytearray(pack.read_bytes())
     data[-1] ^= 1
     pack.write_bytes(data)
     assert ckpt("verify", tmp_path / "second").code == 20
-    assert len(set(made)) == 1
-    made.clear()
+    assert len(set(names)) == 1
+    names.clear()
     assert ckpt("diff", source, tmp_path / "second").code == 1  # although the checksums in both indexes are equal
-    assert len(set(made)) == 1
+    assert len(set(names)) == 1

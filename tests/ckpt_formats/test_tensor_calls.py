@@ -84,11 +84,11 @@ def _changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def test_most_tensors_are_matched(saved: tuple[bytes, Archive], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    matches = []
     match = tensor_calls.TensorCalls.match
-    monkeypatch.setattr(tensor_calls.TensorCalls, "match", lambda *args: found.append(match(*args)) or found[-1])
+    monkeypatch.setattr(tensor_calls.TensorCalls, "match", lambda *args: matches.append(match(*args)) or matches[-1])
     outcome(*saved)
-    assert sum(one is not None for one in found) > 0.7 * COUNT  # the first 30 have indices of one byte
+    assert sum(one is not None for one in matches) > 0.7 * COUNT  # the first 30 have indices of one byte
 
 
 @pytest.mark.parametrize("seed", range(2))

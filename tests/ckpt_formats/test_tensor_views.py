@@ -68,7 +68,7 @@ def test_tensors_by_a_new_first_axis_and_apart_again(data: st.DataObject) -> Non
 @given(st.data())
 def test_a_tensor_apart_along_its_first_axis(data: st.DataObject) -> None:
     """However it is cut, also between the tensors that it consists of."""
-    values = data.draw(arrays().filter(lambda made: made.ndim > 0))
+    values = data.draw(arrays().filter(lambda part: part.ndim > 0))
     with folder() as at:
         whole = data.draw(scattered(at, values))
         for one, row in zip(unstacked_all(whole), values, strict=True):

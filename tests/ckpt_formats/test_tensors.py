@@ -80,8 +80,8 @@ def test_slabs_of_any_budget_stream_the_tensor(data: st.DataObject) -> None:
 
 def test_a_slab_is_as_large_as_its_budget_lets_it_be() -> None:
     with Reader() as reader:
-        found = list(Transfer(reader, 400).boxes(tensor(np.zeros(1000, np.float32))))
-    assert [box.size for box in found] == [100] * 10
+        slabs = list(Transfer(reader, 400).boxes(tensor(np.zeros(1000, np.float32))))
+    assert [box.size for box in slabs] == [100] * 10
 
 
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
@@ -176,23 +176,23 @@ FLAWED = {
 
 @pytest.mark.parametrize("kind", FLAWED)
 def test_every_kind_of_flaw_is_found_and_said(kind: str) -> None:
-    fragments, said = FLAWED[kind]
-    found = list(Tensor((4, 3), DTYPES["float32"], tuple(fragments)).problems())
-    assert any(said in flaw for flaw in found), found
+    fragments, message = FLAWED[kind]
+    flaws = list(Tensor((4, 3), DTYPES["float32"], tuple(fragments)).problems())
+    assert any(message in flaw for flaw in flaws), flaws
 
 
 def test_a_flaw_shows_through_whatever_is_made_of_it() -> None:
     """A mean, a rounding, a range, a tensor of tensors: none may hide that part of its values is nowhere."""
     holed = Tensor((4, 3), DTYPES["float32"], (fragment((0, 0), (2, 3)),))
     good = tensor(np.zeros((4, 3), np.float32))
-    for made in (
+    for blob in (
         MeanBlob((good, holed)),
         DerivedBlob(Rounded(), holed, DTYPES["bfloat16"]),
         FlatRangeBlob(holed, 0, 12),
         Tensor((4, 3), holed.dtype, (Fragment(Box.whole((4, 3)), holed),)),
     ):
-        assert any("no file holds block [2:4, 0:3]" in flaw for flaw in Tensor.of(made).problems())
-        assert list(Tensor.of(made.crop(Box.whole(made.shape))).problems())
+        assert any("no file holds block [2:4, 0:3]" in flaw for flaw in Tensor.of(blob).problems())
+        assert list(Tensor.of(blob.crop(Box.whole(blob.shape))).problems())
 
 
 def test_flaws_of_replicas_are_flaws() -> None:
@@ -228,10 +228,10 @@ def test_a_held_scalar_or_array_can_be_cropped_and_read(dtype: np.dtype, shape: 
 @given(data=st.data())
 def test_decoding_commutes_with_cropping(dtype: np.dtype, data: st.DataObject) -> None:
     values = data.draw(arrays([DTYPES["float32"], DTYPES["float64"]]))
-    made = DerivedBlob(Rounded(), ArrayBlob(values), dtype)
+    blob = DerivedBlob(Rounded(), ArrayBlob(values), dtype)
     box = data.draw(boxes(values.shape))
     with np.errstate(all="ignore"):
-        assert bits(read(made.crop(box))) == bits(values.astype(dtype)[box.index])
+        assert bits(read(blob.crop(box))) == bits(values.astype(dtype)[box.index])
 
 
 @given(st.data())

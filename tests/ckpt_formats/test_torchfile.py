@@ -73,9 +73,9 @@ class Slotted:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def torch_bytes(tensor: torch.Tensor) -> bytes:
@@ -168,8 +168,8 @@ def assert_same(first: Value, second: Value, at: str = "root", seen: set[int] | 
 
 def every_dtype() -> dict[str, torch.Tensor]:
     raw = torch.arange(48, dtype=torch.uint8)
-    made = {name: raw.clone().view(torch_dtype(name)) for name in DTYPES if name != "bool"}
-    return {**made, "bool": raw % 3 == 0}
+    by_dtype = {name: raw.clone().view(torch_dtype(name)) for name in DTYPES if name != "bool"}
+    return {**by_dtype, "bool": raw % 3 == 0}
 
 
 def views() -> dict[str, torch.Tensor]:
@@ -199,8 +199,8 @@ def small() -> dict[str, torch.Tensor]:
 
 
 def module() -> Any:
-    made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    return made.state_dict()
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    return layers.state_dict()
 
 
 def parameters() -> dict[str, Any]:
@@ -273,8 +273,8 @@ def arrays() -> dict[str, Any]:
 
 
 TREES: dict[str, Callable[[], Any]] = {
-    made.__name__: made
-    for made in (every_dtype, views, small, module, parameters, plain, dicts, described, namespace, arrays)
+    make.__name__: make
+    for make in (every_dtype, views, small, module, parameters, plain, dicts, described, namespace, arrays)
 }
 
 
@@ -742,9 +742,9 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
 
 
 def as_ordered(content: dict[Any, Any]) -> StdDict:
-    made = StdDict()
-    made.update(content)
-    return made
+    result = StdDict()
+    result.update(content)
+    return result
 
 
 leaves = (
@@ -824,7 +824,7 @@ def test_data_put_in_place_in_any_order_give_the_same_file_as_streaming(tmp_path
     root = {"a": Tensor.of(ArrayBlob(np.arange(50))), "b": Tensor.of(ArrayBlob(np.ones(3, np.float32))), "c": [1, "x"]}
     layout = layout_file(root, "file")
     chunks = reading_chunks(Reader())
-    whole, crcs = b"".join(map(bytes, layout.stream(chunks, found := []))), found
+    whole, crcs = b"".join(map(bytes, layout.stream(chunks, parts := []))), parts
     assert len(whole) == layout.nbytes
     path = tmp_path / "parallel.pt"
     with open(path, "wb") as file:

@@ -25,12 +25,12 @@ WHERE = Path("/tree")
 
 def again(source: Checkpoint, keys: StateKeys, **changes: Any) -> Checkpoint:
     """A checkpoint that went through a tree."""
-    found = training_state({**state_tree(source, keys), **changes}, WHERE)
-    origin = found.origin or Origin("none")
-    return Checkpoint(WHERE, origin, found.parameters, found.groups, found.extras, found.aliases)
+    state = training_state({**state_tree(source, keys), **changes}, WHERE)
+    origin = state.origin or Origin("none")
+    return Checkpoint(WHERE, origin, state.parameters, state.groups, state.extras, state.aliases)
 
 
-def said(source: Checkpoint) -> Any:
+def described(source: Checkpoint) -> Any:
     """All of a checkpoint but its tensors."""
     layout = {key: value for key, value in source.origin.layout.items() if key != "keys"}
     return plain(
@@ -48,9 +48,9 @@ def said(source: Checkpoint) -> Any:
 @pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
 def test_a_checkpoint_survives_being_a_tree(keys: StateKeys) -> None:
     source = everything()
-    found = again(source, keys)
-    assert contents(found) == contents(source)
-    assert said(found) == said(source)
+    restored = again(source, keys)
+    assert contents(restored) == contents(source)
+    assert described(restored) == described(source)
 
 
 @pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
@@ -66,10 +66,10 @@ def test_without_our_record_scripts_find_masters_counters_and_groups(keys: State
     optimizer = tree[str(keys.optimizer)]
     step = optimizer["state.alone.step"] if keys.flat else optimizer["state"]["alone"]["step"]
     assert (step.shape, step.dtype) == ((), F32)
-    found = training_state(tree, WHERE)
-    assert found.keys == keys
-    assert [set(group.names) for group in found.groups] == [{"layers.0.w", "alone"}, {"layers.1.w"}]
-    assert found.groups[1].options["lr"] == 0.5
+    state = training_state(tree, WHERE)
+    assert state.keys == keys
+    assert [set(group.names) for group in state.groups] == [{"layers.0.w", "alone"}, {"layers.1.w"}]
+    assert state.groups[1].options["lr"] == 0.5
 
 
 def checkpoint_of(one: Tensor) -> Checkpoint:
@@ -88,21 +88,21 @@ def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
         "param_groups.a.b.lr": 2.0,
         "param_groups.a.b.c.lr": 1.0,
     }
-    found = training_state({**values, "optimizer": optimizer, "train_state": {"step": 9}}, WHERE)
-    assert {name: set(p.states) for name, p in found.parameters.items()} == {
+    state = training_state({**values, "optimizer": optimizer, "train_state": {"step": 9}}, WHERE)
+    assert {name: set(p.states) for name, p in state.parameters.items()} == {
         "a": {"param", "exp_avg"},
         "a.b": {"param", "inner.exp_avg"},
         "a.b.c": {"param", "exp_avg"},
     }
-    assert [group.names for group in found.groups] == [("a", "a.b.c"), ("a.b",)]
-    assert (found.step, found.keys) == (9, StateKeys(None, "optimizer", True))
+    assert [group.names for group in state.groups] == [("a", "a.b.c"), ("a.b",)]
+    assert (state.step, state.keys) == (9, StateKeys(None, "optimizer", True))
 
 
 def test_a_flat_optimizer_of_states_alone_needs_no_groups_to_be_one() -> None:
     optimizer = {"state.a.b.exp_avg": tensor(array(F32, (2,), 3)), "state.a.b.exp_avg_sq": tensor(array(F32, (2,), 4))}
-    found = training_state({"model": {"a.b": tensor(array(F32, (2,)))}, "optimizer": optimizer}, WHERE)
-    assert set(found.parameters["a.b"].states) == {"param", "exp_avg", "exp_avg_sq"}
-    assert found.extras == {}
+    state = training_state({"model": {"a.b": tensor(array(F32, (2,)))}, "optimizer": optimizer}, WHERE)
+    assert set(state.parameters["a.b"].states) == {"param", "exp_avg", "exp_avg_sq"}
+    assert state.extras == {}
 
 
 def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
@@ -114,9 +114,9 @@ def test_numbers_are_named_by_the_order_that_the_user_gives() -> None:
     assert not unnamed.groups
     assert unnamed.notices
     assert "optimizer" in unnamed.extras
-    found = training_state(tree, WHERE, ("c", "a"))
-    assert found.groups[0].names == ("c", "a")
-    assert found.parameters["c"].states["exp_avg"] is moments[0]
+    state = training_state(tree, WHERE, ("c", "a"))
+    assert state.groups[0].names == ("c", "a")
+    assert state.parameters["c"].states["exp_avg"] is moments[0]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_an_order_that_cannot_be_is_an_error(order: tuple[str, ...], says: str) 
 def test_numbers_that_became_texts_are_numbers_again() -> None:
     w = tensor(array(F32, (3,)))
     optimizer = {"state": {"0": {"exp_avg": w}}, "param_groups": [{"params": [0]}]}
-    found = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE, ("w",))
-    assert (found.groups[0].names, found.notices) == (("w",), ())
-    assert found.parameters["w"].states["exp_avg"] is w
+    state = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE, ("w",))
+    assert (state.groups[0].names, state.notices) == (("w",), ())
+    assert state.parameters["w"].states["exp_avg"] is w
 
 
 def test_scripts_find_what_they_saved_beside_model_and_optimizer() -> None:
@@ -175,35 +175,35 @@ def test_what_would_flatten_to_a_name_twice_is_carried_in_our_record(clash: dict
 def test_an_optimizer_that_cannot_be_told_to_names_is_carried_as_it_is(groups: Any) -> None:
     w = tensor(array(F32, (2,)))
     optimizer = {"state": {0: {"exp_avg": w}}, "param_groups": groups}
-    found = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE)
-    assert (found.groups, set(found.extras)) == ((), {"optimizer"})
-    assert found.notices
+    state = training_state({"model": {"w": w}, "optimizer": optimizer}, WHERE)
+    assert (state.groups, set(state.extras)) == ((), {"optimizer"})
+    assert state.notices
 
 
 def test_a_dict_of_tensors_beside_a_model_at_the_top_is_no_part_of_it() -> None:
     w, cpu = tensor(array(F32, (2,))), tensor(array(DTYPES["uint8"], (5,)))
     optimizer = {"state": {"w": {"exp_avg": w}}, "param_groups": [{"params": ["w"]}]}
-    found = training_state({"w": w, "optimizer": optimizer, "rng": {"cpu": cpu}}, WHERE)
-    assert {name: p.role for name, p in found.parameters.items()} == {"w": "parameter", "rng/cpu": "extra"}
+    state = training_state({"w": w, "optimizer": optimizer, "rng": {"cpu": cpu}}, WHERE)
+    assert {name: p.role for name, p in state.parameters.items()} == {"w": "parameter", "rng/cpu": "extra"}
 
 
 @pytest.mark.parametrize("field", json.loads(state_tree(everything(), STYLES["nested"])[KEY]["record"]))
 @pytest.mark.parametrize("value", [None, 3, "text", [1], [["x"]], {"w": 1}, {"layers.0.w": [2]}], ids=repr)
 def test_a_record_with_other_things_in_it_is_an_error_or_harmless(field: str, value: Any) -> None:
     entry = state_tree(everything(), STYLES["nested"])[KEY]
-    said = json.loads(entry["record"]) | {field: value}
+    record = json.loads(entry["record"]) | {field: value}
     with suppress(Corrupt):
-        found = again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(said)}})
-        assert all(isinstance(name, str) for group in found.groups for name in group.names)
-        contents(found)
+        restored = again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(record)}})
+        assert all(isinstance(name, str) for group in restored.groups for name in group.names)
+        contents(restored)
 
 
 def test_a_record_whose_group_has_other_than_names_is_an_error() -> None:
     entry = state_tree(everything(), STYLES["nested"])[KEY]
-    said = json.loads(entry["record"])
-    said["groups"][0][1].append(3)
+    record = json.loads(entry["record"])
+    record["groups"][0][1].append(3)
     with pytest.raises(Corrupt, match="not one that ckpt writes"):
-        again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(said)}})
+        again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(record)}})
 
 
 @pytest.mark.parametrize("broken", ['{"version": 2}', "{}", "[", '{"version": 1, "origin": 3}'])
@@ -230,10 +230,10 @@ def test_options_are_added_for_adam_of_other_engines_alone() -> None:
 
 def test_what_lies_between_the_tensors_is_carried_where_the_model_has_no_dict_of_its_own() -> None:
     one, other = tensor(array(F32, (2,))), tensor(array(F32, (3,)))
-    found = training_state({"a": {"w": one, "n": 5, "pair": (other, 7), "none": {"x": 1}}, "top": 5}, WHERE)
-    assert [name for name, p in found.parameters.items() if p.role != "extra"] == ["a.w"]
-    assert plain(found.extras) == plain({"top": 5, "a.n": 5, "a.pair": (TensorName("a.pair/0"), 7), "a.none": {"x": 1}})
-    assert found.parameters["a.pair/0"].weight is other
+    state = training_state({"a": {"w": one, "n": 5, "pair": (other, 7), "none": {"x": 1}}, "top": 5}, WHERE)
+    assert [name for name, p in state.parameters.items() if p.role != "extra"] == ["a.w"]
+    assert plain(state.extras) == plain({"top": 5, "a.n": 5, "a.pair": (TensorName("a.pair/0"), 7), "a.none": {"x": 1}})
+    assert state.parameters["a.pair/0"].weight is other
 
 
 def test_several_optimizers_are_carried_whole() -> None:
@@ -241,11 +241,11 @@ def test_several_optimizers_are_carried_whole() -> None:
         return {"state": {0: {"exp_avg": tensor(array(F32, (2,)))}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
     tree = {name: {"w": tensor(array(F32, (2,)))} for name in ("generator", "discriminator")}
-    found = training_state({**tree, "opt_g": optimizer(), "opt_d": optimizer()}, WHERE)
-    assert [n for n, p in found.parameters.items() if p.role != "extra"] == ["generator.w", "discriminator.w"]
+    state = training_state({**tree, "opt_g": optimizer(), "opt_d": optimizer()}, WHERE)
+    assert [n for n, p in state.parameters.items() if p.role != "extra"] == ["generator.w", "discriminator.w"]
     for key in ("opt_g", "opt_d"):
-        assert found.extras[key]["param_groups"] == [{"lr": 0.1, "params": [0]}]
-        assert found.extras[key]["state"] == {0: {"exp_avg": TensorName(f"{key}/state/0/exp_avg")}}
+        assert state.extras[key]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+        assert state.extras[key]["state"] == {0: {"exp_avg": TensorName(f"{key}/state/0/exp_avg")}}
 
 
 def test_optimizers_of_a_submodule_each_are_told_by_how_many_parameters_they_have() -> None:
@@ -257,8 +257,8 @@ def test_optimizers_of_a_submodule_each_are_told_by_how_many_parameters_they_hav
         states = {i: {"exp_avg": tensor(array(F32, (2,), 10 * count + i))} for i in range(count)}
         return {"state": states, "param_groups": [{"lr": 0.1, "params": [*states]}]}
 
-    found = training_state({"model": model, "opt_d": optimizer(2), "opt_g": optimizer(1)}, WHERE)
-    held = {name: read(p.states["exp_avg"]).tobytes() for name, p in found.parameters.items() if "exp_avg" in p.states}
+    state = training_state({"model": model, "opt_d": optimizer(2), "opt_g": optimizer(1)}, WHERE)
+    held = {name: read(p.states["exp_avg"]).tobytes() for name, p in state.parameters.items() if "exp_avg" in p.states}
     assert held == {
         "gen.w": array(F32, (2,), 10).tobytes(),
         "dis.w": array(F32, (2,), 20).tobytes(),

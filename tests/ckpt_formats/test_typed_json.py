@@ -48,31 +48,31 @@ def test_every_value_comes_back_with_its_type_and_bits(value: Value) -> None:
 @given(values)
 def test_equal_values_are_equal_text(value: Value) -> None:
     """The content id rests on it: sets have no order."""
-    said = json.dumps(encode(value), sort_keys=True)
-    assert json.dumps(encode(through_text(value)), sort_keys=True) == said
+    text = json.dumps(encode(value), sort_keys=True)
+    assert json.dumps(encode(through_text(value)), sort_keys=True) == text
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_numpy_arrays_and_scalars_of_every_type_come_back(dtype: np.dtype) -> None:
     for shape in [(), (3,), (2, 0), (2, 2)]:
-        made = array(dtype, shape)
-        assert plain(through_text(made)) == plain(made)
+        numbers = array(dtype, shape)
+        assert plain(through_text(numbers)) == plain(numbers)
     scalar = array(dtype, (1,))[0]
     assert plain(through_text(scalar)) == plain(scalar)
 
 
 @pytest.mark.parametrize(
-    "made",
+    "value",
     [np.array([object()]), np.array([(1, 2)], "i4,i4"), object(), len, 1j.__class__, range(3)],
-    ids=lambda made: str(type(made)),
+    ids=lambda value: str(type(value)),
 )
-def test_what_has_no_place_is_refused_when_written(made: Any) -> None:
+def test_what_has_no_place_is_refused_when_written(value: Any) -> None:
     with pytest.raises(Unsupported):
-        encode({"a": [made]})
+        encode({"a": [value]})
 
 
 @pytest.mark.parametrize(
-    "made",
+    "value",
     [
         HALVES,
         {HALVES: 1, "😀": 2},
@@ -80,30 +80,30 @@ def test_what_has_no_place_is_refused_when_written(made: Any) -> None:
         TensorName(HALVES),
         Record(Global("a", "b"), kwargs={HALVES: 1}),
     ],
-    ids=lambda made: type(made).__name__,
+    ids=lambda value: type(value).__name__,
 )
-def test_a_text_that_json_would_change_is_refused_when_written(made: Value) -> None:
+def test_a_text_that_json_would_change_is_refused_when_written(value: Value) -> None:
     with pytest.raises(Unsupported, match="two surrogates"):
-        encode([made])
+        encode([value])
 
 
 def cyclic_list() -> Value:
-    made: list[Value] = []
-    made.append(made)
-    return made
+    value: list[Value] = []
+    value.append(value)
+    return value
 
 
 def cyclic_record() -> Value:
-    made = Record(Global("a", "B"))
-    made.state = {"self": made}
-    return made
+    value = Record(Global("a", "B"))
+    value.state = {"self": value}
+    return value
 
 
 def laughs(levels: int = 60, width: int = 2) -> Value:
-    made: Value = ["ha"]
+    value: Value = ["ha"]
     for _ in range(levels):
-        made = [made] * width
-    return made
+        value = [value] * width
+    return value
 
 
 ABSURD = {
@@ -202,11 +202,11 @@ HOSTILE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("said", HOSTILE, ids=str)
-@pytest.mark.parametrize("wrap", [lambda said: said, lambda said: {"a": [said]}, lambda said: {"$tuple": [said]}])
-def test_what_encode_never_wrote_is_corrupt(said: Any, wrap: Any) -> None:
+@pytest.mark.parametrize("entry", HOSTILE, ids=str)
+@pytest.mark.parametrize("wrap", [lambda entry: entry, lambda entry: {"a": [entry]}, lambda entry: {"$tuple": [entry]}])
+def test_what_encode_never_wrote_is_corrupt(entry: Any, wrap: Any) -> None:
     with pytest.raises(Corrupt):
-        decode(wrap(said), HERE)
+        decode(wrap(entry), HERE)
 
 
 @pytest.mark.parametrize("depth", [200, 450, 599, 900, 5000])
@@ -224,11 +224,11 @@ def test_what_encode_never_wrote_is_corrupt(said: Any, wrap: Any) -> None:
     ],
 )
 def test_nesting_without_end_is_corrupt(depth: int, wrap: Any) -> None:
-    said: Any = {"$tuple": []}
+    entry: Any = {"$tuple": []}
     for _ in range(depth):
-        said = wrap(said)
+        entry = wrap(entry)
     with pytest.raises(Corrupt):
-        decode(said, HERE)
+        decode(entry, HERE)
 
 
 json_values = st.recursive(
@@ -284,9 +284,9 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_json_is_a_value_or_corrupt(said: Any) -> None:
+def test_any_json_is_a_value_or_corrupt(entry: Any) -> None:
     try:
-        value = decode(said, HERE)
+        value = decode(entry, HERE)
     except Corrupt:
         return
     with suppress(Unsafe, Unsupported):

@@ -42,20 +42,20 @@ def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Check
     return Universal().read(target, ReadOptions())
 
 
-def assert_same(made: Checkpoint, source: Checkpoint) -> None:
+def assert_same(actual: Checkpoint, source: Checkpoint) -> None:
     """Equal in all that is content, and in order."""
-    assert contents(made) == contents(source)
-    assert list(made.parameters) == list(source.parameters)
+    assert contents(actual) == contents(source)
+    assert list(actual.parameters) == list(source.parameters)
     for name, expected in source.parameters.items():
-        assert (made.parameters[name].name, made.parameters[name].role) == (name, expected.role)
-        assert list(made.parameters[name].states) == list(expected.states)
-        assert plain(dict(made.parameters[name].values)) == plain(dict(expected.values))
-    assert [(plain(dict(g.options)), g.names) for g in made.groups] == [
+        assert (actual.parameters[name].name, actual.parameters[name].role) == (name, expected.role)
+        assert list(actual.parameters[name].states) == list(expected.states)
+        assert plain(dict(actual.parameters[name].values)) == plain(dict(expected.values))
+    assert [(plain(dict(g.options)), g.names) for g in actual.groups] == [
         (plain(dict(g.options)), g.names) for g in source.groups
     ]
-    assert plain(dict(made.extras)) == plain(dict(source.extras))
-    assert made.aliases == source.aliases
-    assert made.origin == source.origin
+    assert plain(dict(actual.extras)) == plain(dict(source.extras))
+    assert actual.aliases == source.aliases
+    assert actual.origin == source.origin
 
 
 def content(folder: Path) -> str:
@@ -83,24 +83,24 @@ def parameters(draw: st.DrawFn, name: str) -> Parameter:
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
-    made = [draw(parameters(name)) for name in draw(st.lists(names, max_size=4, unique=True))]
+    drawn = [draw(parameters(name)) for name in draw(st.lists(names, max_size=4, unique=True))]
     groups = tuple(
-        Group(draw(st.dictionaries(names, plain_values, max_size=2)), tuple(p.name for p in made[i : i + 2]))
+        Group(draw(st.dictionaries(names, plain_values, max_size=2)), tuple(p.name for p in drawn[i : i + 2]))
         for i in range(draw(st.integers(0, 2)))
     )
     extras = draw(st.dictionaries(names, st.one_of(plain_values, st.lists(plain_values, max_size=3)), max_size=3))
-    aliases = {f"alias of {p.name}": p.name for p in made[:1]}
+    aliases = {f"alias of {p.name}": p.name for p in drawn[:1]}
     origin = Origin(draw(names), draw(st.none() | names), draw(st.none() | st.integers(0, 9)), {"tp": 1, "x": (1, 2)})
-    return checkpoint(made, groups, extras, aliases, origin)
+    return checkpoint(drawn, groups, extras, aliases, origin)
 
 
 @given(checkpoints())
 def test_what_is_written_is_what_is_read(source: Checkpoint) -> None:
     with folder() as at:
-        made = write(source, at / "target")
-        assert_same(made, source)
-        assert {finding.kind for finding in find_problems(made, EFFORT)} <= {"copy"}
-        again = write(made, at / "again")
+        reopened = write(source, at / "target")
+        assert_same(reopened, source)
+        assert {finding.kind for finding in find_problems(reopened, EFFORT)} <= {"copy"}
+        again = write(reopened, at / "again")
         assert_same(again, source)
         assert {f.name: f.read_bytes() for f in (at / "target").rglob("*.*") if f.is_file()} == {
             f.name: f.read_bytes() for f in (at / "again").rglob("*.*") if f.is_file()
@@ -111,10 +111,12 @@ def test_what_is_written_is_what_is_read(source: Checkpoint) -> None:
 def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpoint) -> None:
     """As the library of the format itself reads it. What is derived from a master is not in its file."""
     with folder() as at:
-        made = write(source, at / "target")
+        reopened = write(source, at / "target")
         stored = {
             f"{name}/{state}": tensor
-            for name, state, tensor in ((p.name, s, t) for p in made.parameters.values() for s, t in p.states.items())
+            for name, state, tensor in (
+                (p.name, s, t) for p in reopened.parameters.values() for s, t in p.states.items()
+            )
             if isinstance(tensor.fragments[0].blob, FileBlob)
         }
         for file in (at / "target").rglob("*"):
@@ -134,9 +136,11 @@ def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpo
 def test_a_copy_with_a_nan_is_stored_since_machines_round_those_differently(tmp_path: Path) -> None:
     master = np.array([1.0, np.nan, 2.0], np.float32)
     lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES["bfloat16"]))
-    made = write(checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})]), tmp_path / "made")
+    reopened = write(
+        checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})]), tmp_path / "made"
+    )
     assert set(load_file(tmp_path / "made" / PACK)) == {"w/fp32", "w/param"}
-    assert read(made.parameters["w"].states["param"]).tobytes() == master.astype(DTYPES["bfloat16"]).tobytes()
+    assert read(reopened.parameters["w"].states["param"]).tobytes() == master.astype(DTYPES["bfloat16"]).tobytes()
 
 
 @given(arrays([DTYPES["float32"]]), st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]))
@@ -145,20 +149,20 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
     with np.errstate(all="ignore"):
         rounded = master.astype(DTYPES[name])
     with folder() as at:
-        made = write(checkpoint([parameter("w", {"param": rounded, "fp32": master})]), at / "derived")
-        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, DerivedBlob)
+        reopened = write(checkpoint([parameter("w", {"param": rounded, "fp32": master})]), at / "derived")
+        assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, DerivedBlob)
         assert set(load_file(at / "derived" / PACK)) == {"w/fp32"}
         lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES[name]))
         source = checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})])
-        assert contents(write(source, at / "lazy")) == contents(made)
+        assert contents(write(source, at / "lazy")) == contents(reopened)
 
 
 def test_a_copy_in_integers_is_stored_though_it_has_the_masters_values(tmp_path: Path) -> None:
     values = np.array([1.0, -2.0, 3.0], np.float32)
     source = checkpoint([parameter("w", {"param": values.astype(np.int8), "fp32": values})])
-    made = write(source, tmp_path / "target")
-    assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, FileBlob)
-    assert contents(made) == contents(source)
+    reopened = write(source, tmp_path / "target")
+    assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, FileBlob)
+    assert contents(reopened) == contents(source)
 
 
 LOST = TensorName("lost")
@@ -202,9 +206,9 @@ def test_a_copy_that_differs_in_one_bit_is_stored(data: st.DataObject) -> None:
     flat[bit // 8] ^= 1 << bit % 8
     source = checkpoint([parameter("w", {"fp32": master, "param": differing})])
     with folder() as at:
-        made = write(source, at / "target", Resources(1, 1))
-        assert isinstance(made.parameters["w"].states["param"].fragments[0].blob, FileBlob)
-        assert contents(made) == contents(source)
+        reopened = write(source, at / "target", Resources(1, 1))
+        assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, FileBlob)
+        assert contents(reopened) == contents(source)
 
 
 def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> None:
@@ -213,9 +217,9 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
     differing = master.astype(DTYPES["bfloat16"])
     differing[-1] = 1
     source = checkpoint([parameter("w", {"fp32": master, "param": differing, "exp_avg": master})])
-    made = write(source, tmp_path / "target", Resources(1, 1))
-    assert contents(made) == contents(source)
-    assert find_problems(made, EFFORT)[0].kind == "copy"
+    reopened = write(source, tmp_path / "target", Resources(1, 1))
+    assert contents(reopened) == contents(source)
+    assert find_problems(reopened, EFFORT)[0].kind == "copy"
 
 
 def test_names_of_parameters_are_no_names_of_files(tmp_path: Path) -> None:
@@ -249,17 +253,17 @@ def test_names_that_are_equal_in_a_pack_belong_to_different_states(tmp_path: Pat
     for i, (name, state) in enumerate(names):
         states[name] = {state: np.full(2, i)}
     source = checkpoint([parameter(name, one) for name, one in states.items()])
-    made = write(source, tmp_path / "target")
-    assert_same(made, source)
+    reopened = write(source, tmp_path / "target")
+    assert_same(reopened, source)
     opened = load_file(tmp_path / "target" / PACK)
     assert sorted(values[0].item() for values in opened.values()) == list(range(len(names)))
-    assert find_problems(made, EFFORT) == []
+    assert find_problems(reopened, EFFORT) == []
 
 
 def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: Path) -> None:
     source = checkpoint([parameter("w\ud800", {"param": np.arange(3.0)})])
-    made = write(source, tmp_path / "target")
-    assert_same(made, source)
+    reopened = write(source, tmp_path / "target")
+    assert_same(reopened, source)
     (values,) = load_file(tmp_path / "target" / PACK).values()
     assert values.tolist() == [0, 1, 2]
 
@@ -398,12 +402,12 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
             parameter("other", {"fp32": master, "param": np.zeros(3, np.float16)}),
         ]
     )
-    made = write(source, tmp_path / "target")
-    assert [f.kind for f in find_problems(made, EFFORT)] == ["copy"]
-    (pack,) = made.files
+    reopened = write(source, tmp_path / "target")
+    assert [f.kind for f in find_problems(reopened, EFFORT)] == ["copy"]
+    (pack,) = reopened.files
     states = {
         byte: (name, state)
-        for name, one in made.parameters.items()
+        for name, one in reopened.parameters.items()
         for state, tensor in one.states.items()
         for blob in [tensor.fragments[0].blob]
         if isinstance(blob, FileBlob)
@@ -413,18 +417,18 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
     assert sorted(states) == list(range(data, pack.nbytes))
     for byte in [*range(120), *range(data - 8, pack.nbytes)]:  # between these the header is filled with spaces
         flip(pack.path, byte, byte % 8)
-        (found,) = [finding for finding in find_problems(made, EFFORT) if finding.kind == "checksum"]
-        assert found.where == str(pack.path)
+        (problem,) = [finding for finding in find_problems(reopened, EFFORT) if finding.kind == "checksum"]
+        assert problem.where == str(pack.path)
         if byte < data:
-            assert "header" in found.what
-            assert found.tensors == ()
+            assert "header" in problem.what
+            assert problem.tensors == ()
         else:
             name, state = states[byte]
-            assert found.tensors == (name,)
-            assert f"{name}/{state}" in found.what
-            assert "chunk 0 of 1" in found.what
+            assert problem.tensors == (name,)
+            assert f"{name}/{state}" in problem.what
+            assert "chunk 0 of 1" in problem.what
             with pytest.raises(Corrupt, match="checksum"):
-                save(made, tmp_path / "copied", Universal(), EFFORT)
+                save(reopened, tmp_path / "copied", Universal(), EFFORT)
             assert not (tmp_path / "copied").exists()
         flip(pack.path, byte, byte % 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
@@ -452,10 +456,10 @@ def test_files_that_are_missing_or_of_another_size_are_said(tmp_path: Path) -> N
 
 
 def deep(levels: int) -> Any:
-    made: Any = []
+    value: Any = []
     for _ in range(levels):
-        made = [made]
-    return made
+        value = [value]
+    return value
 
 
 def sizes(state: str, *values: int) -> Change:
@@ -769,7 +773,7 @@ def test_slabs_and_workers_do_not_show_in_the_files(data: st.DataObject) -> None
 def test_only_what_is_asked_for_is_read(shape: tuple[int, ...]) -> None:
     """Reading opens the manifest: parameter files may be noise of the right size."""
     with folder() as at:
-        made = write(checkpoint([parameter("w", {MODEL: np.zeros(shape)})]), at / "target")
-        for shard in made.files:
+        reopened = write(checkpoint([parameter("w", {MODEL: np.zeros(shape)})]), at / "target")
+        for shard in reopened.files:
             shard.path.write_bytes(b"\xff" * shard.nbytes)
         assert Universal().read(at / "target", ReadOptions()).parameters["w"].states[MODEL].shape == shape

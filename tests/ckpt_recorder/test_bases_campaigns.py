@@ -26,12 +26,12 @@ def run(script: str, folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(("kind", "mode"), [("ddp", "rolling"), ("zero3", "rolling"), ("fsdp2", "at once")])
 def test_bases_of_engines_have_the_values_of_their_own_checkpoints(kind: str, mode: str, tmp_path: Path) -> None:
     count = 2 * TIMES
-    said = run("bases_campaign.py", tmp_path, "--bases", str(count), "--kinds", kind, "--modes", mode)
-    assert f"{count} bases, 0 failed" in said
+    output = run("bases_campaign.py", tmp_path, "--bases", str(count), "--kinds", kind, "--modes", mode)
+    assert f"{count} bases, 0 failed" in output
 
 
 @pytest.mark.slow
 @pytest.mark.engines
 def test_killed_while_bases_are_made_a_chain_stays_good(tmp_path: Path) -> None:
-    said = run("bases_kills.py", tmp_path, "--rounds", str(6 * TIMES), "--seed", "5")
-    assert f"{6 * TIMES} kills, 0 failed" in said
+    output = run("bases_kills.py", tmp_path, "--rounds", str(6 * TIMES), "--seed", "5")
+    assert f"{6 * TIMES} kills, 0 failed" in output

@@ -76,10 +76,10 @@ def state_at(chain: Path, step: int) -> Checkpoint:
     return states.open_state(chain, index.read(chain), step)
 
 
-def assert_same(found: Checkpoint, truth: Truth) -> None:
-    assert found.parameters.keys() == truth.keys()
+def assert_same(actual: Checkpoint, truth: Truth) -> None:
+    assert actual.parameters.keys() == truth.keys()
     for name, expected in truth.items():
-        parameter = found.parameters[name]
+        parameter = actual.parameters[name]
         mine: dict[str, Any] = {state: read(held) for state, held in parameter.states.items()}
         mine |= {key: np.array(value) for key, value in parameter.values.items()}
         if len(expected) == 1:  # no optimizer has begun to step it
@@ -208,9 +208,9 @@ def test_of_several_optimizers_each_call_is_a_step(model: Model, tmp_path: Path)
             truths[recorder.step] = truth_of(model, one, other)
     assert list(truths) == list(range(1, STEPS + 1))
     for step, truth in truths.items():
-        found = state_at(tmp_path / "run.chain", step)
-        assert_same(found, truth)
-        assert [group.options["lr"] for group in found.groups] == [1e-2, 0.1]
+        state = state_at(tmp_path / "run.chain", step)
+        assert_same(state, truth)
+        assert [group.options["lr"] for group in state.groups] == [1e-2, 0.1]
 
 
 def test_a_step_has_the_rates_that_a_schedule_set_after_it(model: Model, tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_step_has_the_rates_that_a_schedule_set_after_it(model: Model, tmp_pat
             if step != MIDDLE:  # nothing is noted of one step: it has the rates of the next
                 recorder.note(scheduler=scheduler)
             rates[step + 1] = optimizer.param_groups[0]["lr"]
-    found = {step: state_at(tmp_path / "run.chain", step) for step in rates}
-    assert {step: state.groups[0].options["lr"] for step, state in found.items()} == rates
-    assert found[STEPS].extras["scheduler"]["last_epoch"] == STEPS
+    by_step = {step: state_at(tmp_path / "run.chain", step) for step in rates}
+    assert {step: state.groups[0].options["lr"] for step, state in by_step.items()} == rates
+    assert by_step[STEPS].extras["scheduler"]["last_epoch"] == STEPS
 
 
 def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, tmp_path: Path) -> None:
@@ -292,10 +292,10 @@ def test_steps_that_a_scaler_skips_are_none(name: str, model: Model, tmp_path: P
     assert max(truths) == STEPS - 2
     for step, truth in truths.items():
         parameters = {name: held for name, held in truth.items() if "running" not in name and "num_b" not in name}
-        found = state_at(tmp_path / "run.chain", step)
+        state = state_at(tmp_path / "run.chain", step)
         # Statistics of batches go on in steps that are skipped.
-        kept = {name: held for name, held in found.parameters.items() if name in parameters}
-        assert_same(Checkpoint(found.path, found.origin, kept, found.groups, {}, {}), parameters)
+        kept = {name: held for name, held in state.parameters.items() if name in parameters}
+        assert_same(Checkpoint(state.path, state.origin, kept, state.groups, {}, {}), parameters)
 
 
 class Sparse(nn.Module):
@@ -345,8 +345,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], nn.Module], Make, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_recorded_is_refused_at_the_start(name: str, model: Model, tmp_path: Path) -> None:
-    change, make, said = REFUSED[name]
+    change, make, message = REFUSED[name]
     changed = change(model)
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(Unsupported, match=message):
         Recorder(changed, make(trained(changed)), tmp_path / "run.chain")
     assert not (tmp_path / "run.chain" / index.NAME).exists()

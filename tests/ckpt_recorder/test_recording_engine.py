@@ -108,8 +108,8 @@ def follow_run(run: Path, stop: threading.Event) -> None:
 
 
 def log_of(run: Path) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads((run / "log.json").read_text())
-    return said
+    fields: dict[str, Any] = json.loads((run / "log.json").read_text())
+    return fields
 
 
 @pytest.mark.parametrize("at", ["middle", "end"])
@@ -142,9 +142,9 @@ def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limi
 REFUSED = {"differing": "have different weights", "fsdp1": "have different weights", "zero0": "ZeRO 1, 2 and 3"}
 
 
-@pytest.mark.parametrize(("kind", "said"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_recorded_is_refused_by_all_ranks(kind: str, said: str, runs: Path) -> None:
-    assert said in json.loads((runs / "refused.json").read_text())[kind]
+@pytest.mark.parametrize(("kind", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_recorded_is_refused_by_all_ranks(kind: str, message: str, runs: Path) -> None:
+    assert message in json.loads((runs / "refused.json").read_text())[kind]
     assert not (runs / f"{kind}.chain" / index.NAME).exists()
 
 

@@ -57,10 +57,10 @@ class Run:
 
     def check(self, chain: Path, step: int) -> None:
         """The restored state is that of the run."""
-        found = states.open_state(chain, index.load(chain / index.NAME), step)
+        checkpoint = states.open_state(chain, index.load(chain / index.NAME), step)
         kept = {
             name if state == "param" else f"{name}.{state}": read(tensor).tobytes()
-            for name, parameter in found.parameters.items()
+            for name, parameter in checkpoint.parameters.items()
             for state, tensor in parameter.states.items()
         }
         assert {name: kept[name] for name in self.truth[step]} == self.truth[step]
@@ -96,8 +96,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    told = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.getuid() != 0 or subprocess.run(told, capture_output=True).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root may mount a small file system")
     try:
         yield disk
@@ -109,9 +109,9 @@ def test_on_a_full_disk_training_goes_on_and_recording_begins_anew(run: Run, sma
     chain, ballast = small_disk / "run.chain", small_disk / "ballast"
     ballast.write_bytes(bytes(3 << 19))
     recorder = recorded(run, chain, retry=30)
-    with pytest.warns(RecorderWarning, match="No space left on device") as said:
+    with pytest.warns(RecorderWarning, match="No space left on device") as warned:
         run.step(29)
-    assert len(said) == 1
+    assert len(warned) == 1
     assert recorder.broken == "No space left on device"
     whole = last_of(chain)
     assert 1 <= whole < 29
@@ -193,9 +193,9 @@ def test_a_writer_that_dies_is_said_once_and_followed_by_another(run: Run, chain
     run.step(3)
     assert recorder.writer_pid is not None
     os.kill(recorder.writer_pid, signal.SIGKILL)
-    with pytest.warns(RecorderWarning, match="every 10 steps") as said:
+    with pytest.warns(RecorderWarning, match="every 10 steps") as warned:
         run.step(6)
-    assert len(said) == 1
+    assert len(warned) == 1
     assert recorder.broken == "the process that writes the log has ended"
     assert recorder.writer_pid is None
     whole = last_of(chain)
@@ -214,9 +214,9 @@ def test_a_writer_that_dies_as_the_run_ends_is_noticed(run: Run, chain: Path) ->
     run.step(3)
     assert recorder.writer_pid is not None
     os.kill(recorder.writer_pid, signal.SIGKILL)
-    with pytest.warns(RecorderWarning, match="step 3 and later steps") as said:
+    with pytest.warns(RecorderWarning, match="step 3 and later steps") as warned:
         recorder.close()
-    assert len(said) == 1
+    assert len(warned) == 1
     assert recorder.broken == "the process that writes the log has ended"
 
 
@@ -302,11 +302,11 @@ def test_killed_at_any_point_of_its_beginning_a_chain_is_good(run: Run, chain: P
         before = len(index.load(chain / index.NAME).segments)
         was_killed = killed(lambda: _begun(run, chain), tmp_path, point)
         _await_writers(chain)
-        found = index.load(chain / index.NAME)
-        named.add(len(found.segments) - before)
+        listed = index.load(chain / index.NAME)
+        named.add(len(listed.segments) - before)
         for step in (3, 4):
             run.check(chain, step)
-        assert all((chain / one.folder).is_dir() for one in found.segments)
+        assert all((chain / one.folder).is_dir() for one in listed.segments)
         if not was_killed:
             break
     assert point > count
@@ -459,7 +459,7 @@ def test_children_of_the_trainer_do_not_keep_its_writer(run: Run, chain: Path) -
 
 
 def test_children_of_a_killed_trainer_do_not_keep_its_writer(run: Run, chain: Path) -> None:
-    told, tell = os.pipe()
+    reading_end, tell = os.pipe()
     trainer = os.fork()
     if not trainer:
         try:
@@ -471,7 +471,7 @@ def test_children_of_a_killed_trainer_do_not_keep_its_writer(run: Run, chain: Pa
             time.sleep(SECONDS)
         finally:
             os._exit(1)
-    child = int(os.read(told, 100))
+    child = int(os.read(reading_end, 100))
     try:
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
@@ -480,7 +480,7 @@ def test_children_of_a_killed_trainer_do_not_keep_its_writer(run: Run, chain: Pa
         assert time.monotonic() - began < SECONDS / 3
     finally:
         os.kill(child, signal.SIGKILL)
-        os.close(told)
+        os.close(reading_end)
         os.close(tell)
     run.step(5)
     assert last_of(chain) == 5
@@ -574,8 +574,8 @@ def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
                             kept[name, state] = values.numpy().tobytes()
             truth.append(kept)
     for step, kept in enumerate(truth, 1):
-        found = states.open_state(chain, index.load(chain / index.NAME), step)
-        restored = {(p.name, state): read(tensor).tobytes() for p, state, tensor in found.tensors()}
+        checkpoint = states.open_state(chain, index.load(chain / index.NAME), step)
+        restored = {(p.name, state): read(tensor).tobytes() for p, state, tensor in checkpoint.tensors()}
         assert {key: restored[key] for key in kept} == kept
         extra = restored.keys() - kept.keys()  # of what the second one has not stepped yet
         assert not extra if step > 1 else {state for _, state in extra} <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}

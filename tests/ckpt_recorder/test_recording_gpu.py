@@ -38,9 +38,9 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int) ->
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_the_probe_says_how_well_steps_of_a_gpu_are_done_again(flags: dict[str, bool]) -> None:
     net = net_of(64)
-    found = probe(torch.optim.AdamW(net.parameters(), lr=1e-3, **flags), torch.device("cuda"))
-    print(json.dumps({"flags": flags, "method": found.method, "exactness": found.exactness, **found.figures}))
-    assert found.exactness in ("exact", "same library", "approximate")
+    result = probe(torch.optim.AdamW(net.parameters(), lr=1e-3, **flags), torch.device("cuda"))
+    print(json.dumps({"flags": flags, "method": result.method, "exactness": result.exactness, **result.figures}))
+    assert result.exactness in ("exact", "same library", "approximate")
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -22,6 +22,6 @@ def test_killed_runs_go_on_from_shadows_that_are_killed_as_if_nothing_was(tmp_pa
     command = [sys.executable, str(SCRIPT), "--kills", str(4 * TIMES), "--seed", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"]["trainers"] == 4 * TIMES
-    assert found["states compared, same bits"] == 8 * TIMES
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["kills"]["trainers"] == 4 * TIMES
+    assert report["states compared, same bits"] == 8 * TIMES

@@ -188,8 +188,8 @@ class Embedding(nn.Module):
         rows = len(self.word.weight)
         own = tokens - rows * self.mesh.tp_rank
         elsewhere = (own < 0) | (own >= rows)
-        found = functional.embedding(own.clamp(0, rows - 1), self.word.weight)
-        return _Leave.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh) + self.position
+        embedded = functional.embedding(own.clamp(0, rows - 1), self.word.weight)
+        return _Leave.apply(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), self.mesh) + self.position
 
 
 class Head(nn.Module):

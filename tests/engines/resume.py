@@ -54,7 +54,7 @@ def resume(job: Resume) -> None:
     """Load, compare, train on, and report; called in every rank."""
     run = start(job.target, seed=1, universal=job.universal)
     loaded, client_state = run.engine.load_checkpoint(job.checkpoint, tag=job.tag)
-    found = gather(run)
+    actual = gather(run)
     report: dict[str, Any] = {
         "job": dataclasses.asdict(job),
         "loaded": loaded,
@@ -65,14 +65,14 @@ def resume(job: Resume) -> None:
         "losses_after": run.train(STEPS_AFTER),
     }
     if distributed.get_rank() == 0:
-        assert found is not None
+        assert actual is not None
         truth = torch.load(job.truth, weights_only=False)
-        report["mismatches"] = differences(truth, found)
-        report["steps"] = {"truth": truth["step"], "found": found["step"]}
-        report["raw_steps"] = {"truth": truth["raw_step"], "found": found["raw_step"]}
+        report["mismatches"] = differences(truth, actual)
+        report["steps"] = {"truth": truth["step"], "found": actual["step"]}
+        report["raw_steps"] = {"truth": truth["raw_step"], "found": actual["raw_step"]}
         report["param_groups"] = {
             "truth": _options(truth["param_groups"]),
-            "found": _options(found["param_groups"]),
+            "found": _options(actual["param_groups"]),
         }
         log = Path(job.truth).with_name("log.json")
         if log.exists():

@@ -39,10 +39,10 @@ def convert(step: Path, out: Path) -> str | None:
 def main() -> None:
     torch.set_num_threads(1)
     for step, out, log in json.loads(Path(sys.argv[1]).read_text()):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             failure = convert(Path(step), Path(out))
-        Path(log).write_text(json.dumps({"failure": failure, "said": said.getvalue()[-2000:]}))
+        Path(log).write_text(json.dumps({"failure": failure, "said": output.getvalue()[-2000:]}))
 
 
 if __name__ == "__main__":

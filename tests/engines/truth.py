@@ -63,10 +63,10 @@ def gather(run: Run) -> dict[str, Any] | None:
     return merged
 
 
-def differences(truth: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
+def differences(truth: dict[str, Any], actual: dict[str, Any]) -> dict[str, str]:
     """Where the tensors of two truths are not the same bits, by place."""
     out = {}
-    flat, other = _flatten(truth), _flatten(found)
+    flat, other = _flatten(truth), _flatten(actual)
     for place in sorted(flat.keys() | other.keys()):
         if place not in flat or place not in other:
             out[place] = "unexpected" if place in other else "absent"

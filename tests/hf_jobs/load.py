@@ -21,19 +21,19 @@ from hf_jobs.make import truth_of
 
 def load(folder: str, truth: str) -> dict[str, Any]:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    found, expected = truth_of(model), torch.load(truth)
+    actual, expected = truth_of(model), torch.load(truth)
     return {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
         "mismatched": [list(map(str, key)) for key in info["mismatched_keys"]],
         "unlike": sorted(
             name
-            for name in found["state"].keys() | expected["state"].keys()
-            if not (name in found["state"] and name in expected["state"])
-            or not torch.equal(found["state"][name], expected["state"][name])
-            or found["state"][name].dtype != expected["state"][name].dtype
+            for name in actual["state"].keys() | expected["state"].keys()
+            if not (name in actual["state"] and name in expected["state"])
+            or not torch.equal(actual["state"][name], expected["state"][name])
+            or actual["state"][name].dtype != expected["state"][name].dtype
         ),
-        "logits": torch.equal(found["logits"], expected["logits"]),
+        "logits": torch.equal(actual["logits"], expected["logits"]),
     }
 
 

@@ -22,8 +22,8 @@ def main() -> None:
         )
         with torch.no_grad():
             torch.save(model.eval()(torch.load(job["input"])).logits, job["logits"])
-        said = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        Path(job["report"]).write_text(json.dumps({**said, "model_type": model.config.model_type}))
+        problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        Path(job["report"]).write_text(json.dumps({**problems, "model_type": model.config.model_type}))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class Tokens(torch.utils.data.Dataset):
 
 def model_of(name: str) -> torch.nn.Module:
     torch.manual_seed(len(name))
-    said = dict(MODELS[name])
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+    options = dict(MODELS[name])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases, too, are no constants
             parameter.add_(torch.randn_like(parameter) * 0.02)

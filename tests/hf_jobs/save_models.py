@@ -17,8 +17,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, kind in MODELS.items():
         torch.manual_seed(len(name))
-        said = dict(kind)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said))
+        options = dict(kind)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -82,14 +82,14 @@ def logits_of(model: GPTModel) -> torch.Tensor:
     positions = torch.arange(length).expand(count, length)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
-        found: torch.Tensor = model(INPUT, positions, mask)
-    return found
+        logits: torch.Tensor = model(INPUT, positions, mask)
+    return logits
 
 
 def save(out: Path) -> None:
-    for name, said in FAMILIES.items():
+    for name, arguments in FAMILIES.items():
         torch.manual_seed(len(name))
-        args = argparse.Namespace(**said)
+        args = argparse.Namespace(**arguments)
         model = model_of(args)
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases, too, are no constants

@@ -89,7 +89,7 @@ def logits_of(kind: Kind, models: list[Any]) -> torch.Tensor | None:
     length, hidden = INPUT.shape[1], kind.model["hidden_size"]
     positions = torch.arange(length).expand(*INPUT.shape)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    found = None
+    logits = None
     with torch.no_grad():
         for place in range(places):
             if place % kind.pp != stage:
@@ -99,13 +99,13 @@ def logits_of(kind: Kind, models: list[Any]) -> torch.Tensor | None:
                 received = torch.empty(length, len(INPUT), hidden)
                 torch.distributed.recv(received, group=group, group_src=(place - 1) % kind.pp)
                 model.set_input_tensor([received.to(next(model.parameters()).dtype)])
-            found = model(INPUT, positions, mask).float().contiguous()
+            logits = model(INPUT, positions, mask).float().contiguous()
             if place + 1 < places:
-                torch.distributed.send(found, group=group, group_dst=(place + 1) % kind.pp)
-    if stage != kind.pp - 1 or found is None:
+                torch.distributed.send(logits, group=group, group_dst=(place + 1) % kind.pp)
+    if stage != kind.pp - 1 or logits is None:
         return None
-    parts = [torch.empty_like(found) for _ in range(kind.tp)]
-    torch.distributed.all_gather(parts, found, parallel_state.get_tensor_model_parallel_group())
+    parts = [torch.empty_like(logits) for _ in range(kind.tp)]
+    torch.distributed.all_gather(parts, logits, parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1) if tp == 0 and parallel_state.get_data_parallel_rank() == 0 else None
 
 

@@ -72,19 +72,22 @@ def load(kind: Kind, wrapped: list[Any], optimizer: Any, run: Path) -> None:
     """As megatron.training loads the format `torch_dist`."""
     folder = str(run / f"iter_{int((run / 'latest_checkpointed_iteration.txt').read_text()):07d}")
     common = dist_checkpointing.load_common_state_dict(folder)
-    said = common["args"]
-    assert (said.tensor_model_parallel_size, said.pipeline_model_parallel_size) == (kind.tp, kind.pp)
+    saved_arguments = common["args"]
+    assert (saved_arguments.tensor_model_parallel_size, saved_arguments.pipeline_model_parallel_size) == (
+        kind.tp,
+        kind.pp,
+    )
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     models = wrapped if kind.wrapped else [model.module for model in wrapped]
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models, strict=True)
     }
     # Optimizer after model: it takes the places of its states from the model's.
-    asked["optimizer"] = optimizer.sharded_state_dict(dict(asked), is_loading=True, metadata=metadata)
-    asked["rng_state"] = random_states(None)
-    state = dist_checkpointing.load(asked, folder, strict=StrictHandling.RAISE_ALL)
+    requested["optimizer"] = optimizer.sharded_state_dict(dict(requested), is_loading=True, metadata=metadata)
+    requested["rng_state"] = random_states(None)
+    state = dist_checkpointing.load(requested, folder, strict=StrictHandling.RAISE_ALL)
     for name, model in zip(names, wrapped, strict=True):
         weights = {key.removeprefix("module."): value for key, value in state[name].items()}
         model.module.load_state_dict(weights, strict=True)

@@ -62,7 +62,7 @@ def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
         num_experts=kind.model.get("num_moe_experts"), moe_grouped_gemm=False, normalization=kind.model["normalization"]
     )
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    made = []
+    models = []
     for chunk in range(kind.vpp or 1):
         stage = chunk if kind.vpp else None
         model = GPTModel(
@@ -76,8 +76,8 @@ def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
             position_embedding_type="learned_absolute" if kind.tied else "rope",
             vp_stage=stage,
         )
-        made.append(model.to(DTYPES[kind.dtype]))
-    return made
+        models.append(model.to(DTYPES[kind.dtype]))
+    return models
 
 
 def in_model(name: str, model: GPTModel) -> str:
@@ -224,8 +224,8 @@ def save_dist(
         iteration(run).mkdir(parents=True)
         (run / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     torch.distributed.barrier()
-    told = {key: value for key, value in metadata_of(encoding).items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(iteration(run)), content_metadata=told)
+    content_metadata = {key: value for key, value in metadata_of(encoding).items() if key != "dp_cp_group"}
+    dist_checkpointing.save(state, str(iteration(run)), content_metadata=content_metadata)
 
 
 def metadata_of(encoding: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def read_truth(file: Path) -> dict[tuple[str, str], Any]:
     """{(name, state): whole tensor}; the state `param` is the model's own."""
     import torch
 
-    found = {}
+    truth = {}
     for key, tensor in torch.load(file, weights_only=False).items():
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -26,19 +26,19 @@ def read_truth(file: Path) -> dict[tuple[str, str], Any]:
         name = name.removeprefix("module.")
         for fused, norm in NORMS.items():
             name = name.replace(fused, norm)
-        found |= {(whole, state): one for whole, one in _apart(name, tensor)}
-    return found
+        truth |= {(whole, state): one for whole, one in _apart(name, tensor)}
+    return truth
 
 
 def _apart(name: str, tensor: Any) -> list[tuple[str, Any]]:
     if not name.startswith("decoder.layers."):
         return [(name, tensor)]
     rest = name.removeprefix("decoder.layers.")
-    made = [(f"decoder.layers.{i}.{rest}", one) for i, one in enumerate(tensor)]
+    pairs = [(f"decoder.layers.{i}.{rest}", one) for i, one in enumerate(tensor)]
     if ".experts.experts." not in name:
-        return made
+        return pairs
     return [
         (whole.replace(".experts.experts.", f".experts.local_experts.{i}."), expert)
-        for whole, one in made
+        for whole, one in pairs
         for i, expert in enumerate(one)
     ]

@@ -30,8 +30,8 @@ class OnCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to:
             args = (args[0], *map(_here, args[1:]))
-        made = func(*args, **kwargs)
-        return _TYPES.get(made, made) if func is torch.Tensor.type and len(args) == 1 and not kwargs else made
+        result = func(*args, **kwargs)
+        return _TYPES.get(result, result) if func is torch.Tensor.type and len(args) == 1 and not kwargs else result
 
 
 def pretend() -> None:

@@ -17,9 +17,9 @@ _PATIENCE = 1500
 """Seconds: the longest test takes less, also where its fixture trains all models and the machine is busy."""
 
 
-def recorded(faults: Sequence[Fault], collected: Collected, path: Path, told: Namespace) -> list[Test]:
+def recorded(faults: Sequence[Fault], collected: Collected, path: Path, options: Namespace) -> list[Test]:
     """The tests that pass, with what each reaches. A file of tests is recorded if it was not yet, or has changed."""
-    known = {} if told.record or not path.exists() else json.loads(path.read_text())
+    known = {} if options.record or not path.exists() else json.loads(path.read_text())
     keys = {fault.key for fault in faults}
     if not keys <= set(known.get("faults", ())):
         known = {"faults": sorted(keys), "files": {}}
@@ -27,13 +27,13 @@ def recorded(faults: Sequence[Fault], collected: Collected, path: Path, told: Na
     for name in collected.items:
         files[name.split("::")[0]].append(name)
     missing = {
-        file: list(_some(names, told.cases))
+        file: list(_some(names, options.cases))
         for file, names in files.items()
-        if not _is_known(known["files"].get(file), file, names, told.cases)
+        if not _is_known(known["files"].get(file), file, names, options.cases)
     }
     if missing:
         print(f"recording {sum(map(len, missing.values()))} tests of {len(missing)} files", flush=True)
-        _Recording(faults, collected, known, path, told.cases).run(missing, told.jobs)
+        _Recording(faults, collected, known, path, options.cases).run(missing, options.jobs)
     numbers = {fault.key: n for n, fault in enumerate(faults)}
     return [
         Test(name, seconds, is_quick(collected.items[name]), frozenset(numbers[k] for k in reached if k in numbers))

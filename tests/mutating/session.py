@@ -264,8 +264,8 @@ def _shared(fixturedef: Any) -> str | None:
 def shared_fixtures(item: pytest.Item) -> list[str]:
     """The fixtures of this test that other tests use too, as the record names them."""
     known = getattr(item, "_fixtureinfo", None)
-    found = [_shared(definitions[-1]) for definitions in known.name2fixturedefs.values()] if known else []
-    return [name for name in found if name]
+    names = [_shared(definitions[-1]) for definitions in known.name2fixturedefs.values()] if known else []
+    return [name for name in names if name]
 
 
 def _forget() -> None:

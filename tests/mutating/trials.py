@@ -17,29 +17,31 @@ _FIRST = 4
 
 
 def measure(
-    faults: Sequence[Fault], chosen: Sequence[Fault], collected: Collected, results: Any, told: Namespace
+    faults: Sequence[Fault], chosen: Sequence[Fault], collected: Collected, results: Any, options: Namespace
 ) -> None:
     """Record what the tests reach of all faults, then try every chosen one that has no result yet."""
-    tests = [t for t in recorded(faults, collected, told.folder / "reach.json", told) if t.quick or not told.quick]
-    if told.record_only:
+    tests = [
+        t for t in recorded(faults, collected, options.folder / "reach.json", options) if t.quick or not options.quick
+    ]
+    if options.record_only:
         return
     numbers = {fault.key: number for number, fault in enumerate(faults)}
-    todo = [numbers[fault.key] for fault in chosen if _is_due(results.known.get(fault.key), told)]
+    todo = [numbers[fault.key] for fault in chosen if _is_due(results.known.get(fault.key), options)]
     print(f"{len(tests)} tests, {len(todo)} of {len(chosen)} faults to try", flush=True)
-    _Trials(faults, tests, collected, results, told).run(todo)
+    _Trials(faults, tests, collected, results, options).run(todo)
 
 
-def _is_due(known: dict[str, Any] | None, told: Namespace) -> bool:
-    return known is None or (told.again and not known["found_by"])
+def _is_due(known: dict[str, Any] | None, options: Namespace) -> bool:
+    return known is None or (options.again and not known["found_by"])
 
 
 class _Trials:
     """All that runs at one time: a fork for each of a few faults."""
 
     def __init__(
-        self, faults: Sequence[Fault], tests: list[Test], collected: Collected, results: Any, told: Namespace
+        self, faults: Sequence[Fault], tests: list[Test], collected: Collected, results: Any, options: Namespace
     ) -> None:
-        self._faults, self._collected, self._results, self._told = faults, collected, results, told
+        self._faults, self._collected, self._results, self._options = faults, collected, results, options
         self._tests = {test.name: test for test in tests}
         self._sound: dict[str, bool] = {}
         """Tests that were run alone with no fault on: whether they pass."""
@@ -54,7 +56,7 @@ class _Trials:
 
     def _run(self, waiting: list[int], running: dict[Fork, tuple[int, list[str]]]) -> None:
         while waiting or running:
-            while waiting and len(running) < self._told.jobs:
+            while waiting and len(running) < self._options.jobs:
                 number = waiting.pop()
                 if order := self._order(number):
                     running[self._collected.start(number, order)] = (number, order)
@@ -62,7 +64,7 @@ class _Trials:
                     self._note(number, [], None, "", 0, 0.0)
             time.sleep(0.02)
             for fork, (number, order) in list(running.items()):
-                ending = fork.look(self._limit, self._told.budget)
+                ending = fork.look(self._limit, self._options.budget)
                 if ending is None:
                     continue
                 del running[fork]

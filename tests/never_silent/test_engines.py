@@ -98,18 +98,18 @@ def metadata(change: Callable[[Any], object]) -> Harm:
 
     def harm(root: Path) -> None:
         path = next(root.rglob(".metadata"))
-        said = pickle.loads(path.read_bytes())
-        change(said)
-        path.write_bytes(pickle.dumps(said))
+        stated = pickle.loads(path.read_bytes())
+        change(stated)
+        path.write_bytes(pickle.dumps(stated))
 
     return harm
 
 
-def _forget(said: Any, name: str) -> None:
+def _forget(stated: Any, name: str) -> None:
     """Whatever the metadata say of a tensor or object."""
-    del said.state_dict_metadata[name]
-    for index in [index for index in said.storage_data if index.fqn == name]:
-        del said.storage_data[index]
+    del stated.state_dict_metadata[name]
+    for index in [index for index in stated.storage_data if index.fqn == name]:
+        del stated.storage_data[index]
 
 
 def _iteration(number: int) -> Harm:
@@ -193,8 +193,8 @@ REFUSED: dict[str, Change] = {
     "megatron, torch_dist: two encodings": Change(DIST, in_file("common.pt", tree(put("content_metadata", "distrib_optim_sharding_type", value="dp_reshardable"))), DAMAGED, ("encoding of the distributed optimizer is dp_reshardable", "fully_reshardable")),
     "megatron, torch_dist: other degrees": Change(DIST, in_file("common.pt", tree(_argument("pipeline_model_parallel_size", 4)), tree(_argument("world_size", 8))), DAMAGED, ("(pp, tp)", "(4, 2)", "rng_state/shard")),
     "megatron, torch_dist: fewer layers than stated": Change(DIST, in_file("common.pt", tree(_argument("num_layers", 6))), INCOMPLETE, ("layer 4 is missing", "`num_layers` is 6")),
-    "megatron, torch_dist: random states of one rank lost": Change(DIST, metadata(lambda said: _forget(said, "rng_state/shard_0.1_2.2")), INCOMPLETE, ("random states of 3 ranks", "states 4")),
-    "megatron, torch_dist: a moment of one parameter lost": Change(DIST, metadata(lambda said: _forget(said, "optimizer.state.exp_avg.output_layer.weight")), INCOMPLETE, ("`output_layer.weight` has no `exp_avg`",)),
+    "megatron, torch_dist: random states of one rank lost": Change(DIST, metadata(lambda stated: _forget(stated, "rng_state/shard_0.1_2.2")), INCOMPLETE, ("random states of 3 ranks", "states 4")),
+    "megatron, torch_dist: a moment of one parameter lost": Change(DIST, metadata(lambda stated: _forget(stated, "optimizer.state.exp_avg.output_layer.weight")), INCOMPLETE, ("`output_layer.weight` has no `exp_avg`",)),
     # DeepSpeed's universal checkpoint
     "universal: a step in the folder's name": Change(UCP, rename("global_step5_universal", "global_step6_universal"), DAMAGED, ("`global_steps` is 5", "global_step6_universal")),
     "universal: a parameter's moment is gone": Change(UCP, in_file("blocks.0.mlp.up.weight/exp_avg.pt", remove), INCOMPLETE, ("`blocks.0.mlp.up.weight` has no `exp_avg`",)),
@@ -211,7 +211,7 @@ SAID: dict[str, Change] = {
     "megatron: another file in a rank's folder": Change(LEGACY, beside("mp_rank_00_000/distrib_optim.pt", "ema.pt"), 0, ("not read", "mp_rank_00_000/ema.pt")),
     "megatron, torch_dist: another file": Change(DIST, beside("common.pt", "train_state.pt"), 0, ("not read", "train_state.pt")),
     "megatron, torch_dist: leftovers of more ranks": Change(DIST, copied("__0_0.distcp", "__9_0.distcp"), 0, ("not read", "__9_0.distcp")),
-    "megatron, torch_dist: all states of one parameter lost": Change(DIST, metadata(lambda said: [_forget(said, f"optimizer.state.{state}.output_layer.weight") for state in ("param", "exp_avg", "exp_avg_sq")]), 0, ("no state", "output_layer.weight")),
+    "megatron, torch_dist: all states of one parameter lost": Change(DIST, metadata(lambda stated: [_forget(stated, f"optimizer.state.{state}.output_layer.weight") for state in ("param", "exp_avg", "exp_avg_sq")]), 0, ("no state", "output_layer.weight")),
     "megatron, torch_dist: a container of another version": Change(DIST, in_file("metadata.json", lambda path: path.write_text(path.read_text().replace('"sharded_backend_version": 1', '"sharded_backend_version": 2'))), 0, ("version 2",)),
     "universal: another file in the folder": Change(UCP, beside(_MODEL, "layer_00.bin"), 0, ("not read", "layer_00.bin")),
     "universal: another file beside a parameter's": Change(UCP, beside("exp_avg.pt", "exp_avg.bin"), 0, ("not read", "exp_avg.bin")),
@@ -343,12 +343,12 @@ def _saved(folder: Path, name: str, world: int, tensor: Callable[[torch.Tensor],
     return folder
 
 
-def is_whole(found: Checkpoint) -> bool:
+def is_whole(checkpoint: Checkpoint) -> bool:
     for name, one in WEIGHTS.items():
-        states = found.parameters[name].states
+        states = checkpoint.parameters[name].states
         assert np.array_equal(read(states[MODEL]), one.numpy())
         assert np.array_equal(read(states["exp_avg"]), (one + 1).numpy())
-    return {name for name, p in found.parameters.items() if p.role == "parameter"} == WEIGHTS.keys()
+    return {name for name, p in checkpoint.parameters.items() if p.role == "parameter"} == WEIGHTS.keys()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -357,9 +357,9 @@ def is_whole(found: Checkpoint) -> bool:
 def test_ranks_that_save_model_and_optimizer_in_one_file_are_put_together(name: str, form: str, tmp_path: Path) -> None:
     tensor = (lambda one: rows(one, 2)) if form == "cut" else (lambda one: one)
     folder = _saved(tmp_path / "run", name, 2, tensor)
-    found = open_checkpoint(folder)
-    assert is_whole(found)
-    assert (found.extras["epoch"], found.extras["ranks"]) == (3, {"1": {"rng": 1}})
+    checkpoint = open_checkpoint(folder)
+    assert is_whole(checkpoint)
+    assert (checkpoint.extras["epoch"], checkpoint.extras["ranks"]) == (3, {"1": {"rng": 1}})
     assert ckpt("verify", folder).code == 0
 
 
@@ -440,16 +440,16 @@ def test_a_dcp_whose_folder_states_another_step_is_refused(tmp_path: Path) -> No
 
 DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a tensor that only the places name": (
-        metadata(lambda said: said.state_dict_metadata.pop("model.b")), DAMAGED, "`model.b` at [0] is stored, but lists no such block",
+        metadata(lambda stated: stated.state_dict_metadata.pop("model.b")), DAMAGED, "`model.b` at [0] is stored, but lists no such block",
     ),
     "an object that only the places name": (
-        metadata(lambda said: said.state_dict_metadata.pop("train_state.step")), DAMAGED, "`train_state.step`",
+        metadata(lambda stated: stated.state_dict_metadata.pop("train_state.step")), DAMAGED, "`train_state.step`",
     ),
     "a tensor that nothing names any more": (
-        metadata(lambda said: _forget(said, "model.b")), 0, "bytes that belong to no item of .metadata",
+        metadata(lambda stated: _forget(stated, "model.b")), 0, "bytes that belong to no item of .metadata",
     ),
     "a moment that nothing names any more": (
-        metadata(lambda said: _forget(said, "optim.state.b.exp_avg")), INCOMPLETE, "`b` has no `exp_avg`",
+        metadata(lambda stated: _forget(stated, "optim.state.b.exp_avg")), INCOMPLETE, "`b` has no `exp_avg`",
     ),
     "a file that is longer": (
         in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + b"more")), DAMAGED, "4 bytes after the last item",
@@ -457,8 +457,8 @@ DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a file that is padded": (
         in_file("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes() + bytes(512))), 0, "",
     ),
-    "another version": (metadata(lambda said: setattr(said, "version", "2.0.0")), 0, "version 2.0.0"),
-    "no planner's data": (metadata(lambda said: setattr(said, "planner_data", None)), 0, "names are split"),
+    "another version": (metadata(lambda stated: setattr(stated, "version", "2.0.0")), 0, "version 2.0.0"),
+    "no planner's data": (metadata(lambda stated: setattr(stated, "planner_data", None)), 0, "names are split"),
     "leftovers of more ranks": (copied("__0_0.distcp", "__1_0.distcp"), 0, "__1_0.distcp"),
 }  # fmt: skip
 

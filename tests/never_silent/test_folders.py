@@ -44,9 +44,9 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
 
 def holds(path: Path, expected: dict[str, torch.Tensor]) -> None:
     """The checkpoint's weights are these and no others, bit for bit."""
-    found = {n: read(p.weight) for n, p in open_checkpoint(path).parameters.items() if p.role != "extra"}
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], tensor.numpy()) for name, tensor in expected.items())
+    actual = {n: read(p.weight) for n, p in open_checkpoint(path).parameters.items() if p.role != "extra"}
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], tensor.numpy()) for name, tensor in expected.items())
 
 
 def put(folder: Path, **files: Any) -> Path:
@@ -190,8 +190,8 @@ def test_a_file_that_an_index_names_among_others_is_said_to_be_one_of_them(tmp_p
     ],
 )
 def test_a_file_of_one_rank_alone_is_refused_and_the_folder_named(pattern: str, file: str, tmp_path: Path) -> None:
-    found = next(next(SAMPLES.glob(pattern)).glob(file))
-    for command in (("inspect", found), ("verify", found), ("convert", found, tmp_path / "out")):
+    rank_file = next(next(SAMPLES.glob(pattern)).glob(file))
+    for command in (("inspect", rank_file), ("verify", rank_file), ("convert", rank_file, tmp_path / "out")):
         done = ckpt(*command)
         assert done.code == UNSUPPORTED
         assert "one of several files" in done.err
@@ -245,23 +245,23 @@ def test_a_folder_of_model_optimizer_and_scheduler_is_read_as_one(tmp_path: Path
         config__json={"a": 1},
     )
     holds(folder, model.state_dict())
-    found = open_checkpoint(folder)
-    assert not [notice for notice in found.notices if "not read" in notice]
+    checkpoint = open_checkpoint(folder)
+    assert not [notice for notice in checkpoint.notices if "not read" in notice]
     state = optimizer.state_dict()["state"]
     for number, name in enumerate(model.state_dict()):
-        held = found.parameters[name].states
+        held = checkpoint.parameters[name].states
         assert all(np.array_equal(read(held[s]), state[number][s].numpy()) for s in ("exp_avg", "exp_avg_sq"))
-    assert found.origin.step == 7
-    assert {"scheduler", "rng", "hf/config.json"} <= found.extras.keys()
-    assert found.extras["scheduler"]["last_epoch"] == scheduler.last_epoch
+    assert checkpoint.origin.step == 7
+    assert {"scheduler", "rng", "hf/config.json"} <= checkpoint.extras.keys()
+    assert checkpoint.extras["scheduler"]["last_epoch"] == scheduler.last_epoch
     assert ckpt("convert", folder, tmp_path / "out", "--to", "universal").code == 0
 
 
 def test_an_optimizer_under_a_key_of_its_own_is_read(tmp_path: Path) -> None:
     model, optimizer, _ = trained()
     parts = {"weights__pth": {"model": model.state_dict()}, "opt__pth": {"optimizer": optimizer.state_dict()}}
-    found = open_checkpoint(put(tmp_path / "m", **parts))
-    assert {"exp_avg", "exp_avg_sq"} <= found.parameters["0.weight"].states.keys()
+    checkpoint = open_checkpoint(put(tmp_path / "m", **parts))
+    assert {"exp_avg", "exp_avg_sq"} <= checkpoint.parameters["0.weight"].states.keys()
 
 
 def test_the_one_file_of_a_folder_is_the_checkpoint(tmp_path: Path) -> None:
@@ -274,13 +274,13 @@ def test_the_one_file_of_a_folder_is_the_checkpoint(tmp_path: Path) -> None:
 
 def test_further_models_beside_the_model_are_extras_and_a_note_says_so(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", model__pt=WEIGHTS, ema__pt=OTHER)
-    found = open_checkpoint(folder)
-    assert np.array_equal(read(found.parameters["ema/b.weight"].weight), OTHER["b.weight"].numpy())
+    checkpoint = open_checkpoint(folder)
+    assert np.array_equal(read(checkpoint.parameters["ema/b.weight"].weight), OTHER["b.weight"].numpy())
     assert "read as extras" in ckpt("verify", folder).err
 
 
 @pytest.mark.parametrize(
-    ("files", "code", "said"),
+    ("files", "code", "message"),
     [
         (("epoch_1", "epoch_2", "epoch_10"), NOT_FOUND, "3 models: epoch_1.pt, epoch_2.pt, epoch_10.pt"),
         (("gen", "disc"), NOT_FOUND, "2 models"),
@@ -288,15 +288,15 @@ def test_further_models_beside_the_model_are_extras_and_a_note_says_so(tmp_path:
     ],
 )
 def test_files_of_several_models_or_steps_are_refused(
-    files: tuple[str, ...], code: int, said: str, tmp_path: Path
+    files: tuple[str, ...], code: int, message: str, tmp_path: Path
 ) -> None:
     folder = put(tmp_path / "m", **{f"{name}__pt": WEIGHTS for name in files})
     if files == ("model", "model_2"):
         put(folder, model_3__pt=WEIGHTS)
-        said = "3 models"
+        message = "3 models"
     done = ckpt("convert", folder, tmp_path / "out")
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
 
 
 def test_an_optimizer_without_its_model_is_incomplete(tmp_path: Path) -> None:
@@ -340,9 +340,9 @@ def test_what_the_trainer_leaves_around_deepspeed_is_carried(target: str, tmp_pa
     folder = around(sample("deepspeed-*-zero1*", tmp_path / "run"))
     carried = {"hf/config.json", "hf/trainer_state.json", "hf/scheduler.pt", "hf/rng_state_0.pth", "hf/tokenizer.json"}
     assert detect(folder).name == "deepspeed"
-    found = open_checkpoint(folder)
-    assert carried <= found.extras.keys()
-    assert {key.removeprefix("hf/") for key in carried} <= {shard.path.name for shard in found.files}
+    checkpoint = open_checkpoint(folder)
+    assert carried <= checkpoint.extras.keys()
+    assert {key.removeprefix("hf/") for key in carried} <= {shard.path.name for shard in checkpoint.files}
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     done = ckpt("convert", folder, out, "--to", target)
     assert done.code == 0, done.err
@@ -373,7 +373,7 @@ def _gone(*names: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "harm", "said"),
+    ("pattern", "harm", "message"),
     [
         ("dcp-2.13-fsdp2-w2", _gone(".metadata"), "PyTorch Distributed Checkpoint"),
         ("megatron-*-dist", _gone("metadata.json"), "Megatron core"),
@@ -386,10 +386,10 @@ def _gone(*names: str) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_left_of_an_engines_checkpoint_is_incomplete(
-    pattern: str, harm: Callable[[Path], None], said: str, tmp_path: Path
+    pattern: str, harm: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
     folder = sample(pattern, tmp_path / "c")
-    step = next((one for one in folder.glob("*") if one.is_dir() and said != "DeepSpeed"), folder)
+    step = next((one for one in folder.glob("*") if one.is_dir() and message != "DeepSpeed"), folder)
     place = step if "megatron" in pattern else folder
     if pattern.endswith("tp2-pp2") or pattern.startswith("ds_to"):
         place = next(one for one in folder.iterdir() if one.is_dir())
@@ -399,7 +399,7 @@ def test_what_is_left_of_an_engines_checkpoint_is_incomplete(
         done = ckpt(*command)
         assert done.code == BROKEN
         assert "incomplete checkpoint" in done.err
-        assert said in done.err
+        assert message in done.err
 
 
 def test_a_run_of_megatron_without_its_metadata_is_not_read_as_dcp(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_of_the_trainers_checkpoints_the_newest_is_read_with_a_note(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
         ("tf_model.h5", "Keras"),
         ("model.gguf", "GGUF"),
@@ -467,7 +467,7 @@ def test_of_the_trainers_checkpoints_the_newest_is_read_with_a_note(tmp_path: Pa
         ("checkpoint.tar.gz", "archive"),
     ],
 )
-def test_checkpoints_of_other_frameworks_are_refused_for_what_they_are(file: str, said: str, tmp_path: Path) -> None:
+def test_checkpoints_of_other_frameworks_are_refused_for_what_they_are(file: str, message: str, tmp_path: Path) -> None:
     folder = put(tmp_path / "m", config__json=CONFIG)
     if file.endswith(".npz"):
         np.savez(folder / file, a=np.ones(2))
@@ -476,7 +476,7 @@ def test_checkpoints_of_other_frameworks_are_refused_for_what_they_are(file: str
     for path in (folder, folder / file):
         done = ckpt("convert", path, tmp_path / "out")
         assert done.code == UNSUPPORTED
-        assert said in done.err
+        assert message in done.err
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older"])
@@ -510,9 +510,9 @@ def test_the_components_of_a_pipeline_are_read_under_their_names(tmp_path: Path)
     folder = pipeline(tmp_path / "p")
     unet = {f"unet.{name}": tensor for name, tensor in WEIGHTS.items()}
     holds(folder, unet | {f"text_encoder.{name}": tensor for name, tensor in OTHER.items()})
-    found = open_checkpoint(folder)
-    assert found.extras["hf/scheduler/scheduler_config.json"] == {"steps": 10}
-    assert not found.notices
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.extras["hf/scheduler/scheduler_config.json"] == {"steps": 10}
+    assert not checkpoint.notices
     out = tmp_path / "unet.safetensors"
     assert ckpt("convert", folder, out, "--only", r"^unet\.", "--to", "safetensors").code == 0
     assert load_file(out).keys() == unet.keys()
@@ -603,7 +603,7 @@ def as_files_have_it(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     new = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
     inner = {"attn.output_proj": "self_attn.o_proj", "mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.down_proj"}
     inner |= {"mlp.w3": "mlp.up_proj", "sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    made = {}
+    renamed = {}
     for name, tensor in held.items():
         stem = name.rpartition(".")[0]
         if stem.startswith("layers."):
@@ -612,8 +612,8 @@ def as_files_have_it(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 heads = HEADS if "q_proj" in own else GROUPS
                 tensor = tensor.view(heads, -1, 2, 4).transpose(1, 2).reshape(tensor.shape)
             stem = f"model.layers.{number}.{inner.get(own, own.replace('attn.', 'self_attn.'))}"
-        made[f"{new.get(stem, stem)}.weight"] = tensor.contiguous()
-    return made
+        renamed[f"{new.get(stem, stem)}.weight"] = tensor.contiguous()
+    return renamed
 
 
 @pytest.mark.parametrize("names", [True, False], ids=["names", "numbers"])
@@ -625,13 +625,17 @@ def test_the_state_of_torchtunes_recipe_is_read_with_the_weights(names: bool, tm
         put(tmp_path / "run" / f"epoch_{epoch}", model__safetensors=weights, config__json=config)
     state = {"optimizer": saved, "seed": 7, "epochs_run": 1, "total_epochs": 3, "dataloader": {"at": 5}}
     put(tmp_path / "run" / "recipe_state", recipe_state__pt=state)
-    found = open_checkpoint(tmp_path / "run")
+    checkpoint = open_checkpoint(tmp_path / "run")
     holds(tmp_path / "run", weights)
     own = dict(zip(held, optimizer.state.values(), strict=True))
     for moment in ("exp_avg", "exp_avg_sq"):
         for name, tensor in as_files_have_it({name: state[moment] for name, state in own.items()}).items():
-            assert np.array_equal(read(found.parameters[name].states[moment]), tensor.numpy()), name
-    assert (found.extras["seed"], found.extras["epochs_run"], found.extras["dataloader"]) == (7, 1, {"at": 5})
+            assert np.array_equal(read(checkpoint.parameters[name].states[moment]), tensor.numpy()), name
+    assert (checkpoint.extras["seed"], checkpoint.extras["epochs_run"], checkpoint.extras["dataloader"]) == (
+        7,
+        1,
+        {"at": 5},
+    )
     done = ckpt("convert", tmp_path / "run", tmp_path / "out")
     assert done.code == 0
     assert "newer weights, without their state: epoch_1" in done.err

@@ -21,7 +21,7 @@ TRAINER = SAMPLES / "transformers-5.23-trainer"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A universal checkpoint, a chain, a compressed one and a source with many extras."""
     folder = tmp_path_factory.mktemp("made")
     weights = {f"layers.{i}.weight": torch.full((8, 8), float(i)) for i in range(12)}
@@ -56,21 +56,23 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_json_has_the_notes_and_stderr_has_none(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
+def test_every_json_has_the_notes_and_stderr_has_none(
+    name: str, samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(samples)
     done = ckpt(*COMMANDS[name], "--json")
     assert done.code in (0, 1), done.err
-    found = json.loads(done.out)
-    assert "notices" not in found
-    assert isinstance(found["notes"], list)
-    for note in found["notes"]:
+    report = json.loads(done.out)
+    assert "notices" not in report
+    assert isinstance(report["notes"], list)
+    for note in report["notes"]:
         assert note.keys() == {"text", "names", "weight"}
         assert note["weight"] in ("lost", "unsure", "info")
     assert "note:" not in done.err
 
 
-def test_a_long_list_is_cut_and_shown_in_full_when_asked(made: Path) -> None:
-    arguments = ["convert", made / "a.pt", made / "never.safetensors", "--to", "safetensors", "--dry-run"]
+def test_a_long_list_is_cut_and_shown_in_full_when_asked(samples: Path) -> None:
+    arguments = ["convert", samples / "a.pt", samples / "never.safetensors", "--to", "safetensors", "--dry-run"]
     brief, long, data = ckpt(*arguments), ckpt(*arguments, "-v"), ckpt(*arguments, "--json")
     lost = next(line for line in brief.err.splitlines() if "extra0" in line)
     assert "more (`--verbose`)" in lost
@@ -105,16 +107,16 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_is_one_json_object_too(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made)
+def test_an_error_is_one_json_object_too(name: str, samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(samples)
     arguments, code, kind = ERRORS[name]
     done = ckpt(*arguments, "--json")
     assert done.code == code, done.err
-    found = json.loads(done.out)
-    assert found.keys() == {"error", "notes"}
-    assert found["error"].keys() == {"code", "kind", "what", "where", "hint"}
-    assert (found["error"]["code"], found["error"]["kind"]) == (code, kind)
-    assert found["error"]["what"]
+    report = json.loads(done.out)
+    assert report.keys() == {"error", "notes"}
+    assert report["error"].keys() == {"code", "kind", "what", "where", "hint"}
+    assert (report["error"]["code"], report["error"]["kind"]) == (code, kind)
+    assert report["error"]["what"]
     assert ckpt(*arguments).out == ""
 
 
@@ -131,14 +133,14 @@ def test_verify_names_all_damage_of_a_checkpoint_that_cannot_be_opened(tmp_path:
     done = ckpt("verify", folder)
     assert done.code == 20
     assert all(path.name in done.out for path in files[:3])
-    found = json.loads(ckpt("verify", folder, "--json").out)
-    assert not found["ok"]
-    assert {Path(finding["where"]).name for finding in found["findings"]} >= {path.name for path in files[:3]}
+    report = json.loads(ckpt("verify", folder, "--json").out)
+    assert not report["ok"]
+    assert {Path(finding["where"]).name for finding in report["findings"]} >= {path.name for path in files[:3]}
 
 
-def test_layers_are_numbers(made: Path, tmp_path: Path) -> None:
-    assert ckpt("convert", made / "a.pt", tmp_path / "m.safetensors", "--to", "safetensors").code == 0
-    for source in (made / "a.pt", tmp_path / "m.safetensors", made / "u"):
+def test_layers_are_numbers(samples: Path, tmp_path: Path) -> None:
+    assert ckpt("convert", samples / "a.pt", tmp_path / "m.safetensors", "--to", "safetensors").code == 0
+    for source in (samples / "a.pt", tmp_path / "m.safetensors", samples / "u"):
         assert "{0..11} (12 alike)" in ckpt("inspect", source).out
 
 
@@ -179,7 +181,7 @@ def test_help_is_as_wide_as_the_terminal(columns: int | None, widest: int) -> No
     assert widest - 25 < longest <= max(widest, 90)
 
 
-def test_the_rate_is_in_the_units_of_the_sizes(made: Path, tmp_path: Path) -> None:
-    done = ckpt("convert", made / "a.pt", tmp_path / "out")
+def test_the_rate_is_in_the_units_of_the_sizes(samples: Path, tmp_path: Path) -> None:
+    done = ckpt("convert", samples / "a.pt", tmp_path / "out")
     assert "iB/s" in done.out
     assert "MB/s" not in done.out

@@ -186,9 +186,9 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
     before = getattr(place, name)
 
     def changing(*arguments: Any) -> Any:
-        found = before(*arguments)
+        result = before(*arguments)
         replace_file(source)
-        return found
+        return result
 
     monkeypatch.setattr(place, name, changing)
     done = ckpt(command, source, *([other] if command == "diff" else []))
@@ -451,8 +451,8 @@ def test_every_option_of_reading_changes_the_job(field: str, tmp_path: Path) -> 
         "missing_files": True,
     }
     plain = open_checkpoint(path)
-    told = replace(plain, history=open_checkpoint(path, ReadOptions(**{field: others[field]})).history)
-    assert job_id(told, {}, Universal()) != job_id(plain, {}, Universal())
+    changed = replace(plain, history=open_checkpoint(path, ReadOptions(**{field: others[field]})).history)
+    assert job_id(changed, {}, Universal()) != job_id(plain, {}, Universal())
 
 
 def test_every_edit_changes_the_job() -> None:
@@ -563,13 +563,13 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_usage_is_2_and_says_what_is_wrong(name: str, tmp_path: Path) -> None:
     save(tmp_path / "a.pt")
-    told = [str(tmp_path / word) if word.endswith((".pt", "out")) else word for word in WRONG[name].arguments]
-    done = ckpt(*told, "--json")
+    command = [str(tmp_path / word) if word.endswith((".pt", "out")) else word for word in WRONG[name].arguments]
+    done = ckpt(*command, "--json")
     assert done.code == 2
     assert all(part.rpartition("/")[2] in done.err for part in WRONG[name].says.split(", "))
-    said = json.loads(done.out)
-    assert said["error"]["code"] == 2
-    assert said["error"]["kind"] == "usage"
+    report = json.loads(done.out)
+    assert report["error"]["code"] == 2
+    assert report["error"]["kind"] == "usage"
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "a folder as file"])

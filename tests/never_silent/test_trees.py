@@ -65,30 +65,30 @@ def raw(values: torch.Tensor) -> bytes:
     return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def is_same(found: Tensor, expected: torch.Tensor) -> bool:
-    return found.shape == tuple(expected.shape) and read(found).tobytes() == raw(expected)
+def is_same(actual: Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == tuple(expected.shape) and read(actual).tobytes() == raw(expected)
 
 
-def has_states(found: Checkpoint, model: nn.Module, optimizer: Any, prefix: str = "") -> bool:
+def has_states(checkpoint: Checkpoint, model: nn.Module, optimizer: Any, prefix: str = "") -> bool:
     """Is every state of the optimizer with its parameter, bit for bit?"""
     for name, parameter in model.named_parameters():
-        own = found.parameters[prefix + name]
+        own = checkpoint.parameters[prefix + name]
         for state, value in optimizer.state[parameter].items():
             if isinstance(value, torch.Tensor) and not is_same(own.states[state], value):
                 return False
     return True
 
 
-def has_weights(found: Checkpoint, state: State, prefix: str = "") -> bool:
-    return all(is_same(found.parameters[prefix + name].states[MODEL], value) for name, value in state.items())
+def has_weights(checkpoint: Checkpoint, state: State, prefix: str = "") -> bool:
+    return all(is_same(checkpoint.parameters[prefix + name].states[MODEL], value) for name, value in state.items())
 
 
-def weights(found: Checkpoint) -> set[str]:
-    return {p.name for p in found.parameters.values() if p.role != "extra"}
+def weights(checkpoint: Checkpoint) -> set[str]:
+    return {p.name for p in checkpoint.parameters.values() if p.role != "extra"}
 
 
-def said(found: Checkpoint) -> str:
-    return "\n".join(map(str, found.notices))
+def notices_of(checkpoint: Checkpoint) -> str:
+    return "\n".join(map(str, checkpoint.notices))
 
 
 # Optimizers, wherever they are
@@ -127,14 +127,14 @@ PREFIXES = {"actor": "actor.", "tuple": "0."}
 @pytest.mark.parametrize("place", PLACES)
 def test_an_optimizer_is_no_part_of_the_model_wherever_it_is(place: str, tmp_path: Path) -> None:
     path = saved(tmp_path, PLACES[place](G.state_dict(), OPT_G.state_dict()))
-    found = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     prefix = PREFIXES.get(place, "")
-    assert weights(found) == {prefix + name for name in G.state_dict()}
-    assert has_weights(found, G.state_dict(), prefix)
-    assert has_states(found, G, OPT_G, prefix)
+    assert weights(checkpoint) == {prefix + name for name in G.state_dict()}
+    assert has_weights(checkpoint, G.state_dict(), prefix)
+    assert has_states(checkpoint, G, OPT_G, prefix)
     target = tmp_path / "model.safetensors"
     assert ckpt("convert", path, target, "--to", "safetensors").code == 0
-    assert set(open_checkpoint(target).parameters) == weights(found)
+    assert set(open_checkpoint(target).parameters) == weights(checkpoint)
 
 
 OPTIMIZER_ALONE = {
@@ -151,10 +151,10 @@ def test_an_optimizer_alone_is_carried_and_is_no_model(tree: Any, tmp_path: Path
     for command in (["inspect", path], ["verify", path], ["convert", path, tmp_path / "universal"]):
         ran = ckpt(*command)
         assert (ran.code, "no weights of a model" in ran.err) == (0, True), ran.err
-    found = open_checkpoint(tmp_path / "universal")
-    assert {parameter.role for parameter in found.parameters.values()} == {"extra"}
+    checkpoint = open_checkpoint(tmp_path / "universal")
+    assert {parameter.role for parameter in checkpoint.parameters.values()} == {"extra"}
     moments = [state["exp_avg"] for state in OPT_G.state_dict()["state"].values()]
-    carried = [parameter.weight for name, parameter in found.parameters.items() if name.endswith("exp_avg")]
+    carried = [parameter.weight for name, parameter in checkpoint.parameters.items() if name.endswith("exp_avg")]
     assert all(is_same(*pair) for pair in zip(carried, moments, strict=True))
     for format in ("safetensors", "hf", "deepspeed", "megatron"):
         ran = ckpt("convert", path, tmp_path / "target", "--to", format)
@@ -183,10 +183,10 @@ def test_what_lies_beside_a_model_is_refused_without_it(
 
 def test_what_is_called_an_optimizer_and_has_another_form_is_no_model_and_is_said(tmp_path: Path) -> None:
     moments = {"mu": {"w": torch.ones(3, 2)}, "nu": [torch.zeros(3, 2)]}
-    found = open_checkpoint(saved(tmp_path, {"weights": {"w": torch.rand(3, 2)}, "opt_state": moments}))
-    assert weights(found) == {"w"}
-    assert is_same(found.parameters["opt_state/mu/w"].states[MODEL], moments["mu"]["w"])
-    assert "opt_state" in said(found)
+    checkpoint = open_checkpoint(saved(tmp_path, {"weights": {"w": torch.rand(3, 2)}, "opt_state": moments}))
+    assert weights(checkpoint) == {"w"}
+    assert is_same(checkpoint.parameters["opt_state/mu/w"].states[MODEL], moments["mu"]["w"])
+    assert "opt_state" in notices_of(checkpoint)
 
 
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -212,10 +212,10 @@ def test_the_states_of_every_optimizer_have_names(kind: str, tmp_path: Path) -> 
     make, options = KINDS[kind]
     model = net(4, 8, 3)
     optimizer = trained(model, make, **options)
-    found = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
-    assert has_states(found, model, optimizer)
-    assert len(found.groups) == 1
-    assert set(found.groups[0].names) == weights(found)
+    checkpoint = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert has_states(checkpoint, model, optimizer)
+    assert len(checkpoint.groups) == 1
+    assert set(checkpoint.groups[0].names) == weights(checkpoint)
 
 
 def numbered(model: nn.Module, states: Callable[[torch.Tensor], Mapping[str, Any]]) -> dict[str, Any]:
@@ -251,13 +251,13 @@ LIBRARIES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 def test_the_states_of_other_libraries_optimizers_have_names(library: str, tmp_path: Path) -> None:
     model = net(4, 8, 3).bfloat16()
     optimizer = numbered(model, LIBRARIES[library])
-    found = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer}))
+    checkpoint = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer}))
     for i, name in enumerate(model.state_dict()):
         for state, value in optimizer["state"][i].items():
             if isinstance(value, torch.Tensor):
-                assert is_same(found.parameters[name].states[state], value), (name, state)
+                assert is_same(checkpoint.parameters[name].states[state], value), (name, state)
             else:
-                assert found.parameters[name].values[state] == value
+                assert checkpoint.parameters[name].values[state] == value
 
 
 def test_numbers_that_shapes_do_not_tell_are_taken_in_order_and_that_is_said(tmp_path: Path) -> None:
@@ -279,14 +279,14 @@ def test_a_list_of_optimizers_of_one_model_is_matched_together(tmp_path: Path) -
     vectors = trained(model, optim.AdamW, [p for p in model.parameters() if p.ndim < 2])
     tree = {"model": model.state_dict(), "optimizer": [matrices.state_dict(), vectors.state_dict()]}
     path = saved(tmp_path, tree)
-    found = open_checkpoint(path)
-    assert [set(group.names) for group in found.groups] == [{"0.weight", "1.weight"}, {"0.bias", "1.bias"}]
+    checkpoint = open_checkpoint(path)
+    assert [set(group.names) for group in checkpoint.groups] == [{"0.weight", "1.weight"}, {"0.bias", "1.bias"}]
     assert all(
-        is_same(found.parameters[n].states["momentum_buffer"], matrices.state[p]["momentum_buffer"])
+        is_same(checkpoint.parameters[n].states["momentum_buffer"], matrices.state[p]["momentum_buffer"])
         for n, p in model.named_parameters()
         if p.ndim > 1
     )
-    assert "optimizer.0, optimizer.1" in said(found)
+    assert "optimizer.0, optimizer.1" in notices_of(checkpoint)
 
 
 def gan(second: nn.Module, opt: Any) -> dict[str, Any]:
@@ -300,10 +300,10 @@ def gan(second: nn.Module, opt: Any) -> dict[str, Any]:
 
 
 def test_models_and_optimizers_are_tied_where_shapes_fit_in_one_way(tmp_path: Path) -> None:
-    found = open_checkpoint(saved(tmp_path, gan(D, OPT_D)))
-    assert has_states(found, G, OPT_G, "netG.")
-    assert has_states(found, D, OPT_D, "netD.")
-    assert "netG, netD" in said(found)
+    checkpoint = open_checkpoint(saved(tmp_path, gan(D, OPT_D)))
+    assert has_states(checkpoint, G, OPT_G, "netG.")
+    assert has_states(checkpoint, D, OPT_D, "netD.")
+    assert "netG, netD" in notices_of(checkpoint)
     lightning = {
         "state_dict": {
             **{f"G.{k}": v for k, v in G.state_dict().items()},
@@ -312,10 +312,10 @@ def test_models_and_optimizers_are_tied_where_shapes_fit_in_one_way(tmp_path: Pa
         "optimizer_states": [OPT_G.state_dict(), OPT_D.state_dict()],
         "global_step": 7,
     }
-    found = open_checkpoint(saved(tmp_path, lightning))
-    assert has_states(found, G, OPT_G, "G.")
-    assert has_states(found, D, OPT_D, "D.")
-    assert found.origin.step == 7
+    checkpoint = open_checkpoint(saved(tmp_path, lightning))
+    assert has_states(checkpoint, G, OPT_G, "G.")
+    assert has_states(checkpoint, D, OPT_D, "D.")
+    assert checkpoint.origin.step == 7
 
 
 def test_models_that_are_alike_need_the_orders_of_their_optimizers(tmp_path: Path) -> None:
@@ -329,9 +329,9 @@ def test_models_that_are_alike_need_the_orders_of_their_optimizers(tmp_path: Pat
     order.write_text("\n".join(f"netG.{name}" for name in G.state_dict()))
     target = tmp_path / "target"
     assert ckpt("convert", path, target, "--param-order", f"optG={order}").code == 0
-    found = open_checkpoint(target)
-    assert has_states(found, G, OPT_G, "netG.")
-    assert has_states(found, TWIN, OPT_TWIN, "netD.")
+    checkpoint = open_checkpoint(target)
+    assert has_states(checkpoint, G, OPT_G, "netG.")
+    assert has_states(checkpoint, TWIN, OPT_TWIN, "netD.")
     wrong = ckpt("inspect", path, "--param-order", f"optX={order}")
     assert (wrong.code, "optG, optD" in wrong.err) == (BAD_RULES, True)
     unsaid = ckpt("inspect", path, "--param-order", order)
@@ -349,11 +349,11 @@ def test_two_optimizers_of_the_same_parameters_do_not_overwrite_each_other(tmp_p
         return {"state": {names[i]: s for i, s in state["state"].items()}, "param_groups": [{"params": names}]}
 
     tree = {"model": G.state_dict(), "a_opt": named(first), "b_opt": named(second)}
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert has_states(found, G, first)
-    kept = found.parameters["b_opt/state/0.weight/momentum_buffer"].states[MODEL]
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(checkpoint, G, first)
+    kept = checkpoint.parameters["b_opt/state/0.weight/momentum_buffer"].states[MODEL]
     assert is_same(kept, second.state[G[0].weight]["momentum_buffer"])
-    assert "b_opt" in said(found)
+    assert "b_opt" in notices_of(checkpoint)
 
 
 CHOICES: dict[str, tuple[Any, set[str], set[str], str]] = {
@@ -383,17 +383,17 @@ CHOICES: dict[str, tuple[Any, set[str], set[str], str]] = {
 @pytest.mark.parametrize("choice", CHOICES)
 def test_which_of_several_models_was_read_is_said_and_the_others_are_carried(choice: str, tmp_path: Path) -> None:
     tree, prefixes, extras, says = CHOICES[choice]
-    found = open_checkpoint(saved(tmp_path, tree))
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
     ends = {**G.state_dict(), **D.state_dict()}
-    assert weights(found) == {p + name for p in prefixes for name in ends}
-    assert set(found.extras) == extras
-    assert says in said(found)
-    assert lost(tree, found) == []
+    assert weights(checkpoint) == {p + name for p in prefixes for name in ends}
+    assert set(checkpoint.extras) == extras
+    assert says in notices_of(checkpoint)
+    assert lost(tree, checkpoint) == []
 
 
-def lost(tree: Any, found: Checkpoint) -> list[str]:
+def lost(tree: Any, checkpoint: Checkpoint) -> list[str]:
     """The places of tensors whose bytes no weight, state or extra has."""
-    have = {(t.dtype.name, t.shape, read(t).tobytes()) for _, _, t in found.tensors()}
+    have = {(t.dtype.name, t.shape, read(t).tobytes()) for _, _, t in checkpoint.tensors()}
     return [
         place
         for place, tensor in tensors_in(tree)
@@ -421,10 +421,10 @@ def test_a_state_that_is_called_as_weights_are_here_is_no_weight(name: str, targ
     out = tmp_path / ("out.pt" if target == "torch" else "out")
     ran = ckpt("convert", path, out, "--to", target)
     assert ran.code == 0, ran.err
-    found = open_checkpoint(out)
-    assert is_same(found.parameters["w"].weight, w)
-    (inside,) = tensor_names(found.parameters["w"].values[name])
-    assert is_same(found.parameters[inside].states[MODEL], state)
+    checkpoint = open_checkpoint(out)
+    assert is_same(checkpoint.parameters["w"].weight, w)
+    (inside,) = tensor_names(checkpoint.parameters["w"].values[name])
+    assert is_same(checkpoint.parameters[inside].states[MODEL], state)
 
 
 def test_entries_that_have_the_names_of_ours_are_somebody_elses(tmp_path: Path) -> None:
@@ -432,9 +432,9 @@ def test_entries_that_have_the_names_of_ours_are_somebody_elses(tmp_path: Path) 
         {"model": G.state_dict(), "extras": {"ckpt": {"best": torch.ones(2), "path": "x"}}},
         {"model": G.state_dict(), "ckpt": {"record": "wandb/run-3", "best": torch.ones(2)}},
     ):
-        found = open_checkpoint(saved(tmp_path, tree))
-        assert weights(found) == set(G.state_dict())
-        assert lost(tree, found) == []
+        checkpoint = open_checkpoint(saved(tmp_path, tree))
+        assert weights(checkpoint) == set(G.state_dict())
+        assert lost(tree, checkpoint) == []
 
 
 @pytest.mark.parametrize(
@@ -457,11 +457,11 @@ def test_an_optimizer_that_contradicts_itself_or_the_model_is_carried_and_why_is
     state: Any, groups: Any, says: str, tmp_path: Path
 ) -> None:
     tree = {"model": {"w": torch.rand(2)}, "optimizer": {"state": state, "param_groups": groups}}
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert not found.groups
-    assert says in said(found)
-    assert "optimizer" in found.extras
-    assert lost(tree, found) == []
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert not checkpoint.groups
+    assert says in notices_of(checkpoint)
+    assert "optimizer" in checkpoint.extras
+    assert lost(tree, checkpoint) == []
 
 
 def test_states_of_another_shape_than_their_parameter_are_named(tmp_path: Path) -> None:
@@ -470,9 +470,11 @@ def test_states_of_another_shape_than_their_parameter_are_named(tmp_path: Path) 
         "model": {"w": torch.rand(2), "v": torch.rand(3), "x": torch.rand(4)},
         "optimizer": {"state": states, "param_groups": [{"params": ["w", "v", "x"]}]},
     }
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert "another shape than their parameter: w.exp_avg\n" in said(found) + "\n"
-    assert "no state of these parameters: it never updated them, or their states are missing: x" in said(found)
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert "another shape than their parameter: w.exp_avg\n" in notices_of(checkpoint) + "\n"
+    assert "no state of these parameters: it never updated them, or their states are missing: x" in notices_of(
+        checkpoint
+    )
 
 
 def test_tensors_that_share_values_but_are_trained_apart_are_two_parameters(tmp_path: Path) -> None:
@@ -481,10 +483,10 @@ def test_tensors_that_share_values_but_are_trained_apart_are_two_parameters(tmp_
     optimizer = trained(model)
     optimizer.state[model["b"].weight]["exp_avg"] += 1
     for state in (optimizer.state_dict(), named_states(optimizer.state_dict(), ["a.weight", "b.weight"])):
-        found = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": state}))
-        assert weights(found) == {"a.weight", "b.weight"}
-        assert has_states(found, model, optimizer)
-        assert "share values" in said(found)
+        checkpoint = open_checkpoint(saved(tmp_path, {"model": model.state_dict(), "optimizer": state}))
+        assert weights(checkpoint) == {"a.weight", "b.weight"}
+        assert has_states(checkpoint, model, optimizer)
+        assert "share values" in notices_of(checkpoint)
 
 
 def named_states(state: Any, names: list[str]) -> Any:
@@ -505,43 +507,44 @@ def test_an_optimizer_by_name_is_told_to_a_model_that_was_wrapped(wrap: Callable
         "model": {wrap(name): value for name, value in G.state_dict().items()},
         "optimizer": named_states(OPT_G.state_dict(), names),
     }
-    found = open_checkpoint(saved(tmp_path, tree))
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
     assert all(
-        is_same(found.parameters[wrap(n)].states["exp_avg"], OPT_G.state[p]["exp_avg"]) for n, p in G.named_parameters()
+        is_same(checkpoint.parameters[wrap(n)].states["exp_avg"], OPT_G.state[p]["exp_avg"])
+        for n, p in G.named_parameters()
     )
 
 
 def test_names_that_several_submodules_have_are_told_by_shapes_or_not_at_all(tmp_path: Path) -> None:
     opt_g, opt_d = (named_states(o.state_dict(), list(m.state_dict())) for o, m in ((OPT_G, G), (OPT_D, D)))
     tree = {"G": G.state_dict(), "D": D.state_dict(), "g_opt": opt_g, "d_opt": opt_d}
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert has_states(found, G, OPT_G, "G.")
-    assert has_states(found, D, OPT_D, "D.")
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(checkpoint, G, OPT_G, "G.")
+    assert has_states(checkpoint, D, OPT_D, "D.")
     alike = {"student": G.state_dict(), "teacher": TWIN.state_dict(), "opt": opt_g}
-    found = open_checkpoint(saved(tmp_path, alike))
-    assert not found.groups
-    assert "several submodules" in said(found)
-    assert lost(alike, found) == []
+    checkpoint = open_checkpoint(saved(tmp_path, alike))
+    assert not checkpoint.groups
+    assert "several submodules" in notices_of(checkpoint)
+    assert lost(alike, checkpoint) == []
 
 
 def test_an_optimizer_elsewhere_does_not_take_the_names_of_the_models_own(tmp_path: Path) -> None:
     other = {"state": {0: {"exp_avg": torch.rand(9)}}, "param_groups": [{"params": [0]}]}
     tree = {"model": G.state_dict(), "optimizer": OPT_G.state_dict(), "callbacks": {"x": {"optimizer": other}}}
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert has_states(found, G, OPT_G)
-    assert "callbacks.x.optimizer" in said(found)
-    assert lost(tree, found) == []
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert has_states(checkpoint, G, OPT_G)
+    assert "callbacks.x.optimizer" in notices_of(checkpoint)
+    assert lost(tree, checkpoint) == []
 
 
 # Flattened, and spread over ranks
 
 
 def flattened(prefix: str = "") -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, parameter in G.named_parameters():
-        made |= {f"{prefix}state.{name}.{k}": v for k, v in OPT_G.state[parameter].items()}
-        made |= {f"{prefix}param_groups.{name}.lr": 0.1}
-    return made
+        flat |= {f"{prefix}state.{name}.{k}": v for k, v in OPT_G.state[parameter].items()}
+        flat |= {f"{prefix}param_groups.{name}.lr": 0.1}
+    return flat
 
 
 @pytest.mark.parametrize(
@@ -556,11 +559,11 @@ def flattened(prefix: str = "") -> dict[str, Any]:
     ids=["merged", "in the model", "apart", "prefix", "prefixes"],
 )
 def test_a_flattened_optimizer_beside_the_models_names_is_no_model(tree: Any, tmp_path: Path) -> None:
-    found = open_checkpoint(saved(tmp_path, tree))
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
     prefix = "model." if "model.0.weight" in tree else ""
-    assert weights(found) == {prefix + name for name in G.state_dict()}
-    assert has_states(found, G, OPT_G, prefix)
-    assert found.groups[0].options == {"lr": 0.1}
+    assert weights(checkpoint) == {prefix + name for name in G.state_dict()}
+    assert has_states(checkpoint, G, OPT_G, prefix)
+    assert checkpoint.groups[0].options == {"lr": 0.1}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -568,9 +571,9 @@ def test_a_dcp_of_model_and_flattened_optimizer_in_one_dict_has_states(tmp_path:
     import torch.distributed.checkpoint as dcp
 
     dcp.save({**G.state_dict(), **flattened()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    found = open_checkpoint(tmp_path / "dcp")
-    assert weights(found) == set(G.state_dict())
-    assert has_states(found, G, OPT_G)
+    checkpoint = open_checkpoint(tmp_path / "dcp")
+    assert weights(checkpoint) == set(G.state_dict())
+    assert has_states(checkpoint, G, OPT_G)
     assert ckpt("convert", tmp_path / "dcp", tmp_path / "again", "--to", "dcp").code == 0
     loaded = {
         **{k: torch.zeros_like(v) for k, v in G.state_dict().items()},
@@ -592,12 +595,12 @@ def test_a_module_called_state_is_a_module(tmp_path: Path) -> None:
 
 def test_steps_and_epochs_that_contradict_each_other_are_said(tmp_path: Path) -> None:
     tree = {"model": G.state_dict(), "step": 10, "train_state": {"step": 8}, "epoch": 2, "trainer": {"epoch": 3}}
-    found = open_checkpoint(saved(tmp_path, tree))
-    assert found.origin.step == 10
-    assert "step 10, train_state.step 8" in said(found)
-    assert "epoch 2, trainer.epoch 3" in said(found)
+    checkpoint = open_checkpoint(saved(tmp_path, tree))
+    assert checkpoint.origin.step == 10
+    assert "step 10, train_state.step 8" in notices_of(checkpoint)
+    assert "epoch 2, trainer.epoch 3" in notices_of(checkpoint)
     agreeing = {"model": G.state_dict(), "step": 10, "train_state": {"step": 10}, "optimizer": OPT_G.state_dict()}
-    assert "more than one" not in said(open_checkpoint(saved(tmp_path, agreeing)))
+    assert "more than one" not in notices_of(open_checkpoint(saved(tmp_path, agreeing)))
 
 
 # One rank's part
@@ -640,8 +643,8 @@ def test_flat_parameters_are_no_model(name: str, tmp_path: Path) -> None:
 def test_dtensors_that_one_rank_has_all_of_are_tensors(tmp_path: Path) -> None:
     with being(1, 2):
         path = saved(tmp_path, {"model": {"w": spread(W, [0, 1], [Replicate()]), "b": torch.ones(2)}})
-    found = open_checkpoint(path)
-    assert is_same(found.parameters["w"].states[MODEL], W)
+    checkpoint = open_checkpoint(path)
+    assert is_same(checkpoint.parameters["w"].states[MODEL], W)
     with being(0, 1):
         path = saved(tmp_path, {"w": rows(W, 1)})
     assert is_same(open_checkpoint(path).parameters["w"].states[MODEL], W)
@@ -653,13 +656,13 @@ def test_rank_files_of_model_and_optimizer_have_states(tmp_path: Path) -> None:
         ema = {"w": rows(W * 3, 2)}
         return {"model": {"w": rows(W, 2)}, "optimizer": optimizer, "ema": ema, "epoch": 3}
 
-    found = open_checkpoint(write(tmp_path / "ranks", 2, model=state))
-    assert weights(found) == {"w"}
-    states = found.parameters["w"].states
+    checkpoint = open_checkpoint(write(tmp_path / "ranks", 2, model=state))
+    assert weights(checkpoint) == {"w"}
+    states = checkpoint.parameters["w"].states
     assert is_same(states[MODEL], W)
     assert is_same(states["exp_avg"], W * 2)
-    assert is_same(found.parameters["ema/w"].states[MODEL], W * 3)
-    assert found.extras["epoch"] == 3
+    assert is_same(checkpoint.parameters["ema/w"].states[MODEL], W * 3)
+    assert checkpoint.extras["epoch"] == 3
 
 
 @pytest.mark.parametrize(("second", "unsure"), [(W, True), (W[:2], False)], ids=["alike", "another size"])
@@ -673,9 +676,9 @@ def test_slices_that_were_named_by_their_order_alone_are_said(second: Any, unsur
         slices = {i: {"exp_avg": t.reshape(2, -1)[rank].clone() * 2} for i, t in enumerate(whole)}
         return {"state": slices, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
-    found = open_checkpoint(write(tmp_path / "ranks", 2, model=model, optim=optimizer))
-    assert is_same(found.parameters["b"].states["exp_avg"], second * 2)
-    assert ("several orders" in said(found)) == unsure
+    checkpoint = open_checkpoint(write(tmp_path / "ranks", 2, model=model, optim=optimizer))
+    assert is_same(checkpoint.parameters["b"].states["exp_avg"], second * 2)
+    assert ("several orders" in notices_of(checkpoint)) == unsure
 
 
 @pytest.mark.parametrize(
@@ -694,7 +697,7 @@ def test_what_looks_like_a_stage_or_a_shard_is_said(tree: Any, says: str, tmp_pa
 
 def test_layers_that_have_no_weights_are_not_missed(tmp_path: Path) -> None:
     model = {"layers.1.weight": torch.ones(2), "layers.3.weight": torch.ones(2), "h.0.w": torch.ones(1)}
-    assert said(open_checkpoint(saved(tmp_path, {"model": model, "tp_size": 1, "pp_rank": 0}))) == ""
+    assert notices_of(open_checkpoint(saved(tmp_path, {"model": model, "tp_size": 1, "pp_rank": 0}))) == ""
 
 
 # The law
@@ -744,11 +747,11 @@ def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(s
     with TemporaryDirectory() as folder:
         path = saved(Path(folder), tree)
         try:
-            found = open_checkpoint(path)
+            checkpoint = open_checkpoint(path)
         except CkptError:
             return  # no model in it, or names that meet
-        assert lost(tree, found) == []
-        save(found, Path(folder) / "universal", Universal(), Resources(1, 1 << 20))
+        assert lost(tree, checkpoint) == []
+        save(checkpoint, Path(folder) / "universal", Universal(), Resources(1, 1 << 20))
         universal = open_checkpoint(Path(folder) / "universal")
         assert lost(tree, universal) == []
         save(universal, Path(folder) / "ours.pt", Torch(), Resources(1, 1 << 20))

@@ -46,10 +46,10 @@ def by_all(path: Path) -> list[Ran]:
 
 
 def nested(wrap: Callable[[Any], Any], levels: int = 30) -> Any:
-    made: Any = [1]
+    value: Any = [1]
     for _ in range(levels):
-        made = wrap(made)
-    return made
+        value = wrap(value)
+    return value
 
 
 class Holder:
@@ -68,9 +68,9 @@ LAUGHS: dict[str, Callable[[], Any]] = {
 
 
 def _with_attribute(value: Any) -> torch.Tensor:
-    made = torch.ones(2)
-    made.set = value  # type: ignore[attr-defined]
-    return made
+    ones = torch.ones(2)
+    ones.set = value  # type: ignore[attr-defined]
+    return ones
 
 
 @pytest.mark.parametrize("kind", LAUGHS)
@@ -126,24 +126,24 @@ class Net(nn.Module):
 def trained() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = Net()
-    made = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     net(torch.randn(5, 3)).backward()
-    made.step()
-    return net, made
+    optimizer.step()
+    return net, optimizer
 
 
 def weights(path: Path) -> dict[str, Any]:
     """By name, tied names too."""
-    found = open_checkpoint(path)
-    named = {name: read(p.weight) for name, p in found.parameters.items() if p.role != "extra"}
-    return named | {alias: named[name] for alias, name in found.aliases.items()}
+    restored = open_checkpoint(path)
+    named = {name: read(p.weight) for name, p in restored.parameters.items() if p.role != "extra"}
+    return named | {alias: named[name] for alias, name in restored.aliases.items()}
 
 
 def assert_state(path: Path, state: dict[str, torch.Tensor]) -> None:
-    found = weights(path)
-    assert found.keys() == state.keys()
+    tensors = weights(path)
+    assert tensors.keys() == state.keys()
     for name, tensor in state.items():
-        assert bits(found[name]) == bits(tensor.detach().numpy()), name
+        assert bits(tensors[name]) == bits(tensor.detach().numpy()), name
 
 
 MODULES: dict[str, Callable[[nn.Module], Any]] = {
@@ -161,17 +161,17 @@ MODULES: dict[str, Callable[[nn.Module], Any]] = {
 def test_a_pickled_module_gives_its_tensors_by_the_names_of_its_state_dict(
     how: str, zipped: bool, trained: Any, tmp_path: Path
 ) -> None:
-    made = MODULES[how](trained[0])
-    path = saved(tmp_path, made, _use_new_zipfile_serialization=zipped)
-    module = made if isinstance(made, nn.Module) else trained[0]
+    pickled = MODULES[how](trained[0])
+    path = saved(tmp_path, pickled, _use_new_zipfile_serialization=zipped)
+    module = pickled if isinstance(pickled, nn.Module) else trained[0]
     prefix = "0." if how == "as a list" else ""
     assert_state(path, {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()})
     for ran in by_all(path):
         assert ran.code == 0
-    said = ckpt("inspect", path).err + ckpt("inspect", path).out
-    assert "pickled modules" in said
-    assert type(module).__name__ in said or how == "as a list"
-    assert "blocks" in said
+    output = ckpt("inspect", path).err + ckpt("inspect", path).out
+    assert "pickled modules" in output
+    assert type(module).__name__ in output or how == "as a list"
+    assert "blocks" in output
     extras = open_checkpoint(path).extras["objects"]
     assert "rate" in brief(extras, 10_000)
     assert "mask" in brief(extras, 10_000)
@@ -179,27 +179,27 @@ def test_a_pickled_module_gives_its_tensors_by_the_names_of_its_state_dict(
 
 
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
-    "both pickled": lambda net, made: {"model": net, "optimizer": made},
-    "the optimizer pickled": lambda net, made: {"model": net.state_dict(), "optimizer": made},
-    "by its scheduler": lambda net, made: {
+    "both pickled": lambda net, optimizer: {"model": net, "optimizer": optimizer},
+    "the optimizer pickled": lambda net, optimizer: {"model": net.state_dict(), "optimizer": optimizer},
+    "by its scheduler": lambda net, optimizer: {
         "model": net.state_dict(),
-        "scheduler": torch.optim.lr_scheduler.StepLR(made, 3),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
     },
-    "of an average": lambda net, made: {"ema": net, "opt": made, "updates": 7},
+    "of an average": lambda net, optimizer: {"ema": net, "opt": optimizer, "updates": 7},
 }
 
 
 @pytest.mark.parametrize("how", OPTIMIZERS)
 def test_a_pickled_optimizer_finds_its_parameters_by_identity(how: str, trained: Any, tmp_path: Path) -> None:
-    net, made = trained
-    path = saved(tmp_path, OPTIMIZERS[how](net, made))
-    found = open_checkpoint(path)
-    prefix = "ema." if "ema.first.weight" in found.parameters else ""
+    net, optimizer = trained
+    path = saved(tmp_path, OPTIMIZERS[how](net, optimizer))
+    restored = open_checkpoint(path)
+    prefix = "ema." if "ema.first.weight" in restored.parameters else ""
     for name, one in net.named_parameters():
-        states = found.parameters[f"{prefix}{name}"].states
-        for state, tensor in made.state[one].items():
+        states = restored.parameters[f"{prefix}{name}"].states
+        for state, tensor in optimizer.state[one].items():
             assert bits(read(states[state])) == bits(tensor.detach().numpy()), (name, state)
-    assert found.groups[0].options["lr"] == 0.01
+    assert restored.groups[0].options["lr"] == 0.01
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
     assert "AdamW" in ckpt("inspect", path).err + ckpt("inspect", path).out
 
@@ -279,10 +279,10 @@ def test_a_tensor_of_parts_is_read_as_its_parts_by_names_that_say_so(
     if as_parameter:
         value = nn.Parameter(value, requires_grad=False)
     path = saved(tmp_path, {"w": value, "b": torch.ones(2)})
-    found = weights(path)
-    assert "w" not in found
+    tensors = weights(path)
+    assert "w" not in tensors
     for name, tensor in parts.items():
-        assert bits(found[f"w.{name}"]) == bits(tensor.numpy()), name
+        assert bits(tensors[f"w.{name}"]) == bits(tensor.numpy()), name
     for ran in by_all(path):
         assert ran.code == 0
         assert "composite tensors" in ran.out + ran.err
@@ -316,9 +316,9 @@ class Plain(torch.Tensor):
 def test_a_wrapper_of_tensors_is_read_as_what_it_wraps(tmp_path: Path) -> None:
     inner, scale = torch.arange(6, dtype=torch.int8).reshape(2, 3), torch.tensor([0.5])
     path = saved(tmp_path, {"w": Wrapped(inner, scale), "b": torch.ones(2)})
-    found = weights(path)
-    assert bits(found["w.inner"]) == bits(inner.numpy())
-    assert bits(found["w.scale"]) == bits(scale.numpy())
+    tensors = weights(path)
+    assert bits(tensors["w.inner"]) == bits(inner.numpy())
+    assert bits(tensors["w.scale"]) == bits(scale.numpy())
     assert "block: 32" in brief(open_checkpoint(path).extras["w.object"], 1000)
     assert "Wrapped" in ckpt("verify", path).err
 
@@ -327,9 +327,9 @@ def test_what_is_set_on_a_tensor_is_carried(tmp_path: Path) -> None:
     one, other = nn.Parameter(torch.ones(2)), torch.ones(3).as_subclass(Plain)
     one.tag, other.extra = "decay", {"mean": torch.tensor([7.0])}  # type: ignore[attr-defined]
     path = saved(tmp_path, {"model": {"p": one, "t": other}})
-    found = open_checkpoint(path)
-    said = brief(found.extras, 1000)
-    assert "tag: decay" in said
+    restored = open_checkpoint(path)
+    text = brief(restored.extras, 1000)
+    assert "tag: decay" in text
     assert bits(weights(path)["t.extra.mean"]) == bits(np.array([7], np.float32))
     assert bits(weights(path)["t.data"]) == bits(np.ones(3, np.float32))
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
@@ -340,12 +340,12 @@ def test_what_is_nested_too_deeply_on_a_tensor_is_said_not_to_be_carried(tmp_pat
     deep: Any = []
     for _ in range(300):
         deep = [deep]
-    found = open_checkpoint(saved(tmp_path, {"w": _with_attribute(deep)}))
-    assert bits(read(found.parameters["w"].weight)) == bits(np.ones(2, np.float32))
-    assert "nested too deeply: not carried" in " ".join(map(str, found.notices))
-    assert found.original is not None
-    assert found.original.form is not None
-    assert found.original.form() is None
+    restored = open_checkpoint(saved(tmp_path, {"w": _with_attribute(deep)}))
+    assert bits(read(restored.parameters["w"].weight)) == bits(np.ones(2, np.float32))
+    assert "nested too deeply: not carried" in " ".join(map(str, restored.notices))
+    assert restored.original is not None
+    assert restored.original.form is not None
+    assert restored.original.form() is None
 
 
 META: dict[str, Callable[[], Any]] = {
@@ -409,8 +409,8 @@ def test_arrays_that_are_no_tensors_do_not_hinder_the_rest(kind: str, protocol: 
 def test_a_state_dict_of_arrays_alone_is_one_of_tensors(tmp_path: Path) -> None:
     arrays = {"conv.weight": np.arange(6, dtype=">f4").reshape(2, 3), "conv.bias": np.ones(2, np.float16)}
     (tmp_path / "model.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "x"}))
-    found = weights(tmp_path / "model.pkl")
-    assert {name: bits(a) for name, a in found.items()} == {
+    tensors = weights(tmp_path / "model.pkl")
+    assert {name: bits(a) for name, a in tensors.items()} == {
         name: bits(a.astype(a.dtype.newbyteorder("="))) for name, a in arrays.items()
     }
     assert "arrays" in ckpt("verify", tmp_path / "model.pkl").err
@@ -517,8 +517,8 @@ def test_elements_of_less_than_a_byte_are_read_as_their_bytes(
 ) -> None:
     data = bytes(range(1, 1 + int(np.prod(stored))))
     path = safetensors_of(tmp_path / "model.safetensors", dtype, shape, data)
-    found = weights(path)["layer.w"]
-    assert (found.shape, found.dtype, found.tobytes()) == (stored, np.uint8, data)
+    content = weights(path)["layer.w"]
+    assert (content.shape, content.dtype, content.tobytes()) == (stored, np.uint8, data)
     for ran in by_all(path):
         assert ran.code == 0
         assert "layer.w" in ran.out + ran.err
@@ -546,12 +546,12 @@ def test_a_master_that_is_not_rounded_to_its_copy_is_no_fault(tmp_path: Path) ->
 
 def with_member(path: Path, name: str) -> Path:
     """The same archive with one member more, written as torch writes them."""
-    made = path.with_name("more.pt")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+    changed = path.with_name("more.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(changed, "w") as new:
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
         new.writestr(f"saved/{name}", b"x" * 64)
-    return made
+    return changed
 
 
 @pytest.mark.parametrize("name", ["data/99", "extra/notes.txt", ".data/other"])
@@ -593,5 +593,5 @@ def test_what_holds_itself_in_a_module_is_left_out_and_named(tmp_path: Path) -> 
 
 def test_weights_that_a_quantised_module_packs_are_read(tmp_path: Path) -> None:
     packed = (torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8), torch.ones(2))
-    found = weights(saved(tmp_path, {"0.scale": torch.tensor(1.0), "0._packed_params": packed, "b": torch.ones(1)}))
-    assert {"0._packed_params.0.int_repr", "0._packed_params.0.scale", "0._packed_params.1"} <= found.keys()
+    tensors = weights(saved(tmp_path, {"0.scale": torch.tensor(1.0), "0._packed_params": packed, "b": torch.ones(1)}))
+    assert {"0._packed_params.0.int_repr", "0._packed_params.0.scale", "0._packed_params.1"} <= tensors.keys()

@@ -62,12 +62,12 @@ def _depths(weights: list[int]) -> list[int]:
     """
     heap = [(weight, i, [i]) for i, weight in enumerate(weights)]
     depths = [0] * len(weights)
-    for made in range(len(weights), 2 * len(weights) - 1):
+    for number in range(len(weights), 2 * len(weights) - 1):
         first, second = heapq.heappop(heap), heapq.heappop(heap)
         leaves = first[2] + second[2]
         for leaf in leaves:
             depths[leaf] += 1
-        heapq.heappush(heap, (first[0] + second[0], made, leaves))
+        heapq.heappush(heap, (first[0] + second[0], number, leaves))
     return sorted(depths, reverse=True)
 
 

@@ -93,24 +93,24 @@ class Reader(_Models):
     def __init__(self, models: int, data: bytes) -> None:
         super().__init__(models)
         self.data, self.at = data, 8
-        self.found = int.from_bytes(data[:8].ljust(8, b"\0"), "big")
+        self.code = int.from_bytes(data[:8].ljust(8, b"\0"), "big")
 
     def _take(self, by: int, size: int) -> None:
-        self.found, self.size = self.found - by, size
+        self.code, self.size = self.code - by, size
         if size <= ONES:
             more = int.from_bytes(self.data[self.at : self.at + 4].ljust(4, b"\0"), "big")
-            self.found, self.size, self.at = (self.found << 32 | more) & WHOLE, size << 32, self.at + 4
+            self.code, self.size, self.at = (self.code << 32 | more) & WHOLE, size << 32, self.at + 4
 
     def bit(self, model: int) -> bool:
         bound = self.bound(model)
-        bit = self.found < bound
+        bit = self.code < bound
         self.learn(model, bit)
         self._take(0 if bit else bound, bound if bit else self.size - bound)
         return bit
 
     def even(self, many: int) -> int:
         size = self.size >> many
-        number = min(self.found // size, (1 << many) - 1)
+        number = min(self.code // size, (1 << many) - 1)
         self._take(number * size, size)
         return number
 

@@ -45,7 +45,7 @@ def write_sparse(plane: Array, max_size: int) -> tuple[int, bytes] | None:
         gaps, others = find_gaps(plane, common)
         sizes = gaps.size.to_bytes(4, "little") + others.size.to_bytes(4, "little")
         tried.append((RUNS, bytes([common]) + sizes + inner(gaps) + inner(others)))
-    smallest = min(tried, key=lambda made: len(made[1]), default=None)
+    smallest = min(tried, key=lambda part: len(part[1]), default=None)
     return smallest if smallest is not None and len(smallest[1]) < max_size else None
 
 

@@ -73,14 +73,14 @@ def _groups(size: int, columns: int) -> Iterator[tuple[int, int, int]]:
 
 
 def model_symbols(symbols: Array, columns: int, shift: int, decisions: Array) -> int:
-    model, values, made = _Model(columns), symbols.tolist(), []
+    model, values, chances = _Model(columns), symbols.tolist(), []
 
     def decide(i: int, bit: int) -> None:
-        made.append(model.chance(i) | bit << 15)
+        chances.append(model.chance(i) | bit << 15)
         model.learn(i, bit)
 
     def add_bits(value: int, bits: int) -> None:
-        made.extend(HALF | ((value >> b) & 1) << 15 for b in range(bits - 1, -1, -1))
+        chances.extend(HALF | ((value >> b) & 1) << 15 for b in range(bits - 1, -1, -1))
 
     def add_symbol(j: int, symbol: int) -> None:
         context, high = model.of_column(j), abs(symbol) >> shift
@@ -106,8 +106,8 @@ def model_symbols(symbols: Array, columns: int, shift: int, decisions: Array) ->
             continue
         for j in range(left, right):
             add_symbol(j, values[start + j])
-    decisions[: len(made)] = made
-    return len(made)
+    decisions[: len(chances)] = chances
+    return len(chances)
 
 
 def code_decisions(decisions: Array, count: int, out: Array) -> int:

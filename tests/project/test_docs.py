@@ -55,14 +55,14 @@ def option_names(command: click.Command) -> set[str]:
 
 def commands_in(page: Path) -> list[list[str]]:
     """Every `ckpt ...` line of the page's shell blocks, in words; make's, pip's and outputs are left out."""
-    found = []
+    commands = []
     blocks = re.findall(r"^```(?:console|bash|sh|shell)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
         words = words[: words.index("|")] if "|" in words else words
         if words and Path(words[0]).name == "ckpt":
-            found.append(words)
-    return found
+            commands.append(words)
+    return commands
 
 
 @pytest.mark.parametrize("script", ["make_cli.py", "make_man.py", "make_json.py"])
@@ -119,9 +119,9 @@ def test_the_readme_runs_what_the_makefile_and_the_samples_have():
 def test_every_format_is_documented():
     rows = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
     assert sorted(rows) == sorted(FORMATS)
-    told = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
+    text = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
     for name in FORMATS:
-        assert f"`{name}`" in told, name
+        assert f"`{name}`" in text, name
 
 
 def test_help_names_the_formats_that_can_be_written():
@@ -129,12 +129,12 @@ def test_help_names_the_formats_that_can_be_written():
 
 
 def test_every_module_has_its_place_in_the_architecture():
-    told = (DOCS / "architecture.md").read_text("utf-8")
+    text = (DOCS / "architecture.md").read_text("utf-8")
     for package in ("ckpt_cli", "formats/ckpt", "formats/ckpt_formats", "codecs/ckpt_codecs"):
         for path in sorted((ROOT / package).iterdir()):
             name = path.stem if path.suffix == ".py" else path.name
             if not name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").exists()):
-                assert f"`{name}`" in told, f"{package}/{name}"
+                assert f"`{name}`" in text, f"{package}/{name}"
 
 
 def test_the_nouns_of_the_architecture_are_where_it_says():
@@ -179,14 +179,14 @@ def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
     out = tmp_path / "arrays"
     save(source, out, npy, Resources())
     assert detect(out).name == "npy"
-    found = open_checkpoint(out)
-    assert list(found.parameters) == list(source.parameters)
-    assert find_problems(found, Resources()) == []
+    checkpoint = open_checkpoint(out)
+    assert list(checkpoint.parameters) == list(source.parameters)
+    assert find_problems(checkpoint, Resources()) == []
     for file in out.glob("*.npy"):
         np.load(file)
     for name, parameter in source.parameters.items():
-        assert np.array_equal(read(found.parameters[name].weight), read(parameter.weight)), name
-    save(found, tmp_path / "back", writable("universal"), Resources())
+        assert np.array_equal(read(checkpoint.parameters[name].weight), read(parameter.weight)), name
+    save(checkpoint, tmp_path / "back", writable("universal"), Resources())
     back = open_checkpoint(tmp_path / "back")
     assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
 

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ckpt_cli", "codecs", "formats")
+TESTS = ("benchmarks", "tests")
 
 BANNED = frozenset(
     [
@@ -55,7 +58,9 @@ BANNED = frozenset(
 )
 """Participles that stand for things, adverbs, metaphors."""
 
-MAX_FOUND = 150
+BANNED_IN_TESTS = frozenset(["asked", "made", "said", "told"])
+
+MAX_FOUND = {PACKAGES: 150, TESTS: 20}
 """`found` is only for the result of a search, and rare."""
 
 SAME_IN_TWO_ENGINES = {
@@ -70,9 +75,9 @@ SAME_IN_TWO_ENGINES = {
 
 
 @cache
-def trees() -> dict[Path, ast.Module]:
-    """The syntax trees of all modules, by path relative to the repository."""
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def trees(folders: tuple[str, ...] = PACKAGES) -> dict[Path, ast.Module]:
+    """The syntax trees of all modules in these folders, by path relative to the repository."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
@@ -85,26 +90,28 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name.lstrip("_")
 
 
-def uses_of(words: frozenset[str]) -> dict[str, list[str]]:
-    """Where each of these words is used as an identifier: `path:line`, by word."""
+def uses_of(words: frozenset[str], folders: tuple[str, ...]) -> dict[str, list[str]]:
+    """Where each of these words is used as an identifier in these folders: `path:line`, by word."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in trees().items():
+    for path, tree in trees(folders).items():
         for line, name in identifiers(tree):
             if name in words:
                 places[name].append(f"{path}:{line}")
     return places
 
 
-def test_no_identifier_is_one_of_the_banned_words() -> None:
-    places = uses_of(BANNED)
+@pytest.mark.parametrize(("words", "folders"), [(BANNED, PACKAGES), (BANNED_IN_TESTS, TESTS)], ids=["code", "tests"])
+def test_no_identifier_is_one_of_the_banned_words(words: frozenset[str], folders: tuple[str, ...]) -> None:
+    places = uses_of(words, folders)
     used = {word: uses for word, uses in places.items() if uses}
     assert not used, "\n".join(f"{word}: {' '.join(uses)}" for word, uses in used.items())
 
 
-def test_found_is_only_the_result_of_a_search() -> None:
-    uses = uses_of(frozenset(["found"]))["found"]
+@pytest.mark.parametrize("folders", [PACKAGES, TESTS], ids=["code", "tests"])
+def test_found_is_only_the_result_of_a_search(folders: tuple[str, ...]) -> None:
+    uses = uses_of(frozenset(["found"]), folders)["found"]
     files = Counter(use.partition(":")[0] for use in uses)
-    assert len(uses) <= MAX_FOUND, f"{len(uses)} uses: {files.most_common(20)}"
+    assert len(uses) <= MAX_FOUND[folders], f"{len(uses)} uses: {files.most_common(20)}"
 
 
 def test_no_two_classes_share_a_name_unless_they_are_the_same_in_two_engines() -> None:

@@ -60,6 +60,6 @@ def test_it_is_compared_with_what_was_measured(scale: ModuleType, capsys: pytest
     near = {**run, "requests": {"seconds": 1.2, "cpu": 0.5}, "store, blocks only": {"seconds": 6.8, "cpu": 1.9}}
     runs = {"the disk": {"disk": {"seconds": 1.0, "cpu": 1.0}}, "the store": near, "30 ms, 200 MB/s": run}
     scale.check({"nbytes": 0.94e9, "runs": runs, "workers": {"1": 10.0, "2": 5.2}})
-    said = capsys.readouterr().out
-    assert "30 ms, 200 MB/s: store" in said
-    assert "2 worker processes: 1.92 times as fast as 1" in said
+    output = capsys.readouterr().out
+    assert "30 ms, 200 MB/s: store" in output
+    assert "2 worker processes: 1.92 times as fast as 1" in output

@@ -66,10 +66,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_has_thirty_tasks_of_a_few_lines() -> None:
-    found = list(tasks())
-    assert [number for number, _, _ in found] == list(range(1, len(found) + 1))
-    assert len(found) >= 30
-    for number, _, blocks in found:
+    listed = list(tasks())
+    assert [number for number, _, _ in listed] == list(range(1, len(listed) + 1))
+    assert len(listed) >= 30
+    for number, _, blocks in listed:
         assert len(blocks) == 1, number
         assert len([line for line in blocks[0][1].splitlines() if line]) <= _MOST_LINES, number
     assert STYLES

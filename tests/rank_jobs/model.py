@@ -54,12 +54,12 @@ class Tiny(nn.Module):
 
 def filled(inner: int, tied: bool, frozen: bool) -> Tiny:
     """The model with its first weights."""
-    made = Tiny(inner, tied, frozen)
+    model = Tiny(inner, tied, frozen)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.add_(torch.randn(parameter.shape, generator=seed) * 0.05)
-    return made
+    return model
 
 
 def loss(model: nn.Module, step: int, rank: int) -> Tensor:

@@ -164,14 +164,14 @@ def joined(
     own = {plain(name): optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     every: list[Any] = [None] * kind.world
     distributed.all_gather_object(every, own)
-    found: dict[str, dict[str, Tensor]] = {}
+    by_name: dict[str, dict[str, Tensor]] = {}
     for name in own:
         held = [states[name] for states in every[: kind.shards] if states[name]]
         for state in held[0] if held else ():
             parts = [one[state] for one in held]
             whole = parts[0] if parts[0].dim() == 0 else torch.cat(parts).reshape(weights[name].shape)
-            found.setdefault(name, {})[state] = whole.clone()
-    return found
+            by_name.setdefault(name, {})[state] = whole.clone()
+    return by_name
 
 
 def full(value: Tensor) -> Tensor:

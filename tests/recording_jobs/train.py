@@ -79,13 +79,13 @@ def main() -> int:
 
 def refuse(out: Path) -> None:
     """Try what cannot be recorded; called in every rank."""
-    said = {}
+    messages = {}
     run = start(Kind("differing", "plain"), seed=distributed.get_rank())
-    said["differing"] = refusal(run, out / "differing.chain")
-    said["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
-    said["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
+    messages["differing"] = refusal(run, out / "differing.chain")
+    messages["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
+    messages["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
     if distributed.get_rank() == 0:
-        (out / "refused.json").write_text(json.dumps(said, indent=1))
+        (out / "refused.json").write_text(json.dumps(messages, indent=1))
 
 
 def fsdp1() -> Run:

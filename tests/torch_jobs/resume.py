@@ -62,12 +62,12 @@ def resume(job: Resume) -> None:
         run.step = truth["step"]
         if run.scheduler:  # as trainers have it that keep it in a file of its own
             run.scheduler.load_state_dict({**truth["scheduler"], "lr_lambdas": [None for _ in truth["groups"]]})
-    found = gather(run)
+    actual = gather(run)
     report: dict[str, Any] = {
-        "mismatches": differences_anywhere(truth, found),
+        "mismatches": differences_anywhere(truth, actual),
         "step": {"truth": truth["step"], "found": run.step},
-        "groups": {"truth": truth["groups"], "found": found["groups"]},
-        "scheduler": {"truth": truth["scheduler"], "found": found["scheduler"]},
+        "groups": {"truth": truth["groups"], "found": actual["groups"]},
+        "scheduler": {"truth": truth["scheduler"], "found": actual["scheduler"]},
         "extras": {key: _same(value, rest[key]) for key, value in extras(run.step).items() if key in rest},
         "evaluation": run.evaluate(),
         "losses_after": run.train(STEPS_AFTER),
@@ -95,9 +95,9 @@ def continued(training: Training, truth: dict[str, Any]) -> dict[str, Any]:
     run = start(dataclasses.replace(training, wrapper="none", shards=1, replicas=1, tp=1))
     run.model.load_state_dict(truth["model"])
     named = run.names()
-    for group, said in zip(run.optimizer.param_groups, truth["groups"], strict=True):
-        assert [id(param) for param in group["params"]] == [id(named[name]) for name in said["names"]]
-        group.update({key: said[key] for key in group.keys() & said.keys()})
+    for group, stated in zip(run.optimizer.param_groups, truth["groups"], strict=True):
+        assert [id(param) for param in group["params"]] == [id(named[name]) for name in stated["names"]]
+        group.update({key: stated[key] for key in group.keys() & stated.keys()})
     for name, states in truth["optimizer"].items():
         run.optimizer.state[named[name]] = {key: value.clone() for key, value in states.items()}
     run.step = truth["step"]
@@ -119,8 +119,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def main() -> int:
     failed = 0
-    for said in json.loads(Path(sys.argv[1]).read_text()):
-        job = Resume(**said)
+    for fields in json.loads(Path(sys.argv[1]).read_text()):
+        job = Resume(**fields)
         logs = Path(job.report).resolve().with_suffix(".ranks")
         try:
             ranks.run(job.target.world, lambda job=job: resume(job), logs, join=ranks.join_torch)

@@ -25,14 +25,14 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class Position:
     """A stateful object, as a trainer's counters and data loaders are."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
-        self.said = said
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return self.said
+        return self.state
 
-    def load_state_dict(self, said: dict[str, Any]) -> None:
-        self.said = said
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 def extras(step: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def restore(run: Run, way: Way, loaded: dict[str, Any]) -> dict[str, Any]:
     set_model_state_dict(run.model, model)
     rest.pop("lr_scheduler", None)  # it has loaded itself
     if "train_state" in rest:
-        run.step = rest["train_state"].said["step"]
+        run.step = rest["train_state"].state["step"]
     return rest
 
 

@@ -29,10 +29,10 @@ def gather(run: Run) -> dict[str, Any]:
     return truth
 
 
-def differences(truth: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
+def differences(truth: dict[str, Any], actual: dict[str, Any]) -> dict[str, str]:
     """Where two truths are not the same bits, by place."""
     out = {}
-    flat, other = _flatten(truth), _flatten(found)
+    flat, other = _flatten(truth), _flatten(actual)
     for place in sorted(flat.keys() | other.keys()):
         if place not in flat or place not in other:
             out[place] = "unexpected" if place in other else "absent"
@@ -45,11 +45,13 @@ def differences(truth: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
     return out
 
 
-def differences_anywhere(truth: dict[str, Any], found: dict[str, Any]) -> dict[str, str]:
+def differences_anywhere(truth: dict[str, Any], actual: dict[str, Any]) -> dict[str, str]:
     """The same in any rank: what each has gathered from its own replicas; collective."""
     everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, differences(truth, found))
-    return {f"rank {rank}: {place}": said for rank, mine in enumerate(everyone) for place, said in mine.items()}
+    distributed.all_gather_object(everyone, differences(truth, actual))
+    return {
+        f"rank {rank}: {place}": difference for rank, mine in enumerate(everyone) for place, difference in mine.items()
+    }
 
 
 def _gathered(run: Run) -> dict[str, Any]:
@@ -94,9 +96,9 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _plain(said: dict[str, Any]) -> dict[str, Any]:
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """A scheduler's state without its functions, of which torch saves nothing."""
-    return {key: value for key, value in said.items() if key != "lr_lambdas"}
+    return {key: value for key, value in state.items() if key != "lr_lambdas"}
 
 
 def _flatten(truth: dict[str, Any]) -> dict[str, Tensor]:
