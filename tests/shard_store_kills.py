@@ -257,7 +257,7 @@ class Campaign:
         self.counts["killed again"] += code == KILLED
         return code == KILLED
 
-    def hold(self, role: str, at: int, generator: random.Random) -> None:
+    def hold(self, role: str, at: int, generator: random.Random, late: float = LATE) -> None:
         """One process waits at a request, until the others have done everything; then it goes on, or is killed."""
         self.renew()
         order = generator.sample(range(COUNT), COUNT)
@@ -265,26 +265,26 @@ class Campaign:
         killer = self.killer
         is_killed = generator.random() < 0.5
         killer.expect(at + generator.randrange(1, 8) if is_killed else -1, generator.random() < 0.5, pause_at=at)
-        late = self.start(self._words(role, order), killer, LEASE_SECONDS)
-        while not killer.paused.wait(0.02) and late.process.is_alive():
+        held = self.start(self._words(role, order), killer, LEASE_SECONDS)
+        while not killer.paused.wait(0.02) and held.process.is_alive():
             pass
         try:
             for number in generator.sample(range(COUNT), COUNT):
                 self.do(*self.shard(number))
             self.do("commit", URL)
-            time.sleep(LATE)
+            time.sleep(late)
             if killer.paused.is_set():
                 assert self.is_whole(self.objects())
         finally:
             killer.go_on.set()
-        code = late.code()
-        assert code in (0, KILLED, 11), late.text()  # one that has lost its lease says so
+        code = held.code()
+        assert code in (0, KILLED, 11), held.text()  # one that has lost its lease says so
         self.counts["held"] += 1
         self.counts["held, then killed"] += code == KILLED
         self.counts["held, then locked out"] += code == 11
         self.check()
         if code:
-            self.do(*late.words)
+            self.do(*held.words)
         self.check_end()
 
     # A cluster

@@ -16,7 +16,7 @@ from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal import Universal
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer
-from shard_store_kills import campaigns, points
+from shard_store_kills import campaigns
 
 ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
 URL = f"s3://{BUCKET}/end/out"
@@ -36,8 +36,16 @@ def _publish() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [(*COMMAND, "--shard", "0/2"), ("commit", URL)], ids=["shard", "commit"])
-@pytest.mark.parametrize("left", [("published", "lease"), ("journal/0", "lease"), ("probe-0",), ("published", "job")])
+@pytest.mark.parametrize(
+    ("left", "again"),
+    [
+        (("published", "lease"), ("commit", URL)),
+        (("journal/0", "lease"), (*COMMAND, "--shard", "0/2")),
+        (("probe-0",), ("commit", URL)),
+        (("published", "job"), (*COMMAND, "--shard", "0/2")),
+    ],
+    ids=["published", "journal", "probe", "job"],
+)
 def test_what_one_that_was_killed_at_its_end_has_left_is_removed(
     left: tuple[str, ...], again: tuple[object, ...], user: StoreServer
 ) -> None:
@@ -118,8 +126,8 @@ def test_one_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> None:
 def test_killed_or_late_at_any_request_the_target_is_absent_or_whole(tmp_path: Path) -> None:
     generator = random.Random(3)
     with campaigns(tmp_path, ["universal"], ["last"]) as (one,):
-        for role, at in generator.sample(list(points(one, ["last"], 1)), 2):
-            one.kill(role, at, generator)
-        one.hold("last", 4, generator)
-        assert one.counts["killed"] + one.counts["ended before"] == 2
+        published = [request.endswith("/.ckpt/published") for request in one.requests["last"]]
+        one.kill("last", published.index(True), generator)
+        one.hold("last", 4, generator, late=0.0)
+        assert one.counts["killed"] + one.counts["ended before"] == 1
         assert one.counts["held"] == 1
