@@ -91,6 +91,15 @@ def diff(first: Checkpoint, second: Checkpoint) -> str:
     return diff_page.page_of(first, second, compare(pair_tensors(first, second), Resources()))
 
 
+def notebook(first: Checkpoint, second: Checkpoint, chain: Path) -> str:
+    """What a notebook shows of a checkpoint, a parameter, a difference and a chain, each in the output of a cell."""
+    difference = compare(pair_tensors(first, second), Resources())
+    shown = [first, next(iter(first.parameters.values())), difference, ckpt.Chain(chain)]
+    outputs = "".join(f"<section aria-label='output {i}'>{one._repr_html_()}</section>" for i, one in enumerate(shown))
+    head = "<!doctype html><html lang=en><meta name=viewport content='width=device-width'><title>notebook</title>"
+    return f"{head}<main><h1>notebook</h1>{outputs}</main></html>"
+
+
 def diff_of_many(count: int) -> str:
     """The difference of two checkpoints of so many tensors, of which nothing is computed."""
     first, rng = replace(model(0, 1), path=DEEPSPEED), np.random.default_rng(0)

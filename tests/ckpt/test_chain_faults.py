@@ -197,13 +197,15 @@ def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
     """One of them waits for nobody: it is told. Whoever is told may come again, unless its step has gone by."""
     random_ = random.Random(1)
     codes = []
-    for i in range(3):
+    for i in range(20):
+        if i >= 3 and any(LOCKED in pair for pair in codes):
+            break  # on a busy machine, two rarely meet
         run = shutil.copytree(whole / "run", tmp_path / f"run{i}")
         both = []
         for step in (10, 11):
             arguments = ["append", run, whole / "step4", "--step", step]
             both.append(subprocess.Popen([*CKPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True))
-            time.sleep(random_.random() * 0.2 * i)
+            time.sleep(random_.random() * 0.2 * (i % 3))
         errors = [one.communicate(timeout=120)[1] for one in both]
         codes.append([one.returncode for one in both])
         assert 0 in codes[-1], errors

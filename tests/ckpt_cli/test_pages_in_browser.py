@@ -46,9 +46,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "plan": samples.plan(),
         "inspect-many": samples.inspect(samples.model(MANY // 9, 1)),
         "diff-many": samples.diff_of_many(MANY),
+        "notebook": samples.notebook(first, second, folder / "run.chain"),
     }
     for name, text in texts.items():
-        (folder / f"{name}.html").write_text(text, "ascii")
+        (folder / f"{name}.html").write_text(text, "utf-8" if name == "notebook" else "ascii")
     return {name: folder / f"{name}.html" for name in texts}
 
 
@@ -62,6 +63,14 @@ def test_nothing_goes_wrong_and_axe_finds_no_fault(name: str, browser: Any, page
             assert tab.page.locator("script").count() == 2  # no name became an element
             assert tab.page.locator("img").count() == 0
             assert tab.page.locator("h1").inner_text() != f"ckpt {name}"  # the script ran
+
+
+def test_axe_finds_no_fault_in_what_a_notebook_shows(browser: Any, pages: dict[str, Path]) -> None:
+    with opened(browser, pages["notebook"], 1280, "light") as tab:
+        assert tab.violations() == []
+        assert tab.wrong == []
+        assert tab.page.locator("script, img").count() == 0  # no name became an element
+        assert tab.page.locator("table").count() >= 4
 
 
 @pytest.mark.parametrize("name", PAGES)
