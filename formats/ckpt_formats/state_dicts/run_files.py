@@ -61,15 +61,15 @@ def write_side_file(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt
     return Receipt(plan.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
 
-def bytes_of(value: Value, parameters: Mapping[str, Parameter]) -> Tensor | None:
-    """The bytes that an extra is, (n,) uint8; None if it is something else."""
-    if not isinstance(value, TensorName):
-        return None
-    tensor = parameters[value.name].weight
-    return tensor if tensor.dtype.name == "uint8" and len(tensor.shape) == 1 else None
+def content_of(name: str, value: Value, parameters: Mapping[str, Parameter]) -> Value | None:
+    """What `plan_side_file` writes for an extra: a dict for JSON, or the bytes, (n,) uint8; None if it is neither."""
+    if isinstance(value, TensorName):
+        tensor = parameters[value.name].weight
+        return tensor if tensor.dtype.name == "uint8" and len(tensor.shape) == 1 else None
+    return value if name.endswith(".json") and isinstance(value, dict) and _is_json(value) else None
 
 
-def is_json(value: Value) -> bool:
+def _is_json(value: Value) -> bool:
     """Whether JSON can hold the value. Extras are untrusted input."""
     stack = [value]
     while stack:
@@ -94,7 +94,5 @@ def _file(key: str, value: Value, parameters: Mapping[str, Parameter]) -> FilePl
         from ckpt_formats.state_dicts.extras import tensors_for_names
 
         return tree_part(name, tensors_for_names(value, parameters), (), "other")
-    if name.endswith(".json") and isinstance(value, dict) and is_json(value):
-        return plan_side_file(name, value)
-    content = bytes_of(value, parameters)
+    content = content_of(name, value, parameters)
     return None if content is None else plan_side_file(name, content)

@@ -18,7 +18,7 @@ from ckpt_formats.engines.hf.folder import CONFIG, is_training_file, sort_files
 from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
 from ckpt_formats.engines.hf.remarks import remarks
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
-from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, bytes_of, is_json, plan_side_file, write_side_file
+from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, content_of, plan_side_file, write_side_file
 
 _ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
@@ -68,11 +68,9 @@ def files_of_source(source: Checkpoint) -> dict[str, Value]:
         name = key.removeprefix(PREFIX)
         if not key.startswith(PREFIX) or is_training_file(name) or _is_of_a_component(name):
             continue
-        content = bytes_of(value, source.parameters)
+        content = content_of(name, value, source.parameters)
         if content is not None:
             files[name] = content
-        elif isinstance(value, dict) and name.endswith(".json") and is_json(value):
-            files[name] = value
     return files
 
 
