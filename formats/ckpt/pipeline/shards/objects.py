@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from uuid import uuid4
 
@@ -59,7 +60,7 @@ class ShardObjects(ShardStaging):
     def how_to_give_up(self) -> str:
         return f"`ckpt clean {self.target}` gives up"
 
-    @property
+    @cached_property
     def bucket(self) -> Bucket:
         return Bucket(self.target.store.url)
 
