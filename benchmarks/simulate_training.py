@@ -25,7 +25,7 @@ from simulation.failures import Course, Outcome, Tier, drawn, simulate
 from simulation.settings import FIGURES, SETTINGS, Figure, Setting
 from simulation.systems import SYSTEMS, snapshot_stall
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 RUNS = 1000
 CURVE_SECONDS = tuple(float(f"{x:.3g}") for x in np.geomspace(600, 7 * 86_400, 13))
@@ -69,7 +69,7 @@ def row(setting: Setting, system: str, mtbf: float, failures: int, seed: int, sh
     """Simulate a system; None if its run makes no progress. Equal seeds: the same failures for all systems."""
     try:
         course = SYSTEMS[system][1](setting, mtbf)
-    except Unsupported:
+    except UnsupportedError:
         return None
     gaps, chances, phases = drawn(max(2, failures // RUNS), RUNS, seed, shape)
     begin = (phases * course.period).astype(np.int64)

@@ -14,16 +14,16 @@ from ckpt_cli import notes
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.groups import TerminalContext
 from ckpt_formats.core.errors import (
-    BadRules,
     CkptError,
-    Corrupt,
-    Incomplete,
-    Locked,
-    NoSpace,
-    NotFound,
+    CorruptError,
+    IncompleteError,
+    LockedError,
+    NoSpaceError,
+    NotFoundError,
     OutputError,
-    Unsafe,
-    Unsupported,
+    RulesError,
+    UnsafeError,
+    UnsupportedError,
 )
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
@@ -55,27 +55,27 @@ COMMANDS = {
 }
 
 EXIT_CODES: dict[type[CkptError], int] = {
-    NotFound: 10,
-    Locked: 11,
-    Corrupt: 20,
-    Incomplete: 20,
-    Unsafe: 21,
-    Unsupported: 22,
-    BadRules: 23,
-    NoSpace: 28,
+    NotFoundError: 10,
+    LockedError: 11,
+    CorruptError: 20,
+    IncompleteError: 20,
+    UnsafeError: 21,
+    UnsupportedError: 22,
+    RulesError: 23,
+    NoSpaceError: 28,
     OutputError: 30,
 }
 """The first match counts, so a kind comes before its base class."""
 
 KINDS: dict[type[CkptError], str] = {
-    NotFound: "not found",
-    Locked: "locked",
-    Corrupt: "damaged",
-    Incomplete: "incomplete",
-    Unsafe: "unsafe",
-    Unsupported: "unsupported",
-    BadRules: "rules",
-    NoSpace: "no space",
+    NotFoundError: "not found",
+    LockedError: "locked",
+    CorruptError: "damaged",
+    IncompleteError: "incomplete",
+    UnsafeError: "unsafe",
+    UnsupportedError: "unsupported",
+    RulesError: "rules",
+    NoSpaceError: "no space",
     OutputError: "target",
 }
 """The names of the kinds in JSON."""
@@ -260,7 +260,7 @@ def _of_system(error: OSError) -> CkptError:
     """The error for one of the system that reaches `run`: an output stream fails, or a file disappeared."""
     message = error.strerror or str(error)
     if error.filename is not None:
-        return NotFound(f"cannot be read: {message}", where=os.fsdecode(error.filename))
+        return NotFoundError(f"cannot be read: {message}", where=os.fsdecode(error.filename))
     _drop_stdout()
     return OutputError(f"standard output cannot be written: {message}")
 

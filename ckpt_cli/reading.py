@@ -15,7 +15,7 @@ import click
 from ckpt_cli import notes
 from ckpt_cli.progress import doing
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import BadRules, NotFound
+from ckpt_formats.core.errors import NotFoundError, RulesError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -151,7 +151,7 @@ def _open_shadow_state(address: str, step: int | None) -> "ChainState":
 
     checkpoint = open_from_shadow(address)
     if step not in (None, checkpoint.step):
-        raise NotFound(f"the shadow is at step {checkpoint.step}, not {step}", where=address)
+        raise NotFoundError(f"the shadow is at step {checkpoint.step}, not {step}", where=address)
     return ChainState(checkpoint, Path(address))
 
 
@@ -167,7 +167,7 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
     for text in param_order:
         place, file = _place_and_file(text)
         if place in orders or (place is None and order):
-            raise BadRules(f"--param-order names {'the optimizer' if place is None else printable(place)} twice")
+            raise RulesError(f"--param-order names {'the optimizer' if place is None else printable(place)} twice")
         if place is None:
             order = _names_in(file)
         else:
@@ -194,11 +194,11 @@ def _names_in(path: Path) -> tuple[str, ...]:
         text = read_whole(path, _MAX_ORDER).decode("utf-8")
         names = json.loads(text) if text.lstrip().startswith("[") else [name.strip() for name in text.splitlines()]
     except (ValueError, RecursionError) as error:
-        raise BadRules(f"not a list of names: {error}", where=path) from None
+        raise RulesError(f"not a list of names: {error}", where=path) from None
     if not all(isinstance(name, str) for name in names):
-        raise BadRules("not a list of names: it has items that are not strings", where=path)
+        raise RulesError("not a list of names: it has items that are not strings", where=path)
     names = [name for name in names if name]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise BadRules(f"names `{printable(twice)}` twice", where=path)
+        raise RulesError(f"names `{printable(twice)}` twice", where=path)
     return tuple(names)

@@ -24,7 +24,7 @@ import numpy as np
 import ckpt as library
 from ckpt.pipeline.clean import clean
 from ckpt.pipeline.lease import hold_lease
-from ckpt_formats.core.errors import Corrupt, Locked, OutputError
+from ckpt_formats.core.errors import CorruptError, LockedError, OutputError
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.location import source_path, target_path
 from damage import SAMPLES
@@ -73,13 +73,13 @@ def check() -> None:
         try:
             before.read_bytes()
             raise AssertionError("an object that was replaced was read")
-        except Corrupt as error:
+        except CorruptError as error:
             print(f"in parts: equal; replaced: {error}")
     with hold_lease(bucket, "x/lease", "x"):
         try:
             with hold_lease(bucket, "x/lease", "x"):
                 raise AssertionError("two processes hold a lease")
-        except Locked as error:
+        except LockedError as error:
             print(f"a lease: {error}")
     print(f"clean: {clean(target_path(f'{URL}/nothing'))}")
 

@@ -30,7 +30,7 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.copying.copy import copy
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import CkptError, Locked, Unsupported
+from ckpt_formats.core.errors import CkptError, LockedError, UnsupportedError
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import Universal
@@ -195,9 +195,9 @@ def _appending(folder: str, pause: float, step: int) -> None:
     state = open_checkpoint(Path(folder) / f"state{STEPS}")
     try:
         append(source_path(f"s3://{BUCKET}/{CHAIN}"), state, step, DeltaPolicy(), Resources(workers=1))
-    except Locked:
+    except LockedError:
         os._exit(LOCKED)
-    except Unsupported:  # the other one has appended a later step
+    except UnsupportedError:  # the other one has appended a later step
         os._exit(LATE)
 
 

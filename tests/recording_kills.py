@@ -31,7 +31,7 @@ import torch._dynamo  # which the first step of an optimizer would import in eac
 import xxhash
 from torch import distributed, nn
 
-from ckpt_formats.core.errors import CkptError, NotFound
+from ckpt_formats.core.errors import CkptError, NotFoundError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
@@ -332,7 +332,7 @@ class Campaign:
             chain = index.load(run / index.NAME)
             try:
                 checkpoint = states.open_state(run, chain, step)
-            except NotFound:  # between two segments, where no writer was there
+            except NotFoundError:  # between two segments, where no writer was there
                 assert step != last
                 assert plan.victims.endswith(("writer", "writers"))
                 continue

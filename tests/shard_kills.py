@@ -24,7 +24,7 @@ from pathlib import Path
 import ckpt as library
 from ckpt.pipeline import Resources
 from ckpt.pipeline.shard import COMMIT, Shard
-from ckpt_formats.core.errors import Incomplete
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.format import WritableFormat
 from clusters import files
 from killing import killed, killed_after
@@ -119,7 +119,7 @@ def incomplete(campaign: Campaign) -> bool:
     """Whether a commit says that files are missing."""
     try:
         campaign.write(COMMIT)
-    except Incomplete:
+    except IncompleteError:
         return True
     return False
 

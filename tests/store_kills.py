@@ -26,7 +26,7 @@ from typing import Any
 
 import ckpt as library
 from ckpt.pipeline.clean import clean
-from ckpt_formats.core.errors import Incomplete, NotFound, OutputError
+from ckpt_formats.core.errors import IncompleteError, NotFoundError, OutputError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.location import target_path
@@ -87,7 +87,7 @@ def start(work: Callable[[], object]) -> int:
     try:
         work()
         os._exit(0)
-    except (OutputError, Incomplete, NotFound):
+    except (OutputError, IncompleteError, NotFoundError):
         os._exit(REFUSED)
     except BaseException:
         traceback.print_exc()

@@ -34,7 +34,7 @@ from ckpt.pipeline import Resources, folder_staging
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -124,7 +124,7 @@ class Written(Work):
             if part.exists() and part.name != "checkpoint.ucp":
                 try:
                     detected = detect(part)
-                except NotFound:
+                except NotFoundError:
                     continue
                 raise AssertionError(f"{part} looks like a checkpoint: {detected}")
         return self.target.exists()

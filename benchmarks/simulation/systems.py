@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.schedule import plan_schedule
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 from .failures import Course, Tier
 from .settings import FIGURES, Setting
@@ -162,7 +162,7 @@ def _logged(one: Setting, mtbf: float, sizes: dict[str, float], stall: float, de
         replay = max(nbytes / one.storage_rate.value, one.parameters.value / _replay_rate(one))
         try:
             plan = plan_schedule(run, LogCosts(replay, slow), rates)
-        except Unsupported:
+        except UnsupportedError:
             continue
         if plan.logged is None or not plan.log_pays:
             continue

@@ -17,12 +17,12 @@ UNFIT = 24
 def doctor(path: str, as_json: bool) -> None:
     from ckpt.doctor import examine
     from ckpt_cli.views.doctor import show
-    from ckpt_formats.core.errors import NotFound, Unsupported
+    from ckpt_formats.core.errors import NotFoundError, UnsupportedError
     from ckpt_formats.core.text import printable
     from ckpt_formats.stores.location import is_url
 
     if is_url(path):
-        raise Unsupported(
+        raise UnsupportedError(
             "`ckpt doctor` tries the file system of a folder, and no store",
             where=printable(path),
             hint="Without PATH, it says for which stores credentials are present.",
@@ -30,7 +30,7 @@ def doctor(path: str, as_json: bool) -> None:
     place = Path(path)
     folder = place.parent if place.is_file() else place
     if not folder.is_dir():
-        raise NotFound(
+        raise NotFoundError(
             "there is no such folder",
             where=printable(path),
             hint="Name an existing folder, such as the one in which the target will be.",

@@ -44,7 +44,7 @@ class LossOptions:
     no_check: bool
 
     def policy(self) -> "DeltaPolicy":
-        """The policy. Nothing is lost unless an option allows it. Raises `Unsupported`."""
+        """The policy. Nothing is lost unless an option allows it. Raises `UnsupportedError`."""
         from ckpt.chains.trials import Evaluation
         from ckpt.chains.write import DeltaPolicy
         from ckpt_codecs.lossy import PRESETS
@@ -64,10 +64,10 @@ class LossOptions:
     def _bounded(self, codec: Any) -> Any:
         from ckpt_codecs import CodecError
         from ckpt_codecs.lossy import Subspace
-        from ckpt_formats.core.errors import Unsupported
+        from ckpt_formats.core.errors import UnsupportedError
 
         if not isinstance(codec, Subspace):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"codec {codec.name} takes no bound for errors",
                 hint=f"Leave out --codec: then {Subspace.name} is used, which takes one.",
             )
@@ -78,9 +78,9 @@ class LossOptions:
                 rel_error=codec.rel_error if self.rel_error is None else self.rel_error,
             )
         except CodecError as error:
-            raise Unsupported(str(error), hint="Give a number such as 1e-4.") from None
+            raise UnsupportedError(str(error), hint="Give a number such as 1e-4.") from None
         if self.max_loss_increase is not None and bounded.max_abs_err is not None:
-            raise Unsupported(
+            raise UnsupportedError(
                 "--max-loss-increase searches the step size, which max_abs_err states", hint="Leave out one of them."
             )
         return bounded

@@ -112,7 +112,7 @@ class Target:
         """The format with its options: the one that the user named, else that of the path's ending, else `default`.
 
         `original` is the format of the source: the user is told if models of Hugging Face get another one by default.
-        Raises `Unsupported`.
+        Raises `UnsupportedError`.
         """
         from ckpt_formats.registry import writable
         from ckpt_formats.registry.endings import format_of_ending
@@ -137,16 +137,19 @@ class Target:
         note(Notice(text))
 
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
-        """A format with the options that the user gave. Raises `Unsupported` for an option that it does not have."""
+        """A format with the options that the user gave.
+
+        Raises `UnsupportedError` for an option that it does not have.
+        """
         from dataclasses import fields, replace
 
-        from ckpt_formats.core.errors import Unsupported
+        from ckpt_formats.core.errors import UnsupportedError
 
         known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
             flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
             option = FORMAT_OPTIONS[unknown[0]]
-            raise Unsupported(
+            raise UnsupportedError(
                 f"format {format.name} has no option {option.flag}",
                 where=str(self.path),
                 hint=f"Its options: {', '.join(flags) or 'none'}. {option.flag} is one of {', '.join(option.formats)}.",

@@ -78,12 +78,12 @@ class PatternType(click.ParamType[str]):
     name = "pattern"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from ckpt_formats.core.errors import BadRules
+        from ckpt_formats.core.errors import RulesError
         from ckpt_formats.core.rules import safe_pattern
 
         try:
             return safe_pattern(str(value), param.opts[0] if param is not None else self.name)
-        except BadRules as error:
+        except RulesError as error:
             self.fail(error.what, param, ctx)
 
 

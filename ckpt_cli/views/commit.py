@@ -10,7 +10,7 @@ from ckpt.pipeline import complete_before
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt_cli.views import job
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.errors import OutputError, Unsupported
+from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.stores.location import is_url, target_path
 
@@ -24,9 +24,9 @@ def show_complete(target: str, as_json: bool) -> None:
 
 
 def check_repeats(command: click.Command | None, target: str) -> None:
-    """Raise `Unsupported` unless the shards were started by a command that has `--shard`."""
+    """Raise `UnsupportedError` unless the shards were started by a command that has `--shard`."""
     if command is None or "shard" not in {parameter.name for parameter in command.params}:
-        raise Unsupported(
+        raise UnsupportedError(
             "no command of ckpt has written these shards",
             where=printable(target),
             hint="A program did: let it run the job with Resources(shard=COMMIT).",

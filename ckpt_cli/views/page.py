@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt_formats.core.errors import NoSpace, OutputError
+from ckpt_formats.core.errors import NoSpaceError, OutputError
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.text import PARTIAL
 
@@ -85,7 +85,7 @@ def check_place(target: Path, command: str) -> None:
 
 
 def write(content: str, target: Path, command: str) -> None:
-    """Write the page completely or not at all. Raises `OutputError`, `NoSpace`."""
+    """Write the page completely or not at all. Raises `OutputError`, `NoSpaceError`."""
     draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
     try:
         try:
@@ -98,7 +98,7 @@ def write(content: str, target: Path, command: str) -> None:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        kind = NoSpace if error.errno in FULL else OutputError
+        kind = NoSpaceError if error.errno in FULL else OutputError
         raise kind(f"cannot be written: {error.strerror or error}", where=target) from error
 
 

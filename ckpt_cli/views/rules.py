@@ -38,7 +38,7 @@ class RuleRow:
 
 
 def rows(checkpoint: Checkpoint, layout: Layout) -> list[RuleRow]:
-    """All parameters of the model. Raises `BadRules` for a rule whose formulas have no numbers."""
+    """All parameters of the model. Raises `RulesError` for a rule whose formulas have no numbers."""
     model = (parameter for parameter in checkpoint.parameters.values() if parameter.role != "extra")
     return [RuleRow(one, layout.rule(one.name) if layout.matching(one.name) else None) for one in model]
 

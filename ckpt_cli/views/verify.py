@@ -15,7 +15,7 @@ from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint as open_any
@@ -46,7 +46,7 @@ def verify(
         if (path / index.NAME).is_file():
             return _quick_chain(path, as_json) if how.quick else _verify_chain(path, resources, how.replay, as_json)
         return _quick(open_checkpoint(), as_json) if how.quick else _verify(open_checkpoint(), resources, as_json)
-    except (Corrupt, Incomplete) as error:
+    except (CorruptError, IncompleteError) as error:
         with progress_bar("looking for more damage"):
             problems = survey(path, error, resources)
         report.unreadable(path, error, problems, time.monotonic() - started, as_json)
@@ -83,7 +83,7 @@ def _quick_chain(run: Path, as_json: bool) -> bool:
             state = run.with_name(f"{run.name}@{step}")
             try:
                 findings += problems_of_headers(open_any(state))
-            except (Corrupt, Incomplete) as error:
+            except (CorruptError, IncompleteError) as error:
                 findings.append(Finding("unreadable", error.what, error.where or str(state)))
     text = f"the headers of {len(steps)} states agree"
     report.quick(run, list(dict.fromkeys(findings)), time.monotonic() - started, text, as_json)

@@ -27,7 +27,8 @@ def open(
     of the model, for files that hold flat slices without their shapes. `anonymous`: ask a store without credentials,
     for what is public. A state of a chain is `run.chain@1234`.
 
-    Raises `CkptError` of the kind that fits: `NotFound`, `Corrupt`, `Incomplete`, `Unsafe`, `Unsupported`, `BadRules`.
+    Raises `CkptError` of the kind that fits: `NotFoundError`, `CorruptError`, `IncompleteError`, `UnsafeError`,
+    `UnsupportedError`, `RulesError`.
     """
     read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}

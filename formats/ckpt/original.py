@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, OriginalForm
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -74,7 +74,7 @@ def _former(source: Checkpoint, original: OriginalForm) -> tuple[WritableFormat,
         return Universal(), ()
     try:
         dropped = format.for_target(Path(original.file or "")).plan(source).dropped
-    except Unsupported as error:
+    except UnsupportedError as error:
         dropped = (Notice(error.what),)
     if not dropped:
         return format, ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import BadRules, NotFound
+from ckpt_formats.core.errors import NotFoundError, RulesError
 from ckpt_formats.core.format import Naming, WritableFormat
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
@@ -31,8 +31,8 @@ def rename_by(
     is added. Lazy.
 
     `patterns` are pairs of a regular expression, searched anywhere in a name, and what stands in its place, with `\\1`
-    for its first group. Raises `NotFound` for a prefix or pattern that fits no name, `BadRules` for no regular
-    expression, `Unsupported` if two parameters would get the same name.
+    for its first group. Raises `NotFoundError` for a prefix or pattern that fits no name, `RulesError` for no regular
+    expression, `UnsupportedError` if two parameters would get the same name.
     """
     names = {name: name for name in (*source, *source.aliases)}
     if strip_prefix:
@@ -43,7 +43,7 @@ def rename_by(
         names = _replaced(names, pattern, replacement)
     names = {old: f"{add_prefix}{name}" for old, name in names.items()}
     if empty := next((old for old, name in names.items() if not name), None):
-        raise BadRules(f"nothing would be left of the name `{printable(empty)}`", where=source.path)
+        raise RulesError(f"nothing would be left of the name `{printable(empty)}`", where=source.path)
     return source.rename(names)
 
 
@@ -55,11 +55,11 @@ def _replaced(names: Mapping[str, str], pattern: str, replacement: str) -> dict[
         return {old: found.sub(replacement, name) for old, name in names.items()}
     except (re.error, IndexError) as error:
         text = f"`{printable(replacement)}` cannot stand in place of `{printable(pattern)}`: {error}"
-        raise BadRules(text, where="--rename", hint=r"Groups of the pattern are \1, \2, ...") from None
+        raise RulesError(text, where="--rename", hint=r"Groups of the pattern are \1, \2, ...") from None
 
 
-def _no_name(what: str, option: str) -> NotFound:
-    return NotFound(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
+def _no_name(what: str, option: str) -> NotFoundError:
+    return NotFoundError(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
 
 
 def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) -> Checkpoint:

@@ -13,7 +13,7 @@ from ckpt.pipeline import Resources
 from ckpt.shadow.bases import add_base
 from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder as chain_folder
@@ -82,13 +82,13 @@ def fold(
     logged_steps = _with_step(run, logged, step)
     parts = open_pieces(pieces, layout, heads)
     if parts.step != step:
-        raise Corrupt(f"these are the pieces of step {parts.step}", where=pieces)
+        raise CorruptError(f"these are the pieces of step {parts.step}", where=pieces)
     chain = index.read(run)
     member = nearest_base(chain, logged, step)
     base = None if member is None else Base(member.step, open_member(run, chain, member))
     expected = replay_to(logged_steps, step, base)
     if not logged_steps.is_exact and parts.first < step:
-        raise Unsupported("a replay of this log is approximate: it cannot bring pieces to one step", where=run)
+        raise UnsupportedError("a replay of this log is approximate: it cannot bring pieces to one step", where=run)
     # Values that are not replayed have no error, even if the log is approximate.
     start = expected.start if logged_steps.is_exact else StartState(step, expected.start.parameters)
     folded = checkpoint_of(
@@ -96,16 +96,16 @@ def fold(
     )
 
     def compare(written: Checkpoint) -> None:
-        """Raise `Corrupt` if the base that was written has other values than the log gives exactly."""
+        """Raise `CorruptError` if the base that was written has other values than the log gives exactly."""
         findings = check_state(expected, written.parameters, resources) if expected.segment.is_exact else []
         if findings:
-            raise Corrupt(f"the base differs from the log: {findings[0].what}", where=run)
+            raise CorruptError(f"the base differs from the log: {findings[0].what}", where=run)
 
     return add_base(run, folded, step, logged.folder, compare, resources)
 
 
 def _with_step(run: Path, logged: LoggedSteps, step: int) -> Segment:
-    """The segment, once it has all records of a step. Raises `Incomplete` if it ends before."""
+    """The segment, once it has all records of a step. Raises `IncompleteError` if it ends before."""
     pause = _SHORTEST
     while True:
         is_growing = chain_folder.is_growing(run / logged.folder)
@@ -113,7 +113,7 @@ def _with_step(run: Path, logged: LoggedSteps, step: int) -> Segment:
         if segment.last >= step and (_has_notes(segment, step) or not is_growing):
             return segment
         if not is_growing:
-            raise Incomplete(f"the log ends before step {step}", where=segment.folder)
+            raise IncompleteError(f"the log ends before step {step}", where=segment.folder)
         time.sleep(pause)  # the training may pause for hours
         pause = min(2 * pause, _LONGEST)
 
@@ -127,15 +127,15 @@ def _has_notes(segment: Segment, step: int) -> bool:
 def _logged(run: Path, segment: str) -> LoggedSteps:
     logged = next((one for one in index.read(run).segments if one.folder == segment), None)
     if logged is None:
-        raise NotFound("the chain has dropped the segment", where=run / segment)
+        raise NotFoundError("the chain has dropped the segment", where=run / segment)
     return logged
 
 
 def _await_pieces(pieces: Path, world: int, seconds: Callable[[], float]) -> None:
-    """Wait until all ranks have written their pieces. Raises `Incomplete` after some seconds."""
+    """Wait until all ranks have written their pieces. Raises `IncompleteError` after some seconds."""
     begin, pause = time.monotonic(), _SHORTEST
     while (rank := missing_rank(pieces, world)) is not None:
         if time.monotonic() > begin + seconds():
-            raise Incomplete(f"rank {rank} has not written its pieces", where=pieces)
+            raise IncompleteError(f"rank {rank} has not written its pieces", where=pieces)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)

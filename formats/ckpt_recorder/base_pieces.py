@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.gradients.layout import SegmentLayout
 from ckpt_formats.universal.gradients.record import FileHead, Kind, LogRecord, hash_values, scan
@@ -85,14 +85,14 @@ def give_up(folder: Path, rank: int) -> None:
 
 
 def missing_rank(folder: Path, world: int) -> int | None:
-    """The first rank whose pieces are not complete; None if all are. Raises `Incomplete` if one never will be."""
+    """The first rank whose pieces are not complete; None if all are. Raises `IncompleteError` if one never will be."""
     missing = None
     for rank in reversed(range(world)):
         path = folder / _file_name(rank)
         if path.exists():
             continue
         if _was_left(path.with_name(path.name + _DRAFT)) and not path.exists():
-            raise Incomplete(f"the process that writes the pieces of rank {rank} has given up", where=path)
+            raise IncompleteError(f"the process that writes the pieces of rank {rank} has given up", where=path)
         missing = rank
     return missing
 
@@ -137,7 +137,7 @@ class StatePieces:
     def read(self, rank: int, chunk: int, states: Mapping[str, Array], reader: Reader) -> int:
         """Fill a chunk of all states, each (n,) float32, where the piece has them. Returns its step.
 
-        Raises `Corrupt`.
+        Raises `CorruptError`.
         """
         record, number = self.places[rank][chunk]
         names, count = record.meta["states"], len(record.meta["chunks"])
@@ -147,13 +147,13 @@ class StatePieces:
             out = states[name]
             data, digest = record.read_chunk(self.paths[rank], at * count + number, out.nbytes, reader)
             if data.nbytes != out.nbytes or hash_values(data) != digest:
-                raise Corrupt(f"step {record.step}: a piece of {name!r} is damaged", where=self.paths[rank])
+                raise CorruptError(f"step {record.step}: a piece of {name!r} is damaged", where=self.paths[rank])
             out.view(np.uint8)[:] = data
         return record.step
 
 
 def open_pieces(folder: Path, layout: SegmentLayout, heads: Sequence[FileHead]) -> StatePieces:
-    """The pieces in a folder. Raises `Corrupt` unless they are complete and of this segment."""
+    """The pieces in a folder. Raises `CorruptError` unless they are complete and of this segment."""
     steps, places, paths = set[int](), [], []
     for head, rank in zip(heads, layout.ranks, strict=True):
         path = folder / _file_name(head.rank)
@@ -166,17 +166,17 @@ def open_pieces(folder: Path, layout: SegmentLayout, heads: Sequence[FileHead]) 
                 _check_piece(record, rank.chunk_count, path)
                 own |= {chunk: (record, number) for number, chunk in enumerate(record.meta["chunks"])}
         if log.torn is not None or not log.records or log.records[-1].kind is not Kind.END:
-            raise Corrupt(f"the pieces of a base are damaged: {log.torn or 'they have no end'}", where=path)
+            raise CorruptError(f"the pieces of a base are damaged: {log.torn or 'they have no end'}", where=path)
         if own.keys() != set(range(rank.chunk_count)):
-            raise Corrupt("a base has not all pieces", where=path)
+            raise CorruptError("a base has not all pieces", where=path)
         places.append(own)
         paths.append(path)
     if len(steps) != 1:
-        raise Corrupt("the ranks have pieces of different bases", where=folder)
+        raise CorruptError("the ranks have pieces of different bases", where=folder)
     pieces = StatePieces(steps.pop(), tuple(paths), tuple(places))
     is_late = any(record.step > pieces.step for own in places for record, _ in own.values())
     if is_late or pieces.first < layout.first:
-        raise Corrupt("a piece is of a step outside the base", where=folder)
+        raise CorruptError("a piece is of a step outside the base", where=folder)
     return pieces
 
 
@@ -190,4 +190,4 @@ def _check_piece(record: LogRecord, chunk_count: int, path: Path) -> None:
         and record.count == len(names) * len(chunks)
     )
     if not is_valid:
-        raise Corrupt(f"step {record.step}: a piece of a base is damaged", where=path)
+        raise CorruptError(f"step {record.step}: a piece of a base is damaged", where=path)

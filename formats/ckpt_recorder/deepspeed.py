@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, dtype_name, names_of
 
@@ -20,7 +20,7 @@ def is_engine(model: object) -> bool:
 
 
 def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
-    """The run of a DeepSpeed engine. Raises `Unsupported` if its optimizer is not one of ZeRO."""
+    """The run of a DeepSpeed engine. Raises `UnsupportedError` if its optimizer is not one of ZeRO."""
     zero = engine.optimizer
     if hasattr(zero, "single_partition_of_fp32_groups"):
         tensors = _stages_1_and_2(zero, rank)
@@ -31,9 +31,9 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
         calls = len(zero.fp32_partitioned_groups_flat)
         if zero.offload_optimizer and getattr(zero, "backup_optimizer", None) is not None:
-            raise Unsupported("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
+            raise UnsupportedError("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
     else:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the engine's optimizer is {type(zero).__name__}: only ZeRO 1, 2 and 3 can be recorded",
             hint="Set zero_optimization.stage to 1, 2 or 3.",
         )

@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 _MAX_INT8 = 127
 
@@ -58,10 +58,10 @@ class GradientCompression(ABC):
         """Use it for the gradients of a model, from the next backward pass on.
 
         Raises:
-            Unsupported: The model is no DistributedDataParallel.
+            UnsupportedError: The model is no DistributedDataParallel.
         """
         if not isinstance(model, DistributedDataParallel):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"gradients of {type(model).__name__} cannot be compressed",
                 hint="Compression needs torch.nn.parallel.DistributedDataParallel.",
             )
@@ -122,7 +122,7 @@ class TopK(GradientCompression):
 
     def __init__(self, ratio: float, feedback: bool) -> None:
         if not 0 < ratio <= 1:
-            raise Unsupported(f"a ratio of {ratio:g} elements", hint="It is above 0 and at most 1, such as 0.01.")
+            raise UnsupportedError(f"a ratio of {ratio:g} elements", hint="It is above 0 and at most 1, such as 0.01.")
         super().__init__(feedback)
         self._ratio = ratio
 

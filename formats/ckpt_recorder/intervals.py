@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ckpt.planning.tuner import IntervalTuner
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_recorder import ranks
 
 _FIRST_REVIEW = 8
@@ -42,18 +42,18 @@ class RecorderIntervals:
             base_option: The option that `base` is from, for errors. Only `base` itself may be 0.
 
         Raises:
-            Unsupported: An interval makes no sense.
+            UnsupportedError: An interval makes no sense.
         """
         for name, value in ((base_option, base), ("flush", flush)):
             if value != "auto" and not (isinstance(value, int) and value >= (name != "base")):
-                raise Unsupported(
+                raise UnsupportedError(
                     f"{value!r} cannot be `{name}`", where=name, hint='Give a number of steps, or "auto".'
                 )
         self._is_auto = {"base": base == "auto", "flush": flush == "auto"}
         self._tuner: IntervalTuner | None = None
         if any(self._is_auto.values()):
             if mtbf is None:
-                raise Unsupported(
+                raise UnsupportedError(
                     "intervals cannot be found without the mean time between failures",
                     where="mtbf",
                     hint="Give the seconds: Recorder(..., mtbf=3 * 3600).",

@@ -16,7 +16,7 @@ import torch
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult:
-    """The method that replays the optimizer's steps. Raises `Unsupported` if there is none."""
+    """The method that replays the optimizer's steps. Raises `UnsupportedError` if there is none."""
     name = class_name(optimizer)
     trial = _trial(optimizer, device)
     closest: ProbeResult | None = None
@@ -98,7 +98,7 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult
             if closest is None or figures["relative"] < closest.figures["relative"]:
                 closest = ProbeResult(name, method, "approximate", figures, vector)
     if closest is None or not closest.figures["relative"] <= MAX_RELATIVE:
-        raise Unsupported(
+        raise UnsupportedError(
             f"{name} cannot be recorded: ckpt has no arithmetic for it, and torch cannot step it in parts",
             hint=_RECORDABLE,
         )
@@ -122,7 +122,7 @@ class _Trial:
 
 
 def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
-    """Step a copy of the optimizer on random tensors. Raises `Unsupported` if it fails."""
+    """Step a copy of the optimizer on random tensors. Raises `UnsupportedError` if it fails."""
     generator = torch.Generator().manual_seed(5)
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
     shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
@@ -148,7 +148,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
             gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in step_gradients))
             states.append(tuple(_states_of(copy, parameter) for parameter in parameters))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
-        raise Unsupported(
+        raise UnsupportedError(
             f"{class_name(optimizer)} cannot be recorded: a copy of it failed on random tensors: {error}",
             hint=_RECORDABLE,
         ) from None

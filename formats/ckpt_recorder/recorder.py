@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
@@ -102,7 +102,7 @@ class Recorder:
             options: The fields of `RecorderOptions`.
 
         Raises:
-            Unsupported: The run cannot be recorded; the message states why.
+            UnsupportedError: The run cannot be recorded; the message states why.
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
@@ -140,7 +140,7 @@ class Recorder:
         if not codec.lossless:
             self.exactness = "approximate"
         if base == "rolling" and self.exactness == "approximate":
-            raise Unsupported(
+            raise UnsupportedError(
                 "a replay of this run is approximate: it cannot bring the pieces of a base to one step",
                 where="base",
                 hint='Use base="at once".',
@@ -213,7 +213,7 @@ class Recorder:
         _check_types(run)
         shares = ranks.gather(rank_part(run, self._probed, self._world))
         if len({one.weights for one in shares}) > 1:
-            raise Unsupported(
+            raise UnsupportedError(
                 "the ranks have different weights under the same names: the run is not data parallel",
                 hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
             )
@@ -511,11 +511,11 @@ class Recorder:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of Accelerate and others. Raises `Unsupported`."""
+    """The optimizer inside the wrappers of Accelerate and others. Raises `UnsupportedError`."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise Unsupported(f"{type(optimizer).__name__} is not an optimizer of torch")
+            raise UnsupportedError(f"{type(optimizer).__name__} is not an optimizer of torch")
         optimizer = inner
     return optimizer
 
@@ -526,14 +526,14 @@ def _device(run: TrackedRun, number: int) -> torch.device:
 
 def _check_positive(option: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
-        raise Unsupported(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
+        raise UnsupportedError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
 
 
 def _check_types(run: TrackedRun) -> None:
     for one in run.tensors:
         if one.tensor.dtype != torch.float32:
             name = next((part.name for part in one.parts), "a parameter")
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the optimizer steps `{name}` in {str(one.tensor.dtype).removeprefix('torch.')}; steps can "
                 "be recorded only if it steps weights in float32",
                 hint="Train in mixed precision with float32 master weights.",

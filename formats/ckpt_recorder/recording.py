@@ -10,7 +10,7 @@ import xxhash
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.gradients.layout import (
     ALONE,
@@ -82,14 +82,14 @@ def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> Ran
 def without_copies(shares: Sequence[RankPart]) -> list[RankPart]:
     """The contributions with each block in only one of them. Ranks with equal blocks take turns.
 
-    Raises `Unsupported` if ranks have different weights in the same block.
+    Raises `UnsupportedError` if ranks have different weights in the same block.
     """
     holders: dict[Block, list[int]] = {}
     for rank, share in enumerate(shares):
         for block, digest in share.shards.items():
             earlier = holders.setdefault(block, [])
             if earlier and shares[earlier[0]].shards[block] != digest:
-                raise Unsupported(
+                raise UnsupportedError(
                     f"ranks {earlier[0]} and {rank} have different `{block[0]}`: the run is not data parallel",
                     hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
                 )

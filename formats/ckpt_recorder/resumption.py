@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.containers.typed_json import decode
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_recorder.random_states import restore_random_states
 from ckpt_recorder.ranks import rank_and_world
 from ckpt_recorder.run import unwrap
@@ -42,7 +42,7 @@ def resume(
         random_states: Also restore this rank's random number generators, if the run recorded them.
 
     Raises:
-        Corrupt: The file was not written by `ckpt restore --to torch`.
+        CorruptError: The file was not written by `ckpt restore --to torch`.
         RuntimeError: The model or the optimizer does not fit (raised by torch).
     """
     content = torch.load(path, map_location="cpu", weights_only=True)
@@ -50,7 +50,7 @@ def resume(
     origin = extras.get("ckpt", {}).get("origin", {})
     step = origin.get("step") if isinstance(origin, dict) else None
     if not isinstance(step, int):
-        raise Corrupt("not a step that `ckpt restore --to torch` wrote", where=str(path))
+        raise CorruptError("not a step that `ckpt restore --to torch` wrote", where=str(path))
     unwrap(model).load_state_dict(content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(content["optimizer"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 
 Names = Mapping[torch.Tensor, str]
@@ -115,7 +115,7 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
-    """A run of one process, of DDP, or of FSDP2. Raises `Unsupported`."""
+    """A run of one process, of DDP, or of FSDP2. Raises `UnsupportedError`."""
     names, aliases = names_of(unwrap(model))
     shared = _EqualShares(rank, world)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -129,7 +129,7 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
-                    raise Unsupported(
+                    raise UnsupportedError(
                         "the optimizer steps a tensor that is not a parameter of the model",
                         hint="Pass the model whose parameters the optimizer has to the recorder.",
                     )
@@ -172,10 +172,10 @@ def _local_parts(name: str, parameter: torch.Tensor, shared: _EqualShares) -> It
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if any(placement.is_partial() for placement in placements):
-        raise Unsupported(f"`{name}` is a partial sum over ranks that is not reduced yet")
+        raise UnsupportedError(f"`{name}` is a partial sum over ranks that is not reduced yet")
     local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     if tuple(local_shape) != tuple(local_shard(parameter).shape):
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{name}`: this rank's shard has shape {list(local_shard(parameter).shape)}, not {list(local_shape)}"
         )
     box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))

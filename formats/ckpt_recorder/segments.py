@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ckpt_formats.core.errors import CkptError, Incomplete, Locked, Unsupported
+from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.universal.chain import file as index
@@ -37,7 +37,8 @@ def begin(run: Path, draft: SegmentLayout) -> NewSegment:
     """Create the folder and write the layout. Its parent is the chain's state at the first step, if there is one.
 
     Removes folders that remain from recorders that were killed. The caller must call `publish` or `abandon` next.
-    Raises `Unsupported` if the chain has later steps, `Locked` if another run records into it, and `OutputError`.
+    Raises `UnsupportedError` if the chain has later steps, `LockedError` if another run records into it, and
+    `OutputError`.
     """
     _wait_for_others(run)
     with _locked(run) as chain:
@@ -92,7 +93,7 @@ def _locked(run: Path) -> Iterator[ChainIndex | None]:
             try:
                 chain = stack.enter_context(folder.locked(run, create=True))
                 break
-            except Locked:
+            except LockedError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
@@ -116,7 +117,7 @@ def _write_layout(path: Path, layout: SegmentLayout) -> int:
 
 
 def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
-    """The chain, in which the last segment states its last step. Raises `Unsupported` if there are later steps."""
+    """The chain, in which the last segment states its last step. Raises `UnsupportedError` if there are later steps."""
     last = max((member.step for member in chain.members), default=first)
     segments = chain.segments
     if segments and segments[-1].step is None:
@@ -124,12 +125,12 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
             raise _locked_error(run / segments[-1].folder)
         try:
             end = states.open_steps(run, segments[-1]).last
-        except Incomplete:
+        except IncompleteError:
             end = segments[-1].first  # a rank has written nothing
         segments = (*segments[:-1], replace(segments[-1], step=end))
     last = max([last, *(one.step for one in segments[-1:] if one.step is not None)])
     if last > first:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the chain has steps up to {last}, and the run is at step {first}",
             where=run,
             hint=f"To continue from step {first}, drop the later steps: `ckpt compact {run} --upto {first}`. "
@@ -139,7 +140,7 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
 
 
 def _wait_for_others(run: Path) -> None:
-    """Wait for the writers of a killed run to end. Raises `Locked` if they do not, because that run continues."""
+    """Wait for the writers of a killed run to end. Raises `LockedError` if they do not, because that run continues."""
     chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else ChainIndex(())
     deadline = time.monotonic() + _DRAIN_SECONDS
     for segment in chain.segments[-1:]:
@@ -149,8 +150,8 @@ def _wait_for_others(run: Path) -> None:
             time.sleep(0.1)
 
 
-def _locked_error(path: Path) -> Locked:
-    return Locked("another run is recording into this chain", where=path, hint="Record into another chain.")
+def _locked_error(path: Path) -> LockedError:
+    return LockedError("another run is recording into this chain", where=path, hint="Record into another chain.")
 
 
 def _unused_path(run: Path, first: int) -> Path:

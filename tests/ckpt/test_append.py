@@ -20,7 +20,7 @@ from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.registry import writable
@@ -162,7 +162,7 @@ def test_states_that_the_parent_lacks_are_replayed(tmp_path: Path) -> None:
     assert last_member(run) == last_member(expected)
     save(open_checkpoint(saved[1]).rename({"a": "c", "b": "d"}), tmp_path / "none", writable("universal"), Resources())
     (tmp_path / "more").mkdir()
-    with pytest.raises(Unsupported, match="none of the states"):
+    with pytest.raises(UnsupportedError, match="none of the states"):
         add(expected, saved_states(tmp_path / "more", 4)[3], tmp_path / "none")
 
 

@@ -23,7 +23,7 @@ from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.containers import typed_json
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest, unchanged
@@ -193,7 +193,7 @@ def test_damaged_packs_are_not_named_unless_checks_are_off(tmp_path: Path, check
     if check:
         assert contents(opened) == contents(second)
     else:
-        with pytest.raises(Corrupt, match="still0/param"):
+        with pytest.raises(CorruptError, match="still0/param"):
             contents(opened)
 
 
@@ -240,7 +240,9 @@ def test_verify_reads_each_shared_pack_once(tmp_path: Path, monkeypatch: pytest.
 def test_a_missing_pack_names_member_parameter_state_and_what_to_do(tmp_path: Path) -> None:
     chain_of(tmp_path / "run", 2)
     shutil.copytree(member(tmp_path / "run", 2), tmp_path / "alone")
-    with pytest.raises(Incomplete, match=r"`still0` param of alone is in a pack of step-0000000001.*missing") as error:
+    with pytest.raises(
+        IncompleteError, match=r"`still0` param of alone is in a pack of step-0000000001.*missing"
+    ) as error:
         open_checkpoint(tmp_path / "alone")
     assert error.value.hint is not None
     assert "Copy the whole chain" in error.value.hint
@@ -457,7 +459,7 @@ def test_states_in_a_pack_of_another_member_may_not_overlap(forgeable: Path, tmp
         forged.columns["state.offset"][rows[1]] = forged.columns["state.offset"][rows[0]]
 
     forge(member(tmp_path / "run", 2), overlapping)
-    with pytest.raises(Corrupt, match="overlaps another"):
+    with pytest.raises(CorruptError, match="overlaps another"):
         open_checkpoint(member(tmp_path / "run", 2))
 
 
@@ -484,5 +486,5 @@ def test_a_hostile_list_is_refused(forgeable: Path, tmp_path: Path, shared: obje
     fields = json.loads((forgeable / "chain.json").read_bytes())
     fields["members"][1]["shared"] = shared
     (tmp_path / "chain.json").write_bytes(signed(fields))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         index.load(tmp_path / "chain.json")

@@ -14,7 +14,14 @@ import ckpt as library
 from chain_store_kills import campaign
 from ckpt.chains import write
 from ckpt.pipeline import scratch, staging
-from ckpt_formats.core.errors import CkptError, Incomplete, Locked, NotFound, OutputError, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    IncompleteError,
+    LockedError,
+    NotFoundError,
+    OutputError,
+    UnsupportedError,
+)
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores import object_store
 from ckpt_formats.stores.bucket import Bucket
@@ -179,7 +186,7 @@ def test_of_two_that_append_one_wins_and_the_other_says_so(
     def append_too(point: staging.Point) -> None:
         if point == "settled" and not errors:
             errors.append(OutputError("nothing"))
-            with pytest.raises(Locked, match="another process is writing") as refused:
+            with pytest.raises(LockedError, match="another process is writing") as refused:
                 library.Chain(THERE).append(library.open(saved[3]))
             errors.append(refused.value)
 
@@ -206,7 +213,7 @@ def test_a_list_that_another_has_replaced_is_not_overwritten(
 
     with monkeypatch.context() as patch:
         patch.setattr(staging, "reached", replace_list)
-        with pytest.raises(Locked, match="has changed this chain meanwhile"):
+        with pytest.raises(LockedError, match="has changed this chain meanwhile"):
             run.append(library.open(saved[2]))
     assert objects(user)["chain.json"] == other
     assert list(run) == [1, 2]
@@ -241,7 +248,7 @@ def test_a_scratch_folder_that_another_process_sweeps_at_once_is_made_again(
         if not done:
             done.append(file)
             shutil.rmtree(file.parent)
-            raise Locked("swept")
+            raise LockedError("swept")
         return lock(file, *given, **named)
 
     monkeypatch.setattr(scratch, "lock", swept)
@@ -256,16 +263,16 @@ def test_what_cannot_be_a_chain_is_refused(user: StoreServer, saved: list[Path],
     before = objects(user)
     with unconditional(user) as careless, reached(careless), pytest.raises(OutputError, match="ignores"):
         library.Chain(THERE).append(library.open(saved[1]))
-    with pytest.raises(Unsupported, match="one file system, or in one bucket"):
+    with pytest.raises(UnsupportedError, match="one file system, or in one bucket"):
         write._parent(library.Chain(THERE).path, "", tmp_path / "delta")
-    with pytest.raises(NotFound, match="not a chain"):
+    with pytest.raises(NotFoundError, match="not a chain"):
         library.Chain(f"s3://{BUCKET}/a").compact(KEPT)
     with pytest.raises(OutputError, match="is no chain, and contains"):
         library.Chain(f"s3://{BUCKET}/a").append(library.open(saved[0]))
     with pytest.raises(OutputError, match="is a bucket"):
         library.Chain(f"s3://{BUCKET}").append(library.open(saved[0]))
     Bucket(f"s3://{BUCKET}").create("a/other.chain/.ckpt/job", b"{}")
-    with pytest.raises(Incomplete, match="was interrupted"):
+    with pytest.raises(IncompleteError, match="was interrupted"):
         library.Chain(f"s3://{BUCKET}/a/other.chain").append(library.open(saved[0]))
     assert objects(user) == before
 

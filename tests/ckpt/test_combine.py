@@ -25,7 +25,14 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor, read
@@ -220,30 +227,30 @@ def test_integers_must_be_equal_and_counters_take_the_largest() -> None:
     assert values(result, "bn.num_batches_tracked") == 9
     assert "the largest is taken: bn.num_batches_tracked" in " ".join(map(str, result.notices))
     other = average([checkpoint(a), checkpoint({**b, "ids": np.arange(5)[::-1]})])
-    with pytest.raises(Unsupported, match="`ids` holds int64 values which differ"):
+    with pytest.raises(UnsupportedError, match="`ids` holds int64 values which differ"):
         values(other, "ids")
 
 
 def test_models_must_have_the_same_names_shapes_and_kinds() -> None:
     one, two = np.zeros(3, np.float32), np.zeros(4, np.float32)
-    with pytest.raises(Incomplete, match=r"b: it lacks 5 tensors of a: w1, w2, w3 and 2 more"):
+    with pytest.raises(IncompleteError, match=r"b: it lacks 5 tensors of a: w1, w2, w3 and 2 more"):
         average([checkpoint({f"w{i}": one for i in range(6)}), checkpoint({"w0": one}, name="b")])
-    with pytest.raises(Incomplete, match=r"a: it lacks 1 tensors of b: x"):
+    with pytest.raises(IncompleteError, match=r"a: it lacks 1 tensors of b: x"):
         average([checkpoint({"w": one}), checkpoint({"w": one, "x": one}, name="b")])
-    with pytest.raises(Unsupported, match=r"w \[4\] instead of \[3\]"):
+    with pytest.raises(UnsupportedError, match=r"w \[4\] instead of \[3\]"):
         average([checkpoint({"w": one}), checkpoint({"w": two}, name="b")])
-    with pytest.raises(Unsupported, match="other element types"):
+    with pytest.raises(UnsupportedError, match="other element types"):
         average([checkpoint({"w": one}), checkpoint({"w": one.astype(np.int32)}, name="b")])
-    with pytest.raises(Unsupported, match="other element types"):
+    with pytest.raises(UnsupportedError, match="other element types"):
         average([checkpoint({"w": one.astype(np.int32)}), checkpoint({"w": one}, name="b")])
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [np.inf, 1.0], [np.nan, 1.0], [-1.0, -1.0]])
 def test_weights_must_make_a_mean(weights: list[float]) -> None:
     sources = [checkpoint({"w": np.zeros(1, np.float32)})] * 2
-    with pytest.raises(Unsupported, match="weights"):
+    with pytest.raises(UnsupportedError, match="weights"):
         average(sources, weights)
-    with pytest.raises(Unsupported, match="at least one"):
+    with pytest.raises(UnsupportedError, match="at least one"):
         average([])
 
 
@@ -294,7 +301,7 @@ def test_ema_weights_are_those_of_the_recurrence() -> None:
     assert sum(Fraction(w) * s for w, s in zip(weights, states, strict=True)) == expected
     assert ema_weights(1, 0.9) == [1.0]
     for count, wrong in ((0, 0.5), (2, 1.0), (2, -0.1), (2, float("nan"))):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             ema_weights(count, wrong)
 
 
@@ -423,19 +430,19 @@ def test_the_layout_of_a_square_weight(flag: bool) -> None:
     for more, transposed in (({}, flag), (plain, False), (other, True)):
         result = values(merge_lora(checkpoint({**zeros, **more}), adapter), "a.proj.weight")
         assert bits(result) == bits(product.T if transposed else product)
-    with pytest.raises(Unsupported, match="is square"):
+    with pytest.raises(UnsupportedError, match="is square"):
         merge_lora(checkpoint({**zeros, **plain, **other}), adapter)
 
 
 def test_two_tensors_for_one_are_refused() -> None:
     model = checkpoint({"proj.weight": np.zeros((4, 3), np.float32), "proj.bias": np.zeros(4, np.float32)})
     adapter = small_adapter({"x.proj": (4, 3), "proj": (4, 3)})
-    with pytest.raises(Unsupported, match=r"two tensors of the adapter are meant for `proj\.weight`"):
+    with pytest.raises(UnsupportedError, match=r"two tensors of the adapter are meant for `proj\.weight`"):
         merge_lora(model, adapter)
     biases = {f"base_model.model.proj.{infix}bias": np.ones(4, np.float32) for infix in ("", "base_layer.")}
     adapter = small_adapter({"proj": (4, 3)})
     adapter = replace(adapter, parameters={**adapter.parameters, **checkpoint(biases).parameters})
-    with pytest.raises(Unsupported, match=r"two tensors of the adapter are meant for `proj\.bias`"):
+    with pytest.raises(UnsupportedError, match=r"two tensors of the adapter are meant for `proj\.bias`"):
         merge_lora(model, adapter)
 
 
@@ -739,7 +746,7 @@ def test_scale_multiplies_the_updates(trained: Build) -> None:
     expected = array(model.merge_and_unload().state_dict()[f"{name}.weight"])
     assert bits(values(merge_lora(base, adapter, 0.3), f"{name}.weight")) == bits(expected)
     assert bits(values(merge_lora(base, adapter, 0), f"{name}.weight")) == bits(values(base, f"{name}.weight"))
-    with pytest.raises(Unsupported, match="finite"):
+    with pytest.raises(UnsupportedError, match="finite"):
         merge_lora(base, adapter, float("inf"))
 
 
@@ -751,9 +758,9 @@ def test_a_prefix_of_the_inner_model_may_differ(trained: Build) -> None:
         moved = replace(base, parameters={change(n): replace(p, name=change(n)) for n, p in base.parameters.items()})
         compare(merge_lora(moved, adapter), {change(n): x for n, x in expected.items()})
     twice = replace(base, parameters={f"{part}.{n}": p for n, p in base.parameters.items() for part in ("a", "b")})
-    with pytest.raises(Unsupported, match=r"could be several weights of the model: a.model"):
+    with pytest.raises(UnsupportedError, match=r"could be several weights of the model: a.model"):
         merge_lora(twice, adapter)
-    with pytest.raises(Incomplete, match=r"it has no weights for 6 modules of the adapter: model.layers"):
+    with pytest.raises(IncompleteError, match=r"it has no weights for 6 modules of the adapter: model.layers"):
         merge_lora(base.select(skip=["layers"]), adapter)
 
 
@@ -800,22 +807,22 @@ def test_a_slice_of_dora_reads_the_rows_of_its_norms_once(trained: Build) -> Non
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
-        ({"peft_type": "LOHA"}, Unsupported, "type 'LOHA' are not merged"),
-        ({"peft_type": None}, Unsupported, "type None"),
-        ({"init_lora_weights": "pissa_niter_4"}, Unsupported, "changes the model's own weights"),
-        ({"init_lora_weights": ["x"]}, Unsupported, "changes the model's own weights"),
-        ({"lora_bias": True}, Unsupported, "not supported: lora_bias"),
-        ({"target_parameters": ["mlp.experts"]}, Unsupported, "not supported: target_parameters"),
-        ({"layer_replication": [[0, 1]]}, Unsupported, "not supported: layer_replication"),
-        ({"something_new": 1}, Unsupported, "not supported: something_new"),
-        ({"r": 8}, Unsupported, "has rank 4, but adapter_config.json states 8"),
-        ({"lora_alpha": "many"}, Corrupt, "`lora_alpha` is not a number: 'many'"),
-        ({"lora_alpha": float("nan")}, Corrupt, "`lora_alpha` is not a number"),
-        ({"lora_alpha": 10**400}, Corrupt, "`lora_alpha` is not a number"),
-        ({"modules_to_save": "lm_head"}, Corrupt, "`modules_to_save` is not a list"),
-        ({"rank_pattern": [1]}, Corrupt, "`rank_pattern` is not a table"),
-        ({"alpha_pattern": {"(a|b|ab)*x": 3}}, Unsafe, "may take too long"),
-        ({"use_dora": True}, Incomplete, "lacks lora_magnitude_vector"),
+        ({"peft_type": "LOHA"}, UnsupportedError, "type 'LOHA' are not merged"),
+        ({"peft_type": None}, UnsupportedError, "type None"),
+        ({"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "changes the model's own weights"),
+        ({"init_lora_weights": ["x"]}, UnsupportedError, "changes the model's own weights"),
+        ({"lora_bias": True}, UnsupportedError, "not supported: lora_bias"),
+        ({"target_parameters": ["mlp.experts"]}, UnsupportedError, "not supported: target_parameters"),
+        ({"layer_replication": [[0, 1]]}, UnsupportedError, "not supported: layer_replication"),
+        ({"something_new": 1}, UnsupportedError, "not supported: something_new"),
+        ({"r": 8}, UnsupportedError, "has rank 4, but adapter_config.json states 8"),
+        ({"lora_alpha": "many"}, CorruptError, "`lora_alpha` is not a number: 'many'"),
+        ({"lora_alpha": float("nan")}, CorruptError, "`lora_alpha` is not a number"),
+        ({"lora_alpha": 10**400}, CorruptError, "`lora_alpha` is not a number"),
+        ({"modules_to_save": "lm_head"}, CorruptError, "`modules_to_save` is not a list"),
+        ({"rank_pattern": [1]}, CorruptError, "`rank_pattern` is not a table"),
+        ({"alpha_pattern": {"(a|b|ab)*x": 3}}, UnsafeError, "may take too long"),
+        ({"use_dora": True}, IncompleteError, "lacks lora_magnitude_vector"),
     ],
 )
 def test_what_is_not_known_is_refused(
@@ -840,19 +847,34 @@ def test_tensors_that_do_not_fit_are_refused(trained: Build) -> None:
         return changed(source, **{name: np.zeros(source.parameters[name].weight.shape, dtype)})
 
     cases = [
-        (base, replace(adapter, extras={}), NotFound, "no adapter_config.json"),
-        (base, replace(adapter, parameters={}), Incomplete, "holds no tensors"),
-        (base, adapter.select(skip=[name.replace("lora_A", "lora_B")]), Incomplete, "lacks lora_B"),
-        (base, changed(adapter, **{name: np.zeros((4, 31), np.float32)}), Unsupported, "cannot be added"),
-        (base, cast(adapter, name, np.int8), Unsupported, "holds int8 values"),
-        (base, changed(adapter, base_model__model__x__lora_C=np.zeros(1)), Unsupported, "are not known: .*lora_C"),
-        (base, changed(adapter, base_model__model__x__y=np.zeros(1)), Unsupported, "are not known: x.y"),
-        (base, changed(adapter, **{f"{name[:-14]}.lora_B.bias": np.zeros(1)}), Unsupported, "`lora_bias`"),
-        (base, changed(adapter, **{f"{name[:-14]}.lora_magnitude_vector": np.zeros(32)}), Unsupported, "without need"),
-        (base, changed(adapter, base_model__model__lm_head__weight=np.zeros((66, 32))), Unsupported, "has the shape"),
-        (base, changed(adapter, base_model__model__lm_head__weight=np.zeros((64, 32), np.int8)), Unsupported, "int8"),
-        (cast(base, weight, ml_dtypes.float8_e4m3fn), adapter, Unsupported, "to which nothing can be added"),
-        (cast(base, weight, np.int8), adapter, Unsupported, "to which nothing can be added"),
+        (base, replace(adapter, extras={}), NotFoundError, "no adapter_config.json"),
+        (base, replace(adapter, parameters={}), IncompleteError, "holds no tensors"),
+        (base, adapter.select(skip=[name.replace("lora_A", "lora_B")]), IncompleteError, "lacks lora_B"),
+        (base, changed(adapter, **{name: np.zeros((4, 31), np.float32)}), UnsupportedError, "cannot be added"),
+        (base, cast(adapter, name, np.int8), UnsupportedError, "holds int8 values"),
+        (base, changed(adapter, base_model__model__x__lora_C=np.zeros(1)), UnsupportedError, "are not known: .*lora_C"),
+        (base, changed(adapter, base_model__model__x__y=np.zeros(1)), UnsupportedError, "are not known: x.y"),
+        (base, changed(adapter, **{f"{name[:-14]}.lora_B.bias": np.zeros(1)}), UnsupportedError, "`lora_bias`"),
+        (
+            base,
+            changed(adapter, **{f"{name[:-14]}.lora_magnitude_vector": np.zeros(32)}),
+            UnsupportedError,
+            "without need",
+        ),
+        (
+            base,
+            changed(adapter, base_model__model__lm_head__weight=np.zeros((66, 32))),
+            UnsupportedError,
+            "has the shape",
+        ),
+        (
+            base,
+            changed(adapter, base_model__model__lm_head__weight=np.zeros((64, 32), np.int8)),
+            UnsupportedError,
+            "int8",
+        ),
+        (cast(base, weight, ml_dtypes.float8_e4m3fn), adapter, UnsupportedError, "to which nothing can be added"),
+        (cast(base, weight, np.int8), adapter, UnsupportedError, "to which nothing can be added"),
     ]
     for model, other, error, message in cases:
         with pytest.raises(error, match=message):

@@ -24,7 +24,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS, Chunking
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import LEVELS
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
@@ -267,7 +267,7 @@ def test_a_block_takes_the_bytes_of_its_chunks_and_no_others(tmp_path: Path) -> 
         for state in ("exp_avg", "exp_avg_sq"):
             _spoil(blob(compressed, "w", state).store, index)
     assert bits(read(compressed.parameters["w"].states["exp_avg"].crop(block))) == bits(decoded)
-    with pytest.raises(Corrupt, match="chunk 3"):
+    with pytest.raises(CorruptError, match="chunk 3"):
         read(compressed.parameters["w"].states["exp_avg"].crop(Box((4 * rows - 1, 0), (4 * rows, 1))))
 
 
@@ -338,7 +338,7 @@ def test_a_damaged_chunk_is_refused_before_anybody_sees_its_values(broken: Path)
     refusals = 0
     for at in range(begin, begin + nbytes, 997):
         flip(store.stored.path, at)
-        with suppress(Corrupt):
+        with suppress(CorruptError):
             refusals += 1
             values = read(compressed.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1000))))
             assert bits(values) == bits(read(trained().states["fp32"])[:1])  # a bit that nobody needs
@@ -389,35 +389,39 @@ def _swap(column: Array) -> None:
 HOSTILE: dict[str, tuple[Change, type[CkptError], str]] = {
     "a chunk too long": (
         lengths(lambda column: column.__setitem__(1, column[1] + 8)),
-        Corrupt,
+        CorruptError,
         "do not fit its chunks",
     ),
     "a chunk too short": (
         lengths(lambda column: column.__setitem__(1, column[1] - 8)),
-        Corrupt,
+        CorruptError,
         "do not fit its chunks",
     ),
-    "enormous chunks": (lengths(lambda column: column.__setitem__(slice(None), 2**32 - 1)), Corrupt, "do not fit"),
-    "no lengths": (lengths(lambda column: column.__setitem__(slice(None), 0)), Corrupt, "do not fit its chunks"),
-    "one chunk has all bytes": (lengths(lambda column: _move(column, int(column[1]))), Corrupt, "too long|checksum"),
-    "borders that moved": (lengths(lambda column: _move(column, 8)), Corrupt, "checksum"),
-    "checksums of another chunk": (chunk_sums(_swap), Corrupt, "checksum"),
+    "enormous chunks": (lengths(lambda column: column.__setitem__(slice(None), 2**32 - 1)), CorruptError, "do not fit"),
+    "no lengths": (lengths(lambda column: column.__setitem__(slice(None), 0)), CorruptError, "do not fit its chunks"),
+    "one chunk has all bytes": (
+        lengths(lambda column: _move(column, int(column[1]))),
+        CorruptError,
+        "too long|checksum",
+    ),
+    "borders that moved": (lengths(lambda column: _move(column, 8)), CorruptError, "checksum"),
+    "checksums of another chunk": (chunk_sums(_swap), CorruptError, "checksum"),
     "a shape with more chunks": (
         lambda forged: forged.columns["state.dims"].__setitem__(forged.dims("w", "fp32").start, 1200),
-        Corrupt,
+        CorruptError,
         "length of column chunk.values",
     ),
     "an enormous shape": (
         lambda forged: forged.columns["state.dims"].__setitem__(forged.dims("w", "fp32").start, 1 << 40),
-        Corrupt,
+        CorruptError,
         "length of column chunk.values",
     ),
-    "an unknown codec": (codec("w", "fp32", {"name": "magic"}), Unsupported, "magic"),
-    "unknown options": (codec("w", "fp32", {"name": "planes", "colour": "red"}), Unsupported, "colour"),
-    "options of another kind": (codec("w", "fp32", {"name": "planes", "level": {"a": []}}), Unsupported, "level"),
-    "a base that has a base": (codec("w", "fp32", {"name": "first-moment"}, "exp_avg"), Corrupt, "base"),
-    "a base that is itself": (codec("w", "fp32", {"name": "first-moment"}, "fp32"), Corrupt, "base"),
-    "a base that is not there": (codec("w", "fp32", {"name": "first-moment"}, "ghost"), Corrupt, "base"),
+    "an unknown codec": (codec("w", "fp32", {"name": "magic"}), UnsupportedError, "magic"),
+    "unknown options": (codec("w", "fp32", {"name": "planes", "colour": "red"}), UnsupportedError, "colour"),
+    "options of another kind": (codec("w", "fp32", {"name": "planes", "level": {"a": []}}), UnsupportedError, "level"),
+    "a base that has a base": (codec("w", "fp32", {"name": "first-moment"}, "exp_avg"), CorruptError, "base"),
+    "a base that is itself": (codec("w", "fp32", {"name": "first-moment"}, "fp32"), CorruptError, "base"),
+    "a base that is not there": (codec("w", "fp32", {"name": "first-moment"}, "ghost"), CorruptError, "base"),
 }
 
 
@@ -442,7 +446,7 @@ def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:
     if blob(compressed, "w", "exp_avg").store.base is None:
         pytest.skip("the codec of exp_avg has no base")
     _spoil(blob(compressed, "w", "exp_avg_sq").store, 0)
-    with pytest.raises(Corrupt, match="exp_avg_sq"):
+    with pytest.raises(CorruptError, match="exp_avg_sq"):
         read(compressed.parameters["w"].states["exp_avg"])
 
 

@@ -11,7 +11,7 @@ import ckpt as library
 from ckpt.copying import compare
 from ckpt.copying.compare import RunningTag
 from ckpt.pipeline import staging
-from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.files import Leaves, Reader, Seal
 from ckpt_formats.core.seal_checks import verify_seals
 from ckpt_formats.stores import bucket as buckets
@@ -153,7 +153,7 @@ def test_a_store_that_names_objects_otherwise_is_read_back(user: StoreServer, mo
         return upload(self, key, damaged, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bucket, "upload", careless)
-    with pytest.raises(Corrupt, match="other bytes"):
+    with pytest.raises(CorruptError, match="other bytes"):
         library.copy(SAMPLES / "universal-1-plain", f"{THERE}-2")
     assert not any(key.startswith("a/copy-2/") for key in keys(user))
 
@@ -221,7 +221,7 @@ def test_names_that_would_leave_the_target_are_refused(user: StoreServer, tmp_pa
 
     objects = {f"a/{name}": StoredObject(1, "tag", 0.0) for name in ("one", "../two")}
     store = ObjectStore(f"s3://{BUCKET}", objects, "a")
-    with pytest.raises(Unsafe, match="no file can have the name"):
+    with pytest.raises(UnsafeError, match="no file can have the name"):
         list(below(StorePath(store, "a")))
 
 

@@ -18,7 +18,7 @@ import growing_log
 from ckpt.chains.places import changed
 from ckpt.copying import follow
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import CkptError, Corrupt, Locked, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
@@ -84,7 +84,7 @@ def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> Non
 
     def note(brought: follow.Brought) -> None:
         seen.append(brought)
-        with pytest.raises(Locked), changed(source_path(THERE), Resources()):
+        with pytest.raises(LockedError), changed(source_path(THERE), Resources()):
             pass  # nobody else changes it
         if len(seen) == 1:
             grow(run)
@@ -159,14 +159,14 @@ def test_another_chain_is_not_touched(user: StoreServer, run: Path, tmp_path: Pa
     before = keys(user)
     with pytest.raises(OutputError, match="there is another chain"):
         library.update_copy(run, THERE)
-    with pytest.raises(Unsupported, match="only a copy in a store"):
+    with pytest.raises(UnsupportedError, match="only a copy in a store"):
         library.update_copy(run, tmp_path / "out")
     assert ckpt("copy", run, THERE, "--update", "--dry-run").code == 2
     assert keys(user) == before
     library.update_copy(run, f"{THERE}-2")
     name = next(key for key in keys(user) if key.startswith("a/run.chain-2/") and ".part-" in key)
     obstore.put(user.client, name, b"other bytes")
-    with pytest.raises((OutputError, Corrupt)):
+    with pytest.raises((OutputError, CorruptError)):
         library.update_copy(run, f"{THERE}-2")
 
 

@@ -18,7 +18,7 @@ from ckpt.pipeline.cluster import connect, distribute
 from ckpt.pipeline.cluster.worker import WorkerJob, write_task
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt_formats.containers.torchfile import write_file
-from ckpt_formats.core.errors import Corrupt, OutputError, Unsupported
+from ckpt_formats.core.errors import CorruptError, OutputError, UnsupportedError
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import At, DaskProcesses, dask_processes, environment, files
@@ -117,9 +117,9 @@ def test_an_error_on_a_worker_is_that_of_a_local_run(cluster: DaskProcesses, mod
     data = bytearray(model.read_bytes())
     data[len(data) // 2] ^= 1
     (damaged := tmp_path / "model.pt").write_bytes(data)
-    with pytest.raises(Corrupt) as local:
+    with pytest.raises(CorruptError) as local:
         job(damaged, tmp_path / "out").run()
-    with pytest.raises(Corrupt) as remote:
+    with pytest.raises(CorruptError) as remote:
         job(damaged, tmp_path / "out").run(Resources(executor=cluster.url))
     assert vars(remote.value) == vars(local.value)
     damaged.rename(tmp_path / "elsewhere.pt")
@@ -128,7 +128,7 @@ def test_an_error_on_a_worker_is_that_of_a_local_run(cluster: DaskProcesses, mod
     broken.plan()
     os.utime(model)  # workers notice that it is not the file that was opened
     try:
-        with pytest.raises(Corrupt, match="was changed or replaced while it was read"):
+        with pytest.raises(CorruptError, match="was changed or replaced while it was read"):
             broken.run(Resources(executor=cluster.url))
     finally:
         assert sorted(os.listdir(tmp_path)) == ["elsewhere.pt"]
@@ -140,7 +140,7 @@ def test_another_version_is_refused_by_name(cluster: DaskProcesses, model: Path,
     (tmp_path / "out").mkdir()
     cluster.workers.append(cluster.start_worker(FIRST=str(tmp_path)))
     cluster.wait_for(WORKERS + 1)
-    with pytest.raises(Unsupported, match=r"a worker has ckpt 0\.0\.1, and this machine ckpt"):
+    with pytest.raises(UnsupportedError, match=r"a worker has ckpt 0\.0\.1, and this machine ckpt"):
         job(model, tmp_path / "out" / "new").run(Resources(executor=cluster.url))
     assert os.listdir(tmp_path / "out") == []
     cluster.workers[-1].kill()

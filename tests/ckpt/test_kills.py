@@ -17,7 +17,7 @@ import pytest
 
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.location import detect
 from damage import ckpt
@@ -112,7 +112,7 @@ def assert_absent_or_whole(work: Work, good: dict[str, str]) -> bool:
         assert ckpt("verify", work.target).code == 0
     for path in (work.stage, work.stage / "data", *work.stage.glob("data/*")):
         if path.exists():
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 detect(path)
     return whole
 

@@ -115,7 +115,7 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 
 
 def test_progress_is_refused_outside_of_a_notebook() -> None:
-    with pytest.raises(ckpt.Unsupported):
+    with pytest.raises(ckpt.UnsupportedError):
         ckpt.NotebookProgress()
 
 

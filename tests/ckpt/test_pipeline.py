@@ -25,7 +25,7 @@ from ckpt.pipeline import Resources, Result, check_complete, plan
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.folder_staging import open_folder
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group
-from ckpt_formats.core.errors import BadRules, Corrupt, Incomplete, Locked, NoSpace, OutputError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, LockedError, NoSpaceError, OutputError, RulesError
 from ckpt_formats.core.format import FilePlan, Format, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Tensor
@@ -238,7 +238,7 @@ def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         save(opened, target, Dying(2, RuntimeError()), Resources(1))
     format = Counting()
-    with pytest.raises(Corrupt, match="checksum"):
+    with pytest.raises(CorruptError, match="checksum"):
         save(opened, target, format, Resources(1))
     assert len(format.files) == 4, "the damaged part itself was not written again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
@@ -251,7 +251,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
         save(many(), source / "source", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
         opened = open_checkpoint(source / "source")
         flip(opened.files[2].path, opened.files[2].nbytes - 1)
-        with pytest.raises(Corrupt, match=r"00002|p2"):
+        with pytest.raises(CorruptError, match=r"00002|p2"):
             save(opened, target_of(name, source), format, EFFORT)
         assert [path.name for path in source.iterdir()] == ["source"]
 
@@ -346,11 +346,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
     source, ballast = many(8, 8_000), small_disk / "ballast"
     ballast.write_bytes(bytes(400 << 10))
-    with pytest.raises(NoSpace, match="target: no space left"):
+    with pytest.raises(NoSpaceError, match="target: no space left"):
         save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
     assert not (small_disk / "target").exists()
     ballast.unlink()
-    with pytest.raises(NoSpace):  # it is still too large; but the journal survives a full disk
+    with pytest.raises(NoSpaceError):  # it is still too large; but the journal survives a full disk
         save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
     half = source.select(["p[567]"])
     save(half, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
@@ -365,7 +365,7 @@ def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
 
 def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with open_folder(target), pytest.raises(Locked):
+    with open_folder(target), pytest.raises(LockedError):
         save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
     save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
 
@@ -415,7 +415,7 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
     holed = replace(many().parameters["p5"].states[MODEL].crop(Box((0,), (1000,))), shape=(2000,))
     source = many()
     bad = replace(source.parameters["p5"], states={MODEL: holed})
-    with pytest.raises(Incomplete, match=r"`p5` param: no file holds block \[1000:2000\]"):
+    with pytest.raises(IncompleteError, match=r"`p5` param: no file holds block \[1000:2000\]"):
         save(
             replace(source, parameters={**source.parameters, "p5": bad}),
             tmp_path / "t",
@@ -425,21 +425,21 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
     assert not list(tmp_path.iterdir())
     holes = {f"p{i}": replace(bad, name=f"p{i}") for i in range(5)}
     for count in (2, 3, 4, 5):
-        with pytest.raises(Incomplete) as caught:
+        with pytest.raises(IncompleteError) as caught:
             check_complete(replace(source, parameters=dict(list(holes.items())[:count])))
         assert [name for name in holes if f"`{name}`" in caught.value.what] == list(holes)[: min(count, 3)]
         assert caught.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
     for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
-        with pytest.raises(Incomplete, match="nobody"):
+        with pytest.raises(IncompleteError, match="nobody"):
             check_complete(stray)
 
 
 def test_an_error_that_names_no_place_is_given_its_tensor(tmp_path: Path) -> None:
     class Refusing(Universal):
         def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
-            raise BadRules("no")
+            raise RulesError("no")
 
-    with pytest.raises(BadRules, match="tensor p0: no"):
+    with pytest.raises(RulesError, match="tensor p0: no"):
         save(many(), tmp_path / "target", Refusing(), Resources(1))
     assert not list(tmp_path.iterdir())
 
@@ -449,7 +449,7 @@ def test_a_file_that_ends_too_early_while_it_is_copied_leaves_nothing(tmp_path: 
     raw = lay(tmp_path / "source.bin", values, 0, (4,))
     source = checkpoint([replace(parameter("w", {MODEL: values}), states={MODEL: Tensor.of(raw)})])
     os.truncate(tmp_path / "source.bin", 3000)
-    with pytest.raises(Corrupt, match="ends at byte 3000"):
+    with pytest.raises(CorruptError, match="ends at byte 3000"):
         save(source, tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
     assert [path.name for path in tmp_path.iterdir()] == ["source.bin"]
 

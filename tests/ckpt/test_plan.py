@@ -24,7 +24,7 @@ from ckpt.planning.waste import (
     waste_logged,
     young_seconds,
 )
-from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = RunCosts(step=1.0, mtbf=10_800, base_stall=20, restart=120)
@@ -198,7 +198,7 @@ def test_replay_is_as_slow_as_the_slower_of_disk_and_cores() -> None:
 @pytest.mark.parametrize("field", ["step", "mtbf", "base_stall", "restart", "base_delay"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e13])
 def test_figures_of_a_run_without_sense_are_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(Unsupported) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         replace(RUN, **{field: value})
     assert (refused.value.where, bool(refused.value.hint)) == (field, True)
 
@@ -206,28 +206,28 @@ def test_figures_of_a_run_without_sense_are_refused_by_name(field: str, value: f
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_figures_of_a_log_without_sense_are_refused_by_name(value: float) -> None:
     for field in ("replay", "slowdown", "flush_stall"):
-        with pytest.raises(Unsupported) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             replace(LOG, **{field: value})
         assert refused.value.where == field
     for field in ("base_nbytes", "step_nbytes", "write_rate", "read_rate", "parameters", "replay_rate", "cores"):
-        with pytest.raises(Unsupported) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             DataRates(**{field: value})
         assert refused.value.where == field
 
 
 def test_what_cannot_work_is_refused_with_a_hint() -> None:
-    with pytest.raises(Unsupported, match="a restart takes 120 s, but a failure comes every 100 s") as refused:
+    with pytest.raises(UnsupportedError, match="a restart takes 120 s, but a failure comes every 100 s") as refused:
         replace(RUN, mtbf=100)
     assert refused.value.where == "restart"
-    with pytest.raises(Unsupported, match=r"a step adds 2e\+09 bytes to the log, but only 1\.02e\+09") as refused:
+    with pytest.raises(UnsupportedError, match=r"a step adds 2e\+09 bytes to the log, but only 1\.02e\+09") as refused:
         plan_schedule(RUN, LOG, DataRates(step_nbytes=2e9, write_rate=1e9))
     assert (refused.value.where, "int8" in str(refused.value.hint)) == ("write_rate", True)
-    with pytest.raises(Unsupported, match="no interval makes progress"):
+    with pytest.raises(UnsupportedError, match="no interval makes progress"):
         plan_schedule(RunCosts(step=10_000, mtbf=100, base_stall=1))
-    with pytest.raises(Unsupported, match="no interval makes progress"):
+    with pytest.raises(UnsupportedError, match="no interval makes progress"):
         plan_schedule(RunCosts(step=1, mtbf=100, base_stall=1e9))
     for step in (0.0, math.nan):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             replace(RUN, step=step)
 
 
@@ -236,7 +236,7 @@ def test_extreme_figures_give_a_plan_or_an_error_of_ckpt() -> None:
     for step, mtbf, stall, replay in itertools.product(values, values, (0.0, *values), (0.0, *values)):
         try:
             plan = plan_schedule(RunCosts(step, mtbf, stall), LogCosts(replay, 0.01, 0.0))
-        except Unsupported:
+        except UnsupportedError:
             continue
         assert plan.logged is not None
         assert 0 <= plan.best.waste < 1 + 1e-12
@@ -351,12 +351,12 @@ def test_a_failure_can_come_while_the_run_restarts() -> None:
 
 def test_numbers_of_failures_without_sense_are_refused() -> None:
     for failures in (0, 1, 10**9):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             exponential(100, failures)
     for shape in (0.0, -1.0, math.nan, 1e-3):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             weibull(100, shape, 10)
-    with pytest.raises(Unsupported, match="too few"):
+    with pytest.raises(UnsupportedError, match="too few"):
         simulate(RUN, None, 10, None, [5.0])
     assert repeated([1.0, 2.0, 3.0], 5).tolist() == [1, 2, 3, 1, 2]
 
@@ -403,7 +403,7 @@ def test_times_of_a_trace_are_seconds_or_dates_in_any_order(tmp_path: Path) -> N
 def test_a_trace_that_is_none_is_refused_with_its_line(
     text: str | bytes, column: str | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(Corrupt, match=message) as refused:
+    with pytest.raises(CorruptError, match=message) as refused:
         read_gaps(trace(tmp_path, text), column)
     assert refused.value.where == str(tmp_path / "trace")
     assert len(refused.value.what) < 2000
@@ -412,7 +412,7 @@ def test_a_trace_that_is_none_is_refused_with_its_line(
 def test_a_trace_that_is_too_large_or_absent_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate((1 << 25) + 1)
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         read_gaps(tmp_path / "huge")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         read_gaps(tmp_path / "nothing")

@@ -17,7 +17,7 @@ from ckpt import pipeline
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Corrupt, NoSpace
+from ckpt_formats.core.errors import CorruptError, NoSpaceError
 from ckpt_formats.core.files import crc32
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
@@ -161,7 +161,7 @@ def test_a_flipped_bit_in_any_ranks_columns_is_found(sources: Callable[[str], Pa
                 there = path / "in" / file.relative_to(sources("megatron-legacy"))
                 there.parent.mkdir(parents=True, exist_ok=True)
                 there.write_bytes(bytes(data) if file == blob.path else file.read_bytes())
-        with pytest.raises(Corrupt, match="crc32 checksum"):
+        with pytest.raises(CorruptError, match="crc32 checksum"):
             save(open_checkpoint(path / "in"), path / "out", TARGET, EFFORT)
         assert [one.name for one in path.iterdir()] == ["in"]
 
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_no_target_and_what_was_done_is_kept(sources: Callabl
         if next(calls) == 40:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(NoSpace):
+    with pytest.raises(NoSpaceError):
         pipeline.write(pipeline.plan(source, target, TARGET), source, target, TARGET, EFFORT, full)
     assert [one.name for one in tmp_path.iterdir()] == [".out.ckpt-partial"]
     assert save(source, target, TARGET, EFFORT).resumed >= 3

@@ -23,7 +23,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Value
@@ -202,7 +202,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
     save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
-    with pytest.raises(BadRules, match=re.escape(message)):
+    with pytest.raises(RulesError, match=re.escape(message)):
         open_checkpoint(tmp_path / "out", ReadOptions(order=tuple(change([*names[0], *names[1]]))))
 
 

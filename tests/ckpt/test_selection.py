@@ -13,7 +13,7 @@ from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
 from ckpt_formats.core.edits import cast, select, weights_only
-from ckpt_formats.core.errors import BadRules, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import NotFoundError, RulesError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value
@@ -66,14 +66,14 @@ def test_choosing_twice_is_choosing_once(keep: list[str], drop: list[str]) -> No
 @pytest.mark.parametrize("side", ["keep", "drop"])
 def test_a_pattern_that_matches_nothing_is_surely_mistyped(side: str) -> None:
     given = (["layer.0", "nothing"], []) if side == "keep" else ([], ["nothing"])
-    with pytest.raises(NotFound, match=r"nothing|layer\.0"):
+    with pytest.raises(NotFoundError, match=r"nothing|layer\.0"):
         select(SOURCE, *given)
 
 
 def test_patterns_that_are_none_or_never_end_are_refused() -> None:
-    with pytest.raises(BadRules, match="not a regular expression"):
+    with pytest.raises(RulesError, match="not a regular expression"):
         select(SOURCE, ["("], [])
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         select(SOURCE, [], ["(a+)+$"])
 
 
@@ -121,7 +121,7 @@ def test_casting_to_what_it_is_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "bool", "complex64", "nonsense", "", "FP32"])
 def test_what_is_no_float_is_not_a_precision(name: str) -> None:
-    with pytest.raises(Unsupported, match="not a floating-point type"):
+    with pytest.raises(UnsupportedError, match="not a floating-point type"):
         cast(SOURCE, name)
 
 
@@ -159,12 +159,12 @@ def test_names_are_changed_by_prefixes_and_patterns() -> None:
         assert bits(read(renamed[new].weight)) == bits(read(SOURCE[old].weight))
     assert [group.names for group in renamed.groups] == [tuple(expected[n] for n in g.names) for g in SOURCE.groups]
     for wrong, kind in (
-        ({"patterns": [("nought", "x")]}, NotFound),
-        ({"strip_prefix": "nought"}, NotFound),
-        ({"patterns": [(".*", "same")]}, Unsupported),
-        ({"patterns": [("(", "")]}, BadRules),
-        ({"patterns": [("w", r"\3")]}, BadRules),
-        ({"patterns": [("(a+)+b", "")]}, Unsafe),
+        ({"patterns": [("nought", "x")]}, NotFoundError),
+        ({"strip_prefix": "nought"}, NotFoundError),
+        ({"patterns": [(".*", "same")]}, UnsupportedError),
+        ({"patterns": [("(", "")]}, RulesError),
+        ({"patterns": [("w", r"\3")]}, RulesError),
+        ({"patterns": [("(a+)+b", "")]}, UnsafeError),
     ):
         with pytest.raises(kind):
             rename_by(SOURCE, **wrong)

@@ -18,7 +18,7 @@ from ckpt.pipeline import Resources
 from ckpt.shadow import turns
 from ckpt.shadow.follow import ShadowEvent, follow
 from ckpt.shadow.shadow import Shadow
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
@@ -119,10 +119,10 @@ def test_a_state_that_differs_from_the_run_is_never_shown(tmp_path: Path) -> Non
     digests["exp_avg"][0] ^= 1
     log.write(tmp_path / "run.chain")
     shadow = Shadow(tmp_path / "run.chain", ONE)
-    with pytest.raises(Corrupt, match="step 6: 'exp_avg' of `w`"):
+    with pytest.raises(CorruptError, match="step 6: 'exp_avg' of `w`"):
         settle(shadow)
     for read in (shadow.poll, lambda: shadow.frozen().__enter__()):
-        with pytest.raises(Corrupt, match="step 6"):
+        with pytest.raises(CorruptError, match="step 6"):
             read()
     assert ckpt("shadow", tmp_path / "run.chain", "--once").code == 20
 
@@ -156,14 +156,14 @@ def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:
 
 
 def test_a_log_that_is_not_there_is_an_error_and_one_without_a_start_is_awaited(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         Shadow(tmp_path / "other.chain").poll()
     path = run / "gradients-0000000000" / rank_file(0)
     content = path.read_bytes()
     path.write_bytes(content[:200])
     shadow = Shadow(run, ONE)
     assert settle(shadow) == []
-    with pytest.raises(Incomplete), shadow.frozen():
+    with pytest.raises(IncompleteError), shadow.frozen():
         pass
     assert ckpt("shadow", run, "--once").code == 20
     path.write_bytes(content)
@@ -236,10 +236,10 @@ def test_a_shadow_killed_while_it_adds_a_base_leaves_the_chain_whole(run: Path, 
 
 def test_a_full_disk_costs_a_base_and_nothing_else(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt.shadow import shadow as module
-    from ckpt_formats.core.errors import NoSpace
+    from ckpt_formats.core.errors import NoSpaceError
 
     def full(*arguments: object) -> None:
-        raise NoSpace("no space left on the disk", where=run)
+        raise NoSpaceError("no space left on the disk", where=run)
 
     monkeypatch.setattr(module, "add_base", full)
     events: list[ShadowEvent] = []

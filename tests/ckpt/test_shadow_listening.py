@@ -21,7 +21,14 @@ from ckpt.shadow.listener import tls_of
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import FrameKind, NetworkAddress, parse_address
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.tensor import ArrayBlob
 from damage import ckpt
 from gradient_logs import mutants, restored
@@ -101,7 +108,7 @@ def test_the_state_is_frozen_while_somebody_reads_and_no_longer(listening: Liste
     connection.close()
     thread.join(10)
     assert listening.shadow.step == 12
-    with pytest.raises(Incomplete):
+    with pytest.raises(IncompleteError):
         bits(connection.checkpoint)
 
 
@@ -150,7 +157,7 @@ def test_the_token_is_demanded(listening: Listening, tmp_path: Path, monkeypatch
     with ShadowConnection(with_token.address, Credentials(TOKEN)) as connection:
         assert connection.checkpoint.step == 7
     for token, message in ((None, "demands a token"), (TOKEN + b"!", "is not the shadow's")):
-        with pytest.raises(Unsupported, match=message):
+        with pytest.raises(UnsupportedError, match=message):
             ShadowConnection(with_token.address, Credentials(token))
     address = f"tcp://{with_token.address}"
     assert ckpt("inspect", address).code == 22
@@ -160,7 +167,7 @@ def test_the_token_is_demanded(listening: Listening, tmp_path: Path, monkeypatch
     monkeypatch.delenv("CKPT_SHADOW_TOKEN_FILE")
     monkeypatch.setenv("CKPT_SHADOW_TOKEN", TOKEN.decode())
     assert ckpt("inspect", address).code == 0
-    with pytest.raises(Unsupported, match="must have 16"):
+    with pytest.raises(UnsupportedError, match="must have 16"):
         Server(listening.shadow, HERE, b"short")
     with_token.close()
 
@@ -169,7 +176,7 @@ def test_other_machines_need_a_token_and_tls(listening: Listening, certificate: 
     tls = tls_of(*certificate)
     everywhere = NetworkAddress("0.0.0.0", 0)
     for token, context in ((None, None), (TOKEN, None), (None, tls)):
-        with pytest.raises(Unsupported, match="needs a token and TLS"):
+        with pytest.raises(UnsupportedError, match="needs a token and TLS"):
             Server(listening.shadow, everywhere, token, context)
     Server(listening.shadow, everywhere, TOKEN, tls).close()
     assert ckpt("shadow", listening.run, "--listen", "0.0.0.0:0").code == 22
@@ -183,9 +190,9 @@ def test_tls_is_spoken_with_whom_the_certificate_is_trusted(
     with ShadowConnection(with_tls.address, trusted) as connection:
         assert bits(connection.checkpoint) == bits(restored(listening.run, 7))
     monkeypatch.setattr(NetworkAddress, "is_loopback", False)
-    with pytest.raises(Unsafe, match="not trusted"):
+    with pytest.raises(UnsafeError, match="not trusted"):
         ShadowConnection(with_tls.address, Credentials(TOKEN))
-    with pytest.raises((Unsafe, NotFound)):
+    with pytest.raises((UnsafeError, NotFoundError)):
         ShadowConnection(listening.address, trusted)  # which speaks no TLS
     with_tls.close()
 
@@ -194,7 +201,7 @@ def test_addresses(tmp_path: Path) -> None:
     for text, host, port in (("7077", "localhost", 7077), ("[::1]:80", "::1", 80), ("tcp://a.b:1/", "a.b", 1)):
         assert parse_address(text) == NetworkAddress(host, port)
     for text in ("", "tcp://", "host:", "host:70000", ":80", "host:x", "host:-1"):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             parse_address(text)
     assert ckpt("inspect", "tcp://localhost:1").code == 10
     assert [NetworkAddress(host, 1).is_loopback for host in ("::1", "127.9.9.9", "localhost", "10.0.0.1", "x")] == [
@@ -260,7 +267,7 @@ ANSWERS: dict[str, Callable[[socket.socket], None]] = {
 def test_a_hostile_shadow_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "SECONDS", 5.0)
     for address in hostile_shadow(ANSWERS[name]):
-        with pytest.raises((Corrupt, Incomplete, Unsupported)):
+        with pytest.raises((CorruptError, IncompleteError, UnsupportedError)):
             ShadowConnection(address)
 
 
@@ -277,7 +284,7 @@ def test_values_that_were_damaged_on_the_way_are_refused(listening: Listening, m
         return None
 
     monkeypatch.setattr(wire, "send", send_damaged)
-    with ShadowConnection(listening.address) as connection, pytest.raises(Corrupt, match="does not have its hash"):
+    with ShadowConnection(listening.address) as connection, pytest.raises(CorruptError, match="does not have its hash"):
         connection.checkpoint["w"][...]
 
 

@@ -17,7 +17,7 @@ from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.universal.gradients import layout as layout_module
 from ckpt_formats.universal.gradients.layout import LoggedTensor
 from ckpt_formats.universal.gradients.parts import StatePart
@@ -83,7 +83,7 @@ def test_each_tensor_is_in_one_part_and_the_sizes_are_even(count: int) -> None:
     sizes = [sum(tensors[i].shape[0] for i in part) for part in held]
     assert max(sizes) - min(sizes) <= 24
     for number, of in ((0, 1), (2, 1), (-1, 3)):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             StatePart(number, of)
 
 
@@ -158,7 +158,7 @@ class JoinedShadowsBehind:
 def test_a_step_that_a_part_does_not_reach_is_refused(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "WAIT_SECONDS", 0.2)
     parts.go_to(*[5] * (len(parts.shadows) - 1), 9)
-    with pytest.raises(Incomplete, match="did not reach step 9"):
+    with pytest.raises(IncompleteError, match="did not reach step 9"):
         JoinedShadows(parts.addresses)
     parts.go_to(*[9] * len(parts.shadows))
     with JoinedShadows(parts.addresses) as joined:
@@ -173,12 +173,12 @@ def test_parts_are_named_once_and_all(parts: Parts, run: Path) -> None:
     go_to(whole, 7)
     server = Server(whole, HERE)
     for addresses, error, message in (
-        ([first], Incomplete, "part 2 of"),
-        (others, Incomplete, "part 1 of"),
-        ([first, first], Incomplete, "part 2 of"),
-        ([first, *others, first], Unsupported, "twice"),
-        ([server.address, first], Unsupported, "whole state"),
-        ([server.address, server.address], Unsupported, "whole state"),
+        ([first], IncompleteError, "part 2 of"),
+        (others, IncompleteError, "part 1 of"),
+        ([first, first], IncompleteError, "part 2 of"),
+        ([first, *others, first], UnsupportedError, "twice"),
+        ([server.address, first], UnsupportedError, "whole state"),
+        ([server.address, server.address], UnsupportedError, "whole state"),
     ):
         with pytest.raises(error, match=message):
             JoinedShadows(addresses)
@@ -194,7 +194,7 @@ def test_the_parts_of_different_runs_are_refused(parts: Parts, tmp_path: Path) -
     go_to(other, 7)
     parts.go_to(*[7] * len(parts.shadows))
     server = Server(other, HERE)
-    with pytest.raises(Unsupported, match="different runs"):
+    with pytest.raises(UnsupportedError, match="different runs"):
         JoinedShadows([*parts.addresses[:-1], server.address])
     server.close()
 
@@ -202,7 +202,7 @@ def test_the_parts_of_different_runs_are_refused(parts: Parts, tmp_path: Path) -
 def test_a_step_that_was_is_not_to_be_reached(parts: Parts) -> None:
     parts.go_to(*[7] * len(parts.shadows))
     for step in (0, 7):
-        with ShadowConnection(parts.addresses[0]) as connection, pytest.raises(Corrupt, match="already"):
+        with ShadowConnection(parts.addresses[0]) as connection, pytest.raises(CorruptError, match="already"):
             connection.advance(step)
     parts.go_to(*[12] * len(parts.shadows))
 

@@ -24,7 +24,7 @@ from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
-from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record
@@ -278,19 +278,19 @@ def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
 def test_other_machines_need_a_token_and_tls(
     run: Path, tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Unsupported, match="needs a token and TLS"):
+    with pytest.raises(UnsupportedError, match="needs a token and TLS"):
         LogServer(run, NetworkAddress("0.0.0.0", 0))
     monkeypatch.setattr(listener, "LOGIN_SECONDS", 1.0)
     server = LogServer(run, HERE, TOKEN, tls_of(*certificate))
     for credentials, error in (
         (Credentials(), (CkptError,)),
-        (Credentials(TOKEN, tmp_path / "run.chain" / "chain.json"), (Unsafe, NotFound, Unsupported)),
-        (Credentials(None, certificate[0]), (Unsupported,)),
+        (Credentials(TOKEN, tmp_path / "run.chain" / "chain.json"), (UnsafeError, NotFoundError, UnsupportedError)),
+        (Credentials(None, certificate[0]), (UnsupportedError,)),
     ):
         with pytest.raises(error):
             LogMirror(server.address, credentials, tmp_path / "m")
     connection = Connection(server.address, Credentials(TOKEN + b"!", certificate[0]), "log")
-    with pytest.raises(Unsupported, match="is not the shadow's"):
+    with pytest.raises(UnsupportedError, match="is not the shadow's"):
         connection.receive(log_server.FrameKind.ANSWER, 100)
     connection.close()
     with LogMirror(server.address, Credentials(TOKEN, certificate[0]), tmp_path / "m") as there:
@@ -343,7 +343,7 @@ def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monk
         return json.dumps(answer).encode() if request["request"] == what else content(self, request)
 
     monkeypatch.setattr(LogServer, "_content", answered)
-    with served(run, tmp_path) as (_, shadow), pytest.raises((Corrupt, Unsafe)):
+    with served(run, tmp_path) as (_, shadow), pytest.raises((CorruptError, UnsafeError)):
         states_until(shadow, 12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mirror", "run.chain"]
     assert list((tmp_path / "mirror").iterdir()) == []

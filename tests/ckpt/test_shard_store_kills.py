@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.pipeline.lease_owner import LeaseOwner
 from ckpt.pipeline.store_staging import open_store
-from ckpt_formats.core.errors import Locked
+from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal import Universal
@@ -115,9 +115,9 @@ def test_one_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> None:
         # Another process takes the lease, and publishes.
         obstore.put(user.client, "end/out/.ckpt/lease", DEAD)
         obstore.put(user.client, "end/out/data", b"data")
-        with pytest.raises(Locked):
+        with pytest.raises(LockedError):
             stage.receipts(Universal())
-        with pytest.raises(Locked):
+        with pytest.raises(LockedError):
             stage.discard()
     assert "end/out/data" in _keys(user)
 

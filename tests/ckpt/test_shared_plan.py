@@ -14,7 +14,7 @@ import ckpt
 from ckpt.job import Job
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt_formats import registry
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.transfer import Transfer
@@ -77,7 +77,7 @@ def test_a_process_that_plans_otherwise_is_refused(tmp_path: Path) -> None:
     shared = job.shared_plan()
     other = replace(shared, digest="of another version")
     assert shared.files((0,))
-    with pytest.raises(Unsupported, match="plans other files"):
+    with pytest.raises(UnsupportedError, match="plans other files"):
         other.files((0,))
     with pytest.raises(TypeError, match="protocol 5"):
         pickle.dumps(shared, 4)

@@ -10,7 +10,7 @@ import pytest
 import ckpt as library
 from ckpt.pipeline import lease, object_journal, staging
 from ckpt.pipeline.lease_owner import LeaseOwner, this_machine
-from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from damage import SAMPLES, ckpt
@@ -124,9 +124,9 @@ def test_a_large_file_is_uploaded_in_parts(user: StoreServer, tmp_path: Path, mo
     assert bytes(obstore.get(user.client, "large").bytes()) == data
 
     def lost() -> None:
-        raise Locked("the lease was lost")
+        raise LockedError("the lease was lost")
 
-    with pytest.raises(Locked):
+    with pytest.raises(LockedError):
         bucket.upload("other", tmp_path / "large", lost)
     assert bucket.head("other") is None
 
@@ -232,7 +232,7 @@ def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.M
     bucket, key = Bucket(f"s3://{BUCKET}"), "a/out/.ckpt/lease"
     with lease.hold_lease(bucket, key, "the target") as first:
         first.check()
-        with pytest.raises(Locked, match="process"), lease.hold_lease(bucket, key, "the target"):
+        with pytest.raises(LockedError, match="process"), lease.hold_lease(bucket, key, "the target"):
             pass
         refused = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out")
         assert refused.code == 11

@@ -112,7 +112,7 @@ def test_the_library_takes_the_format_from_the_ending_too(here: Path) -> None:
     library.save(weights, "a.safetensors")
     library.save(weights, here / "b")
     assert [detect(here / name).name for name in ("a.safetensors", "b")] == ["safetensors", "universal"]
-    with pytest.raises(library.Unsupported, match=r"\.npz"):
+    with pytest.raises(library.UnsupportedError, match=r"\.npz"):
         library.save(weights, "c.npz")
 
 

@@ -85,9 +85,9 @@ def test_other_commands_refuse_it_too(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WRITABLE)
 def test_the_library_refuses_a_field_of_another_format(name: str) -> None:
-    from ckpt_formats.core.errors import Unsupported
+    from ckpt_formats.core.errors import UnsupportedError
 
-    with pytest.raises(Unsupported, match=f"format {name} has no option "):
+    with pytest.raises(UnsupportedError, match=f"format {name} has no option "):
         writable(name, no_such_field=1)
 
 

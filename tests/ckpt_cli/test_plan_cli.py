@@ -11,7 +11,7 @@ from ckpt.chains.recorded_costs import recorded_costs
 from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.schedule import plan_schedule
 from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType
-from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.universal.gradients.segment import open_segment
 from damage import BROKEN, NOT_FOUND, OUTPUT, SAMPLES, UNSUPPORTED, ckpt
 from pages import Page
@@ -168,7 +168,7 @@ def test_a_measured_rate_gives_the_time_of_a_step() -> None:
 
 
 def test_a_chain_without_a_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no recorded step"):
+    with pytest.raises(NotFoundError, match="no recorded step"):
         recorded_costs(bare(tmp_path))
     assert ckpt("plan", tmp_path / "nothing", *RUN, *LOG).code == NOT_FOUND
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.core.bands import Band
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.evidence import Evidence, seal_number
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import slab
@@ -129,7 +129,7 @@ def test_a_file_that_ends_too_early_is_an_error_of_every_reader_that_needs_it(tm
         try:
             with Reader(band=band) as own:
                 read(blob.crop(slab(blob.shape, 1, low, low + 16)), own)
-        except Corrupt as error:
+        except CorruptError as error:
             errors.append(error)
         finally:
             band.leave()

@@ -21,7 +21,7 @@ from ckpt.job import save as save_checkpoint
 from ckpt.pipeline import Resources
 from ckpt_formats.containers.torchfile import open_item
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
-from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
@@ -300,7 +300,7 @@ def test_state_dicts_are_flattened_as_torch_does_it(tree: dict[str, Any]) -> Non
     try:
         _, theirs = flatten_state_dict(with_tensors(tree, torch.zeros(2)))
     except ValueError:
-        with pytest.raises(Unsupported, match="would both be called"):
+        with pytest.raises(UnsupportedError, match="would both be called"):
             list(flattened(with_tensors(tree, lazy)))
         return
     assert {name: path for name, path, _ in flattened(with_tensors(tree, lazy))} == theirs
@@ -450,6 +450,6 @@ def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
 def test_one_file_of_a_checkpoint_is_not_taken_for_a_file_of_torch(pattern: str, tmp_path: Path) -> None:
     file = next(write(everything(), tmp_path / "step").glob(pattern))
-    with pytest.raises(NotFound, match="which is a folder") as caught:
+    with pytest.raises(NotFoundError, match="which is a folder") as caught:
         open_checkpoint(file)
     assert str(tmp_path / "step") in str(caught.value.hint)

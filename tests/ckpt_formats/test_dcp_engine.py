@@ -19,7 +19,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.edits import cast
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import TensorName, Value
@@ -448,7 +448,7 @@ def test_a_flipped_bit_that_torch_takes_is_refused_by_name(broken: Broken, tmp_p
     assert (broken.merged["flipped"] != broken.truth).sum() == 1
     source = open_checkpoint(broken.flipped)
     assert [VICTIM in str(finding) for finding in find_problems(source, Resources())] == [True]
-    with pytest.raises(Corrupt, match=re.escape(VICTIM)):
+    with pytest.raises(CorruptError, match=re.escape(VICTIM)):
         save(source, tmp_path / "u", writable("universal"), Resources())
     assert list(tmp_path.iterdir()) == []
 
@@ -461,13 +461,13 @@ def test_a_flipped_bit_in_what_was_compressed_is_refused_by_name(zoo: Path, tmp_
     flip(folder / place.relative_path, place.offset + place.length // 2)
     source = open_checkpoint(folder)
     assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Resources()))
-    with pytest.raises((Corrupt, Incomplete), match=re.escape(VICTIM.removeprefix("model."))):
+    with pytest.raises((CorruptError, IncompleteError), match=re.escape(VICTIM.removeprefix("model."))):
         save(source, tmp_path / "u", writable("universal"), Resources())
     assert not (tmp_path / "u").exists()
 
 
 def test_a_missing_chunk_that_torch_takes_is_refused_with_tensor_and_box(broken: Broken, tmp_path: Path) -> None:
     assert broken.merged["missing"].shape == broken.truth.shape
-    with pytest.raises(Incomplete, match=r"tok_embeddings\.weight.*\[126:251, 0:48\]"):
+    with pytest.raises(IncompleteError, match=r"tok_embeddings\.weight.*\[126:251, 0:48\]"):
         save(open_checkpoint(broken.missing), tmp_path / "u", writable("universal"), Resources())
     assert list(tmp_path.iterdir()) == []

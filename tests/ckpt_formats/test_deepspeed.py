@@ -10,7 +10,7 @@ import torch
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.tensor import Array, Tensor
@@ -40,7 +40,7 @@ def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int
     alone = Parameter("frozen", "frozen", {MODEL: states[MODEL]}, {})
     parameters = {"frozen": alone, "w": Parameter("w", "parameter", states, {})}
     if shift:
-        with pytest.raises(Corrupt, match="the masters in optim do not belong to the weights in model"):
+        with pytest.raises(CorruptError, match="the masters in optim do not belong to the weights in model"):
             check_same_run(parameters, tmp_path)
     else:
         check_same_run(parameters, tmp_path)
@@ -51,9 +51,9 @@ def test_options_that_ranks_have_otherwise_are_refused_unless_there_are_tensors_
     tensors = [file.root["t"] for file in files]
     for kind in (lambda tensor: tensor, lambda tensor: [0.5, tensor], lambda tensor: (tensor, tensor)):
         check_options([{"lr": 0.1, "seen": kind(tensor)} for tensor in tensors], files, 0)
-    with pytest.raises(Corrupt, match="lr of group 0"):
+    with pytest.raises(CorruptError, match="lr of group 0"):
         check_options([{"lr": 0.1}, {"lr": 0.2}], files, 0)
-    with pytest.raises(Corrupt, match="betas of group 0"):
+    with pytest.raises(CorruptError, match="betas of group 0"):
         check_options([{"betas": [0.1, 0.2]}, {"betas": [0.1, 0.3]}], files, 0)
 
 
@@ -73,7 +73,7 @@ def test_an_affine_map_says_where_the_block_of_every_rank_lies() -> None:
     (rule, _) = rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": whole}}}}, Path("model"))
     assert rule.how == "replicated"
     del ranks["1"]
-    with pytest.raises(Corrupt, match="not numbered from 0"):
+    with pytest.raises(CorruptError, match="not numbered from 0"):
         rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": ranks}}}}, Path("model"))
 
 

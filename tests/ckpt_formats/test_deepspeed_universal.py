@@ -15,7 +15,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
@@ -226,14 +226,14 @@ def test_odd_names_are_folders_like_any_other(name: str, tmp_path: Path) -> None
     ["../x", "a/../../x", "/x", "a//b", "", ".", "..", "./x", "fp32.pt", "optimizer_state.pt", "a\0b", "x" * 300],
 )
 def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="name of a folder"):
+    with pytest.raises(UnsupportedError, match="name of a folder"):
         plan(trained(name, "plain"), tmp_path)
 
 
 def test_no_name_of_a_state_leads_elsewhere(tmp_path: Path) -> None:
     original = trained("w")
     states = {**original.parameters["w"].states, "../../x": original.parameters["w"].states["exp_avg"]}
-    with pytest.raises(Unsupported, match="name of a folder"):
+    with pytest.raises(UnsupportedError, match="name of a folder"):
         plan(replace(original, parameters={"w": replace(original.parameters["w"], states=states)}), tmp_path)
 
 
@@ -264,7 +264,7 @@ def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
 @pytest.mark.parametrize("name", _of_other_optimizers())
 def test_what_deepspeed_could_not_load_is_refused(name: str, tmp_path: Path) -> None:
     original, zero, says = _of_other_optimizers()[name]
-    with pytest.raises(Unsupported, match=says):
+    with pytest.raises(UnsupportedError, match=says):
         plan(original, tmp_path, zero=zero)
 
 
@@ -320,7 +320,9 @@ def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> Non
 def test_a_conversion_of_round_robin_gradients_is_recognised(tmp_path: Path) -> None:
     folder = copied(tmp_path, round_robin=True)
     exchange(folder, "norm1")
-    with pytest.raises(Corrupt, match="made by DeepSpeed's converter from a run with round_robin_gradients") as caught:
+    with pytest.raises(
+        CorruptError, match="made by DeepSpeed's converter from a run with round_robin_gradients"
+    ) as caught:
         open_checkpoint(folder)
     assert "masters of 2 parameters (`blocks.0.norm1.weight`, `blocks.1.norm1.weight`)" in caught.value.what
     assert "Convert the original checkpoint" in (caught.value.hint or "")
@@ -349,7 +351,7 @@ def test_masters_without_weights_to_hold_them_against_are_refused_of_such_a_run(
     change(folder / "mp_rank_00_model_states.pt", drop)
     for name in ("drift", "places", "seen"):
         shutil.rmtree(folder / "zero" / name)
-    with pytest.raises(Corrupt, match="no weights here to check it"):
+    with pytest.raises(CorruptError, match="no weights here to check it"):
         open_checkpoint(folder)
 
 
@@ -371,7 +373,7 @@ def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> N
     for file in folder.glob("zero/*/fp32.pt"):
         change(file, lambda root: root["param"].data.add_(1))
     message = r"parameters \(`[^`]+`, `[^`]+`, `[^`]+`, …\) do not round to the weights in the model's files"
-    with pytest.raises(Corrupt, match=message) as caught:
+    with pytest.raises(CorruptError, match=message) as caught:
         open_checkpoint(folder)
     assert "mixed" in (caught.value.hint or "")
 
@@ -410,26 +412,26 @@ def _many_ranks(folder: Path) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
-    "a parameter's folder is gone": (_remove("zero/norm.weight"), Incomplete, "`norm.weight` has no folder"),
-    "a master is gone": (_remove("zero/norm.weight/fp32.pt"), Incomplete, "no fp32.pt"),
-    "the model's file is gone": (_remove("mp_rank_00_model_states.pt"), Incomplete, "model files"),
-    "a folder that nobody knows": (_save("zero/stranger/fp32.pt", {"param": torch.ones(3)}), Corrupt, "`stranger`"),
-    "another shape": (_save("zero/norm.weight/exp_avg.pt", {"param": torch.ones(3)}), Corrupt, "shape"),
-    "flat, but of another size": (_save("zero/norm.weight/fp32.pt", torch.ones(3)), Corrupt, "shape"),
-    "a master without a shape": (_save("zero/norm.weight/fp32.pt", {"param": torch.tensor(1.0)}), Corrupt, "shape"),
-    "no tensor": (_save("zero/norm.weight/exp_avg.pt", {"param": "text"}), Corrupt, "expected a tensor"),
-    "no `param`": (_save("zero/norm.weight/exp_avg.pt", {}), Corrupt, "'param'"),
-    "a step that is text": (_save("zero/norm.weight/step.pt", "five"), Corrupt, "expected a tensor"),
+    "a parameter's folder is gone": (_remove("zero/norm.weight"), IncompleteError, "`norm.weight` has no folder"),
+    "a master is gone": (_remove("zero/norm.weight/fp32.pt"), IncompleteError, "no fp32.pt"),
+    "the model's file is gone": (_remove("mp_rank_00_model_states.pt"), IncompleteError, "model files"),
+    "a folder that nobody knows": (_save("zero/odd/fp32.pt", {"param": torch.ones(3)}), CorruptError, "`odd`"),
+    "another shape": (_save("zero/norm.weight/exp_avg.pt", {"param": torch.ones(3)}), CorruptError, "shape"),
+    "flat, but of another size": (_save("zero/norm.weight/fp32.pt", torch.ones(3)), CorruptError, "shape"),
+    "a master of no shape": (_save("zero/norm.weight/fp32.pt", {"param": torch.tensor(1.0)}), CorruptError, "shape"),
+    "no tensor": (_save("zero/norm.weight/exp_avg.pt", {"param": "text"}), CorruptError, "expected a tensor"),
+    "no `param`": (_save("zero/norm.weight/exp_avg.pt", {}), CorruptError, "'param'"),
+    "a step that is text": (_save("zero/norm.weight/step.pt", "five"), CorruptError, "expected a tensor"),
     "experts without a number": (
-        _save("zero/norm.weight/fp32.pt", {"param": torch.ones(32), "is_expert_param": True}), Corrupt, "shape",
+        _save("zero/norm.weight/fp32.pt", {"param": torch.ones(32), "is_expert_param": True}), CorruptError, "shape",
     ),
     "experts of another number": (
         _save("zero/norm.weight/fp32.pt", {"param": torch.ones(32), "is_expert_param": True, "ep_num_experts": 4}),
-        Corrupt,
+        CorruptError,
         "4 experts",
     ),
-    "the optimizer's file is a list": (_save("zero/optimizer_state.pt", [1]), Corrupt, "entry"),
-    "groups are missing": (_save("zero/optimizer_state.pt", {"param_groups": [{}]}), Corrupt, "groups"),
+    "the optimizer's file is a list": (_save("zero/optimizer_state.pt", [1]), CorruptError, "entry"),
+    "groups are missing": (_save("zero/optimizer_state.pt", {"param_groups": [{}]}), CorruptError, "groups"),
 }  # fmt: skip
 
 
@@ -459,5 +461,5 @@ def test_links_in_place_of_parameters_are_not_followed(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "zero" / "norm.weight").rename(tmp_path / "outside")
     (folder / "zero" / "norm.weight").symlink_to(tmp_path / "outside")
-    with pytest.raises(Incomplete, match="no folder"):
+    with pytest.raises(IncompleteError, match="no folder"):
         open_checkpoint(folder)

@@ -14,7 +14,7 @@ import torch
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from deepspeed_truth import assert_is_the_truth
@@ -102,7 +102,7 @@ def test_beside_the_tensors_it_holds_what_its_source_holds(
 def test_round_robin_gradients_that_their_converter_mixed_up_are_recognised(
     kind: str, theirs: Path, failures: dict[str, str | None]
 ) -> None:
-    with pytest.raises(Corrupt, match="made by DeepSpeed's converter from a run with round_robin_gradients"):
+    with pytest.raises(CorruptError, match="made by DeepSpeed's converter from a run with round_robin_gradients"):
         open_checkpoint(theirs / kind)
 
 

@@ -12,7 +12,7 @@ import ckpt
 from ckpt_formats.containers import msgpack as container
 from ckpt_formats.core import files
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.flax import Flax
 from ckpt_formats.registry.location import detect
@@ -139,7 +139,7 @@ def test_the_folder_of_a_model_is_read(tmp_path: Path) -> None:
     assert "params.layers_0.kernel" in run
     assert any("config.json" in notice for notice in run.notices)
     (tmp_path / "m" / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": {}}))
-    with pytest.raises(Unsupported, match="several files"):
+    with pytest.raises(UnsupportedError, match="several files"):
         ckpt.open(tmp_path / "m")
 
 
@@ -222,7 +222,7 @@ def test_names_join_the_keys_and_are_split_again(tree: Any, names: list[str], tm
 
 
 def test_keys_with_both_separators_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="unique"):
+    with pytest.raises(UnsupportedError, match="unique"):
         ckpt.open(file(tmp_path, {"a": {"b.c": np.ones(1)}, "d": {"e/f": np.ones(1)}}))
 
 
@@ -298,7 +298,7 @@ def test_everything_a_checkpoint_can_hold(tmp_path: Path) -> None:
 def test_a_tensor_that_is_also_a_dict_is_refused(tmp_path: Path) -> None:
     for names in (("a", "a.b"), ("a.b", "a"), ("a.b.c", "a.b")):
         source = checkpoint([parameter(name, {"param": np.ones(2, np.float32)}) for name in names])
-        with pytest.raises(Unsupported, match="dict"):
+        with pytest.raises(UnsupportedError, match="dict"):
             ckpt.Job(source, tmp_path / "out.msgpack", ckpt.Flax()).plan()
         ckpt.Job(source, tmp_path / "out.msgpack", ckpt.Flax(separator="/")).plan()
 
@@ -328,9 +328,9 @@ def opened(tmp_path: Path, data: bytes) -> ckpt.Checkpoint:
 def test_every_cut_is_damage(tmp_path: Path) -> None:
     data = serialize(model(), 100)
     for length in [*range(40), *range(40, len(data), 29)]:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             opened(tmp_path, data[:length])
-    with pytest.raises(Corrupt, match="follow"):
+    with pytest.raises(CorruptError, match="follow"):
         opened(tmp_path, data + b"\0")
 
 
@@ -352,39 +352,39 @@ def ext(code: int, inner: bytes) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
-    "nothing": (b"", Corrupt),
-    "no dict": (msgpack.packb([1, 2]), Corrupt),
-    "an empty dict": (b"\x80", Corrupt),
-    "a byte that begins nothing": (b"\x81\xa1a\xc1", Corrupt),
-    "a map of four billion entries": (b"\xdf\xff\xff\xff\xff", Corrupt),
-    "a list of four billion entries": (b"\x81\xa1a\xdd\xff\xff\xff\xff", Corrupt),
-    "a text of four billion bytes": (b"\x81\xdb\xff\xff\xff\xff", Unsafe),
-    "bytes of four billion": (b"\x81\xa1a\xc6\xff\xff\xff\xff", Unsafe),
-    "an extension of four billion bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01", Corrupt),
-    "nested without end": (b"\x81\xa1a" * 5000 + b"\x80", Unsafe),
-    "lists without end": (b"\x81\xa1a" + b"\x91" * 5000 + b"\x80", Unsafe),
-    "a key that is no text": (msgpack.packb({1: 2}), Unsupported),
-    "a key that is a map": (b"\x81\x80\x01", Unsupported),
-    "a key twice": (b"\x82\xa1a\x01\xa1a\x02", Corrupt),
-    "a text that is no UTF-8": (b"\x81\xa1\xff\x01", Corrupt),
-    "another extension type": (ext(4, b"x"), Unsupported),
-    "a timestamp": (msgpack.packb({"w": msgpack.Timestamp(1)}), Unsupported),
-    "an array of objects": (ext(1, msgpack.packb(((1,), "object", b"12345678"))), Unsupported),
-    "a structured array": (ext(1, msgpack.packb(((1,), "void64", b"12345678"))), Unsupported),
-    "a negative length": (ext(1, msgpack.packb(((-1, -8), "uint8", b"12345678"))), Corrupt),
-    "a shape that overflows": (ext(1, msgpack.packb(((1 << 40, 1 << 40, 0, 3), "uint8", b"x"))), Corrupt),
-    "a huge shape": (ext(1, msgpack.packb(((1 << 40,), "uint8", b"x"))), Corrupt),
-    "a shape of 100 axes": (ext(1, msgpack.packb(((1,) * 100, "uint8", b"x"))), Corrupt),
-    "a shape of booleans": (ext(1, msgpack.packb(((True,), "uint8", b"x"))), Corrupt),
-    "more bytes than the shape": (ext(1, msgpack.packb(((1,), "uint8", b"xy"))), Corrupt),
-    "bytes beyond the extension": (ext(1, msgpack.packb(((1,), "uint8", b"x")) + b"y"), Corrupt),
-    "no bytes": (ext(1, msgpack.packb(((1,), "uint8", 7))), Corrupt),
-    "an array in an array": (ext(1, msgpack.packb((msgpack.ExtType(1, b"x"), "uint8", b"x"))), Corrupt),
-    "a complex number of texts": (ext(2, msgpack.packb(("a", "b"))), Corrupt),
-    "chunks without a shape": (serialize({"w": {"__msgpack_chunked_array__": True}}), Corrupt),
+    "nothing": (b"", CorruptError),
+    "no dict": (msgpack.packb([1, 2]), CorruptError),
+    "an empty dict": (b"\x80", CorruptError),
+    "a byte that begins nothing": (b"\x81\xa1a\xc1", CorruptError),
+    "a map of four billion entries": (b"\xdf\xff\xff\xff\xff", CorruptError),
+    "a list of four billion entries": (b"\x81\xa1a\xdd\xff\xff\xff\xff", CorruptError),
+    "a text of four billion bytes": (b"\x81\xdb\xff\xff\xff\xff", UnsafeError),
+    "bytes of four billion": (b"\x81\xa1a\xc6\xff\xff\xff\xff", UnsafeError),
+    "an extension of four billion bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01", CorruptError),
+    "nested without end": (b"\x81\xa1a" * 5000 + b"\x80", UnsafeError),
+    "lists without end": (b"\x81\xa1a" + b"\x91" * 5000 + b"\x80", UnsafeError),
+    "a key that is no text": (msgpack.packb({1: 2}), UnsupportedError),
+    "a key that is a map": (b"\x81\x80\x01", UnsupportedError),
+    "a key twice": (b"\x82\xa1a\x01\xa1a\x02", CorruptError),
+    "a text that is no UTF-8": (b"\x81\xa1\xff\x01", CorruptError),
+    "another extension type": (ext(4, b"x"), UnsupportedError),
+    "a timestamp": (msgpack.packb({"w": msgpack.Timestamp(1)}), UnsupportedError),
+    "an array of objects": (ext(1, msgpack.packb(((1,), "object", b"12345678"))), UnsupportedError),
+    "a structured array": (ext(1, msgpack.packb(((1,), "void64", b"12345678"))), UnsupportedError),
+    "a negative length": (ext(1, msgpack.packb(((-1, -8), "uint8", b"12345678"))), CorruptError),
+    "a shape that overflows": (ext(1, msgpack.packb(((1 << 40, 1 << 40, 0, 3), "uint8", b"x"))), CorruptError),
+    "a huge shape": (ext(1, msgpack.packb(((1 << 40,), "uint8", b"x"))), CorruptError),
+    "a shape of 100 axes": (ext(1, msgpack.packb(((1,) * 100, "uint8", b"x"))), CorruptError),
+    "a shape of booleans": (ext(1, msgpack.packb(((True,), "uint8", b"x"))), CorruptError),
+    "more bytes than the shape": (ext(1, msgpack.packb(((1,), "uint8", b"xy"))), CorruptError),
+    "bytes beyond the extension": (ext(1, msgpack.packb(((1,), "uint8", b"x")) + b"y"), CorruptError),
+    "no bytes": (ext(1, msgpack.packb(((1,), "uint8", 7))), CorruptError),
+    "an array in an array": (ext(1, msgpack.packb((msgpack.ExtType(1, b"x"), "uint8", b"x"))), CorruptError),
+    "a complex number of texts": (ext(2, msgpack.packb(("a", "b"))), CorruptError),
+    "chunks without a shape": (serialize({"w": {"__msgpack_chunked_array__": True}}), CorruptError),
     "chunks that do not fit": (
         serialize({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {"0": np.ones(2)}}}),
-        Corrupt,
+        CorruptError,
     ),
     "chunks of two types": (
         serialize(
@@ -396,19 +396,19 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
                 }
             }
         ),
-        Corrupt,
+        CorruptError,
     ),
     "chunks that are not numbered": (
         serialize({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 1}, "chunks": {"1": np.ones(1)}}}),
-        Corrupt,
+        CorruptError,
     ),
     "no chunks": (
         serialize({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 0}, "chunks": {}}}),
-        Corrupt,
+        CorruptError,
     ),
     "a chunk that is in chunks": (
         serialize({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 2}, "chunks": {"0": np.ones(2)}}}, 8),
-        Corrupt,
+        CorruptError,
     ),
 }
 
@@ -422,13 +422,13 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_too_many_values_are_refused_before_they_take_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "_MAX_VALUES", 1000)
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         opened(tmp_path, b"\x81\xa1a\xdc\x27\x10" + b"\x01" * 10_000)
 
 
 def test_a_missing_file_and_a_folder_without_the_file_are_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         ckpt.open(tmp_path / "none.msgpack")
     (tmp_path / "x.msgpack").mkdir()
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         ckpt.open(tmp_path / "x.msgpack")

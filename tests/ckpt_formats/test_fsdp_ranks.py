@@ -25,7 +25,14 @@ from ckpt.pipeline import Resources, check_complete
 from ckpt_cli.main import cli
 from ckpt_formats.containers.torchfile import TensorRef, open_file
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size
@@ -318,7 +325,7 @@ def test_shapes_are_given_on_the_command_line(tmp_path):
     torch.save({"w": WEIGHT * 0}, tmp_path / "other.pt")
     result = CliRunner().invoke(cli, ["inspect", str(tmp_path / "run"), "--shapes", str(tmp_path / "other.pt")])
     assert "w  [7, 5] float32" in result.stdout
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         CliRunner().invoke(cli, ["inspect", str(tmp_path / "run")], catch_exceptions=False)
 
 
@@ -338,68 +345,68 @@ def test_an_optimizer_state_that_is_no_dict_is_carried(tmp_path):
 def test_one_rank_s_file_alone_is_refused(folder):
     file = folder / "model_world_size_2_rank_0.pt"
     assert isinstance(detect(file), FsdpRanks)
-    with pytest.raises(Unsupported, match="one rank of several"):
+    with pytest.raises(UnsupportedError, match="one rank of several"):
         open_checkpoint(file)
 
 
 def test_of_one_rank_s_file_the_first_part_is_named(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"a": {"x": rows(WEIGHT, 2)}, "b": rows(WEIGHT, 2)})
     alone = (tmp_path / "model_world_size_2_rank_0.pt").rename(tmp_path / "part.pt")
-    with pytest.raises(Unsupported, match=r"rank of 2: `a\.x` is a block of a DTensor"):
+    with pytest.raises(UnsupportedError, match=r"rank of 2: `a\.x` is a block of a DTensor"):
         open_checkpoint(alone)
 
 
 def test_a_missing_rank_is_named(folder):
     (folder / "optim_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(Incomplete, match="optimizer file of rank 1"):
+    with pytest.raises(IncompleteError, match="optimizer file of rank 1"):
         open_checkpoint(folder)
 
 
 def test_a_missing_model_is_named(folder):
     for rank in range(2):
         (folder / f"model_world_size_2_rank_{rank}.pt").unlink()
-    with pytest.raises(Incomplete, match="model's files"):
+    with pytest.raises(IncompleteError, match="model's files"):
         open_checkpoint(folder)
 
 
 def test_files_of_another_world_size_are_refused(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_4_rank_0.pt")
-    with pytest.raises(Corrupt, match="several world sizes are in one folder: 6 of 2 ranks; 1 of 4 ranks"):
+    with pytest.raises(CorruptError, match="several world sizes are in one folder: 6 of 2 ranks; 1 of 4 ranks"):
         open_checkpoint(folder)
 
 
 def test_a_rank_beyond_the_world_is_refused(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt")
-    with pytest.raises(Corrupt, match="is of rank 2, but there are 2 ranks"):
+    with pytest.raises(CorruptError, match="is of rank 2, but there are 2 ranks"):
         open_checkpoint(folder)
 
 
 def test_absurd_numbers_in_names_cost_nothing(tmp_path):
     (tmp_path / "model_world_size_999999999_rank_0.pt").touch()
-    with pytest.raises(Unsafe, match="999,999,999 ranks"):
+    with pytest.raises(UnsafeError, match="999,999,999 ranks"):
         open_checkpoint(tmp_path)
     (tmp_path / "model_world_size_999999999_rank_0.pt").unlink()
     (tmp_path / "pytorch_model_fsdp_0_rank999999999.bin").touch()
-    with pytest.raises(Unsafe, match="1,000,000,000 ranks"):
+    with pytest.raises(UnsafeError, match="1,000,000,000 ranks"):
         open_checkpoint(tmp_path)
 
 
 def test_two_ways_of_saving_are_not_mixed(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "pytorch_model_fsdp_0_rank0.bin")
-    with pytest.raises(Corrupt, match="two ways of saving"):
+    with pytest.raises(CorruptError, match="two ways of saving"):
         open_checkpoint(folder)
 
 
 def test_two_names_of_one_rank_are_refused(folder, tmp_path):
     for name in ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_rank0.bin"):
         shutil.copy(folder / "model_world_size_2_rank_0.pt", tmp_path / name)
-    with pytest.raises(Corrupt, match="both of rank 0"):
+    with pytest.raises(CorruptError, match="both of rank 0"):
         open_checkpoint(tmp_path)
 
 
 def test_where_names_do_not_say_how_many_ranks_there_are_the_mesh_does(folder, tmp_path):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", tmp_path / "pytorch_model_fsdp_0_rank0.bin")
-    with pytest.raises(Corrupt, match="rank 1 lacks it"):
+    with pytest.raises(CorruptError, match="rank 1 lacks it"):
         open_checkpoint(tmp_path)
 
 
@@ -418,7 +425,7 @@ def test_files_of_two_ranks_that_changed_places_are_refused(folder):
     one.rename(folder / "x")
     other.rename(one)
     (folder / "x").rename(other)
-    with pytest.raises(Corrupt, match="was saved as model_world_size_2_rank_1"):
+    with pytest.raises(CorruptError, match="was saved as model_world_size_2_rank_1"):
         open_checkpoint(folder)
 
 
@@ -427,13 +434,13 @@ def test_a_file_of_a_rank_outside_the_mesh_is_refused(tmp_path):
     for rank in range(3):
         shutil.move(tmp_path / f"model_world_size_3_rank_{rank}.pt", tmp_path / f"model_world_size_4_rank_{rank}.pt")
     shutil.copy(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
-    with pytest.raises(Corrupt, match="was saved as model_world_size_3_rank_0"):
+    with pytest.raises(CorruptError, match="was saved as model_world_size_3_rank_0"):
         open_checkpoint(tmp_path)
 
 
 def test_a_tensor_that_a_rank_of_its_mesh_lacks_is_named(folder):
     edit(folder / "model_world_size_2_rank_1.pt", lambda root: root.pop("w") and None)
-    with pytest.raises(Corrupt, match=r"`w` is spread over .*, but rank 1 lacks it"):
+    with pytest.raises(CorruptError, match=r"`w` is spread over .*, but rank 1 lacks it"):
         open_checkpoint(folder)
 
 
@@ -452,7 +459,7 @@ def test_a_tensor_that_a_rank_of_its_mesh_lacks_is_named(folder):
 )
 def test_ranks_that_contradict_each_other_are_refused(tmp_path, other, message):
     write(tmp_path, 2, model=lambda rank: {"w": other(rank) if rank else rows(WEIGHT, 2)})
-    with pytest.raises(Corrupt, match=message):
+    with pytest.raises(CorruptError, match=message):
         open_checkpoint(tmp_path)
 
 
@@ -461,7 +468,7 @@ def test_partial_sums_are_refused(tmp_path):
         return {"w": DTensor.from_local(WEIGHT, init_device_mesh("cpu", (2,)), [Partial()], run_check=False)}
 
     write(tmp_path, 2, model=model)
-    with pytest.raises(Unsupported, match="placed as Partial"):
+    with pytest.raises(UnsupportedError, match="placed as Partial"):
         open_checkpoint(tmp_path)
 
 
@@ -474,7 +481,7 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(folder):
         state["_local_tensor"] = TensorRef(local.storage, local.dtype, 0, (3, 5), (5, 1))
 
     edit(folder / "model_world_size_2_rank_0.pt", shorter)
-    with pytest.raises(Corrupt, match=r"rank 0 should hold \[4, 5\] of it, and holds \[3, 5\]"):
+    with pytest.raises(CorruptError, match=r"rank 0 should hold \[4, 5\] of it, and holds \[3, 5\]"):
         open_checkpoint(folder)
 
 
@@ -486,7 +493,7 @@ def test_replicas_are_never_joined_and_differences_are_found(tmp_path):
     assert [(finding.kind, finding.tensors) for finding in find_problems(checkpoint, Resources(1))] == [
         ("replicas", ("b",))
     ]
-    with pytest.raises(Corrupt, match="replicas"):
+    with pytest.raises(CorruptError, match="replicas"):
         read(checkpoint.parameters["b"].weight)
 
 
@@ -498,7 +505,7 @@ def test_equal_shards_are_not_taken_for_replicas(tmp_path):
 
 def test_replicas_of_other_shapes_are_refused(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"b": torch.ones(3 + rank)})
-    with pytest.raises(Corrupt, match="should be the same on every rank"):
+    with pytest.raises(CorruptError, match="should be the same on every rank"):
         open_checkpoint(tmp_path)
 
 
@@ -510,7 +517,7 @@ def test_optimizers_of_different_steps_are_refused(tmp_path, where):
         return {"state": {"w": state}, "param_groups": [{"lr": 0.1 + (where == "lr") * rank, "params": names}]}
 
     write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "b": torch.ones(1)}, optim=optim)
-    with pytest.raises(Corrupt, match=r"different steps|on rank 1"):
+    with pytest.raises(CorruptError, match=r"different steps|on rank 1"):
         open_checkpoint(tmp_path)
 
 
@@ -519,13 +526,13 @@ def test_schedulers_of_different_steps_are_refused(tmp_path):
         return {"lr_scheduler": {"last_epoch": 5 + rank}}
 
     write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2)}, extra_state=extra)
-    with pytest.raises(Corrupt, match=r"counted to 5 in .*_rank_0\.pt, but to 6 here"):
+    with pytest.raises(CorruptError, match=r"counted to 5 in .*_rank_0\.pt, but to 6 here"):
         open_checkpoint(tmp_path)
 
 
 def test_names_that_become_one_without_wrappers_are_refused(tmp_path):
     write(tmp_path, 1, model=lambda rank: {"a.w": torch.ones(2), "a._orig_mod.w": torch.ones(2)})
-    with pytest.raises(Corrupt, match=r"two tensors are called `a\.w`"):
+    with pytest.raises(CorruptError, match=r"two tensors are called `a\.w`"):
         open_checkpoint(tmp_path)
 
 
@@ -540,7 +547,7 @@ def test_a_truncated_file_is_refused(folder, kept):
     path = folder / "model_world_size_2_rank_1.pt"
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
-    with pytest.raises((Corrupt, NotFound)):
+    with pytest.raises((CorruptError, NotFoundError)):
         open_checkpoint(folder)
 
 
@@ -562,7 +569,7 @@ def test_dicts_nested_without_end_are_refused(tmp_path, endless):
         inner["x"] = inner = {}
     if endless:
         inner["x"] = nested
-    with pytest.raises(Unsafe, match="without end"):
+    with pytest.raises(UnsafeError, match="without end"):
         open_checkpoint(write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "nested": nested}))
 
 
@@ -571,7 +578,7 @@ def test_dicts_repeated_without_end_are_refused(tmp_path, monkeypatch):
     repeated: dict[str, Any] = {"x": 1}
     for _ in range(10):
         repeated = {"a": repeated, "b": repeated}
-    with pytest.raises(Unsafe, match="without end"):
+    with pytest.raises(UnsafeError, match="without end"):
         open_checkpoint(write(tmp_path, 1, model=lambda rank: {"w": rows(WEIGHT, 1), "repeated": repeated}))
 
 
@@ -581,28 +588,28 @@ def test_code_in_a_file_is_refused(folder):
             return print, ("run",)
 
     torch.save({"w": Evil()}, folder / "model_world_size_2_rank_1.pt")
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
     ("cls", "alter", "error"),
     [
-        ("Shard", put("dim", 2), Corrupt),
-        ("Shard", put("dim", -1), Corrupt),
-        ("Shard", put("dim", "0"), Corrupt),
-        ("DTensorSpec", put("placements", ()), Corrupt),
-        ("DTensorSpec", put("shard_order", ()), Corrupt),
-        ("DTensorSpec", put("mesh", None), Corrupt),
-        ("DeviceMesh", lambda record: setattr(record, "cls", Global("other", "Mesh")), Corrupt),
-        ("DeviceMesh", put("_rank_map", None), Corrupt),
-        ("DeviceMesh", put("_layout", None), Corrupt),
-        ("DeviceMesh", put("_coordinate_on_dim", (1, 1)), Corrupt),
-        ("_FlatLayout", put("shape", (1 << 40,)), Corrupt),
-        ("_FlatLayout", put("shape", (-1,)), Corrupt),
-        ("_FlatLayout", put("stride", (7,)), Corrupt),
-        ("_FlatLayout", put("stride", (0,)), Corrupt),
-        ("TensorMeta", lambda record: setattr(record, "args", (Size((9, 9)), *record.args[1:])), Corrupt),
+        ("Shard", put("dim", 2), CorruptError),
+        ("Shard", put("dim", -1), CorruptError),
+        ("Shard", put("dim", "0"), CorruptError),
+        ("DTensorSpec", put("placements", ()), CorruptError),
+        ("DTensorSpec", put("shard_order", ()), CorruptError),
+        ("DTensorSpec", put("mesh", None), CorruptError),
+        ("DeviceMesh", lambda record: setattr(record, "cls", Global("other", "Mesh")), CorruptError),
+        ("DeviceMesh", put("_rank_map", None), CorruptError),
+        ("DeviceMesh", put("_layout", None), CorruptError),
+        ("DeviceMesh", put("_coordinate_on_dim", (1, 1)), CorruptError),
+        ("_FlatLayout", put("shape", (1 << 40,)), CorruptError),
+        ("_FlatLayout", put("shape", (-1,)), CorruptError),
+        ("_FlatLayout", put("stride", (7,)), CorruptError),
+        ("_FlatLayout", put("stride", (0,)), CorruptError),
+        ("TensorMeta", lambda record: setattr(record, "args", (Size((9, 9)), *record.args[1:])), CorruptError),
     ],
 )
 def test_specs_that_cannot_be_are_refused(folder, cls, alter, error):
@@ -618,7 +625,7 @@ def test_a_tensor_of_an_unknown_class_is_refused_by_name(folder):
         record.args = (record.args[0], Global("torchao.dtypes", "AffineQuantizedTensor"), *record.args[2:])
 
     edit(folder / "model_world_size_2_rank_0.pt", other)
-    with pytest.raises(Unsupported, match="AffineQuantizedTensor"):
+    with pytest.raises(UnsupportedError, match="AffineQuantizedTensor"):
         open_checkpoint(folder)
 
 
@@ -691,7 +698,7 @@ def test_blocks_that_do_not_tile_the_tensor_are_refused(fsdp1, numbers, message)
 )
 def test_sharded_tensors_that_contradict_themselves_or_others_are_refused(fsdp1, cls, alter, message):
     change(fsdp1 / "model_world_size_3_rank_2.pt", cls, alter)
-    with pytest.raises(Corrupt, match=message):
+    with pytest.raises(CorruptError, match=message):
         open_checkpoint(fsdp1)
 
 
@@ -701,7 +708,7 @@ def test_a_shard_that_is_not_there_is_named(fsdp1):
         record.args = (*record.args[:3], ([], *record.args[3][1:]))
 
     edit(fsdp1 / "model_world_size_3_rank_1.pt", empty)
-    with pytest.raises(Corrupt, match=r"block \[3:6, 0:5\] of \[7, 5\] is held by 0 ranks, not by 1"):
+    with pytest.raises(CorruptError, match=r"block \[3:6, 0:5\] of \[7, 5\] is held by 0 ranks, not by 1"):
         open_checkpoint(fsdp1)
 
 
@@ -749,7 +756,7 @@ def test_a_vector_that_may_be_a_slice_is_not_guessed(tmp_path):
     """Copied apart from the flat parameter, nothing but its shape tells a slice from a buffer."""
     tensors = {"w": WEIGHT}
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, tensors, views=False))
-    with pytest.raises(Unsupported, match="may be a buffer, or a slice") as caught:
+    with pytest.raises(UnsupportedError, match="may be a buffer, or a slice") as caught:
         open_checkpoint(tmp_path / "run")
     assert "--shapes" in caught.value.hint
     assert is_weight(open_checkpoint(tmp_path / "run", shapes_of(tmp_path, tensors)))
@@ -763,7 +770,7 @@ def test_a_flat_parameter_without_views_needs_the_order(tmp_path):
 
     write(tmp_path / "run", 3, model=model)
     options = shapes_of(tmp_path, dict(sorted(tensors.items())))
-    with pytest.raises(Unsupported, match="40 elements, but the 0 known parameters") as caught:
+    with pytest.raises(UnsupportedError, match="40 elements, but the 0 known parameters") as caught:
         open_checkpoint(tmp_path / "run", options)
     assert "--param-order" in caught.value.hint
     checkpoint = open_checkpoint(tmp_path / "run", ReadOptions(order=("w", "v"), shapes=options.shapes))
@@ -773,7 +780,7 @@ def test_a_flat_parameter_without_views_needs_the_order(tmp_path):
 
 def test_slices_of_another_length_than_the_shape_are_refused(tmp_path):
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, {"w": WEIGHT}))
-    with pytest.raises(Corrupt, match=r"35 elements, but shape \[6, 5\] has 30"):
+    with pytest.raises(CorruptError, match=r"35 elements, but shape \[6, 5\] has 30"):
         open_checkpoint(tmp_path / "run", shapes_of(tmp_path, {"w": WEIGHT[:6]}))
 
 
@@ -782,14 +789,14 @@ def test_states_of_an_optimizer_that_are_no_dict_state_no_shapes(tmp_path):
         return {"state": [], "param_groups": []}
 
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, {"w": WEIGHT}), optim=optim)
-    with pytest.raises(Unsupported, match="without their shapes"):
+    with pytest.raises(UnsupportedError, match="without their shapes"):
         open_checkpoint(tmp_path / "run")
 
 
 def test_a_flat_parameter_that_one_rank_has_as_a_plain_tensor_is_refused(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"_flat_param": flat(rank, 2, {"w": WEIGHT})["_flat_param"]})
     torch.save({"_flat_param": WEIGHT.flatten()[18:]}, tmp_path / "model_world_size_2_rank_1.pt")
-    with pytest.raises(Corrupt, match="is a ShardedTensor on rank 0, but a TensorRef on rank 1"):
+    with pytest.raises(CorruptError, match="is a ShardedTensor on rank 0, but a TensorRef on rank 1"):
         open_checkpoint(tmp_path)
 
 

@@ -12,7 +12,7 @@ from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
@@ -187,7 +187,7 @@ def test_what_each_rank_has_for_itself_is_carried(job):
 
 def test_flat_parameters_without_shapes_say_what_to_pass(jobs):
     for name in ("fsdp1_local_w2", "fsdp1_local_w2_bare", "fsdp1_local_w3_raw"):
-        with pytest.raises(Unsupported) as caught:
+        with pytest.raises(UnsupportedError) as caught:
             open_checkpoint(job_of(jobs, name).path)
         assert "--shapes" in caught.value.hint
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.geometry import Box, missing, overlaps
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.fsdp_ranks.dtensor import DTensor, gather
@@ -139,8 +139,8 @@ def test_a_stride_that_no_order_explains_has_none():
 
 def test_a_tensor_in_countless_pieces_is_refused_in_no_time():
     mesh = Mesh((2, 2), (0, 1, 2, 3))
-    with pytest.raises(Unsafe, match="pieces"):
+    with pytest.raises(UnsafeError, match="pieces"):
         block_of_rank(PlacementSpec((1 << 40,), mesh, (Placement(0, 1 << 19), Placement(0)), (0, 1)), 3)
     wide = PlacementSpec((4096,) * 3, mesh, (Placement(0, 2048), Placement(1, 2048)), (0, 1))
-    with pytest.raises(Unsafe, match="blocks"):
+    with pytest.raises(UnsafeError, match="blocks"):
         list(block_of_rank(wide, 3).blocks())

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
@@ -232,7 +232,7 @@ def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Pa
         # What is cut may have been zeros.
         count = sum(len(kept) >= end and kept[:end] == content[:end] for end in ends_of(whole))
         if at < 64 and any(kept[:64]) and len(kept) >= 64 and kept[:64] != content[:64]:
-            with pytest.raises(Corrupt, match="its head is damaged"):
+            with pytest.raises(CorruptError, match="its head is damaged"):
                 scan(path, head)
             continue
         for check in (False, True):
@@ -248,7 +248,7 @@ def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: P
         for flipped in range(8) if byte % 16 == 0 or TIMES > 1 else (bit,):
             path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << flipped]) + content[byte + 1 :])
             if byte < 64:
-                with pytest.raises(Corrupt):
+                with pytest.raises(CorruptError):
                     scan(path, head)
                 continue
             count = sum(end <= byte for end in ends_of(whole))
@@ -276,7 +276,7 @@ def test_a_start_that_is_not_whole_is_not_zeros(small: Log, written: Path) -> No
     content, ends = path.read_bytes(), ends_of(scan(path, head_of(written, 0)))
     for at in (10, 64, 100, *ends[:4], ends[4] - 1):
         path.write_bytes(content[:at])
-        with pytest.raises(Incomplete, match="state at step 0"):
+        with pytest.raises(IncompleteError, match="state at step 0"):
             restored(written.parent, 0)
     path.write_bytes(content[: ends[4]])
     assert same(values_of(restored(written.parent, 0)), small.truth[0])
@@ -617,7 +617,7 @@ def test_a_file_of_zeros_or_of_nothing_has_no_records(written: Path) -> None:
         path.write_bytes(content)
         assert scan(path, head).records == ()
     path.unlink()
-    with pytest.raises(Incomplete):
+    with pytest.raises(IncompleteError):
         scan(path, head)
     os.mkfifo(path)
     with pytest.raises(CkptError):
@@ -625,7 +625,7 @@ def test_a_file_of_zeros_or_of_nothing_has_no_records(written: Path) -> None:
 
 
 def test_a_step_that_is_not_there_is_said(written: Path) -> None:
-    with pytest.raises(NotFound, match="no step 4"):
+    with pytest.raises(NotFoundError, match="no step 4"):
         restored(written.parent, 4)
     assert ckpt("restore", f"{written.parent}@last~7", written.parent.parent / "out").code == NOT_FOUND
 

@@ -23,7 +23,14 @@ from ckpt.job import save as save_checkpoint
 from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.edits import Select
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
@@ -106,7 +113,7 @@ def test_a_folder_is_known_by_its_files(file: str, beside: str | None, tmp_path:
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_folder_without_weights_is_none(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         detect(tmp_path)
 
 
@@ -114,14 +121,14 @@ def test_what_lies_around_a_model_that_is_not_there_is_incomplete(tmp_path: Path
     (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     assert detect(tmp_path).name == "hf"
-    with pytest.raises(Incomplete, match="no weights"):
+    with pytest.raises(IncompleteError, match="no weights"):
         open_checkpoint(tmp_path)
 
 
 def test_a_model_of_no_tensors_is_incomplete(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(Incomplete, match="no tensors"):
+    with pytest.raises(IncompleteError, match="no tensors"):
         open_checkpoint(folder)
 
 
@@ -315,7 +322,7 @@ class Exploit:
 def test_a_pickle_that_would_run_code_is_refused(file: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     torch.save({"a": Exploit(tmp_path / "ran")}, folder / file)
-    with pytest.raises(Unsafe) as caught:
+    with pytest.raises(UnsafeError) as caught:
         open_checkpoint(folder)
     assert file in str(caught.value)
     assert not (tmp_path / "ran").exists()
@@ -351,34 +358,37 @@ def say(at: Path, fields: Any) -> None:
 
 FIRST = names()[0]
 DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError]]] = {
-    "a file is missing": (lambda at, where: (at / where[FIRST]).unlink(), Incomplete),
+    "a file is missing": (lambda at, where: (at / where[FIRST]).unlink(), IncompleteError),
     "a tensor is elsewhere": (
         lambda at, where: say(at, {"weight_map": where | {FIRST: where[names()[1]]}}),
-        Incomplete,
+        IncompleteError,
     ),
-    "a tensor is nowhere": (lambda at, where: say(at, {"weight_map": where | {"more": where[FIRST]}}), Incomplete),
+    "a tensor is nowhere": (lambda at, where: say(at, {"weight_map": where | {"more": where[FIRST]}}), IncompleteError),
     "a tensor is not listed": (
         lambda at, where: say(at, {"weight_map": {n: f for n, f in where.items() if n != FIRST}}),
-        Incomplete,
+        IncompleteError,
     ),
-    "a path out": (lambda at, where: say(at, {"weight_map": where | {FIRST: "../x.bin"}}), Unsafe),
-    "an absolute path": (lambda at, where: say(at, {"weight_map": where | {FIRST: "/etc/passwd"}}), Unsafe),
-    "a number": (lambda at, where: say(at, {"weight_map": where | {FIRST: 3}}), Corrupt),
-    "no map": (lambda at, where: say(at, {}), Corrupt),
-    "a list": (lambda at, where: say(at, []), Corrupt),
+    "a path out": (lambda at, where: say(at, {"weight_map": where | {FIRST: "../x.bin"}}), UnsafeError),
+    "an absolute path": (lambda at, where: say(at, {"weight_map": where | {FIRST: "/etc/passwd"}}), UnsafeError),
+    "a number": (lambda at, where: say(at, {"weight_map": where | {FIRST: 3}}), CorruptError),
+    "no map": (lambda at, where: say(at, {}), CorruptError),
+    "a list": (lambda at, where: say(at, []), CorruptError),
     "a file twice": (
         lambda at, where: (at / where[FIRST]).write_bytes((at / where[names()[1]]).read_bytes()),
-        Corrupt,
+        CorruptError,
     ),
-    "a file cut short": (lambda at, where: os.truncate(at / where[FIRST], 60), Corrupt),
-    "an empty file": (lambda at, where: os.truncate(at / where[FIRST], 0), Corrupt),
-    "a configuration that is no JSON": (lambda at, where: (at / "config.json").write_text("{"), Corrupt),
-    "a configuration that is a list": (lambda at, where: (at / "config.json").write_text("[]"), Corrupt),
+    "a file cut short": (lambda at, where: os.truncate(at / where[FIRST], 60), CorruptError),
+    "an empty file": (lambda at, where: os.truncate(at / where[FIRST], 0), CorruptError),
+    "a configuration that is no JSON": (lambda at, where: (at / "config.json").write_text("{"), CorruptError),
+    "a configuration that is a list": (lambda at, where: (at / "config.json").write_text("[]"), CorruptError),
     "a configuration with a key twice": (
         lambda at, where: (at / "config.json").write_text('{"a": 1, "a": 2}'),
-        Corrupt,
+        CorruptError,
     ),
-    "a configuration nested without end": (lambda at, where: (at / "config.json").write_text("[" * 99_999), Corrupt),
+    "a configuration nested without end": (
+        lambda at, where: (at / "config.json").write_text("[" * 99_999),
+        CorruptError,
+    ),
 }
 
 
@@ -396,7 +406,7 @@ def test_a_damaged_folder_is_refused(kind: str, container: str, tmp_path: Path) 
 def test_a_configuration_of_absurd_size_is_refused_before_it_is_read(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     os.truncate(folder / "config.json", 1 << 40)
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         open_checkpoint(folder)
 
 
@@ -408,7 +418,7 @@ def test_a_configuration_of_a_million_layers_costs_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize("root", [5, [torch.ones(2)], {"a": 1}, torch.ones(2)])
 def test_a_model_that_is_no_dict_of_tensors_is_refused(root: Any, tmp_path: Path) -> None:
     torch.save(root, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         open_checkpoint(tmp_path)
 
 
@@ -455,27 +465,27 @@ def test_blocks_are_put_where_their_files_say(tmp_path: Path) -> None:
 )
 def test_blocks_that_do_not_fit_are_refused(second: Any, message: str, tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE[:3].clone(), [0, 0])}, {"w": (second[0].clone(), second[1])})
-    with pytest.raises(Incomplete, match=message):
+    with pytest.raises(IncompleteError, match=message):
         check_complete(open_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0], [-1, 0], [0, 1.5], [0, "0"], None, [0, 2**60]])
 def test_an_offset_that_is_none_is_refused(offsets: Any, tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE.clone(), offsets)})
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         open_checkpoint(tmp_path)
 
 
 def test_blocks_of_other_axes_are_refused(tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE.clone(), [0, 0])}, {"w": (torch.ones(3), [6])})
-    with pytest.raises(Corrupt, match="axes"):
+    with pytest.raises(CorruptError, match="axes"):
         open_checkpoint(tmp_path)
 
 
 def test_a_file_that_does_not_say_where_is_refused_beside_others_that_do(tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE[:3].clone(), [0, 0])})
     save_file({"w": WHOLE[3:].clone()}, tmp_path / "shard-00002-model-00001-of-00001.safetensors")
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         open_checkpoint(tmp_path)
 
 
@@ -485,7 +495,7 @@ def test_a_lost_last_rank_is_missed_where_the_whole_files_lie_beside(tmp_path: P
     restored = open_checkpoint(tmp_path)
     assert read(restored.parameters["w"].weight).tolist() == WHOLE.tolist()
     (tmp_path / "sharded" / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(Incomplete, match="rank"):
+    with pytest.raises(IncompleteError, match="rank"):
         open_checkpoint(tmp_path)
 
 
@@ -494,7 +504,7 @@ def test_a_lost_file_of_a_rank_is_missed_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
         tmp_path / "shard-00001-model-00001-of-00002.safetensors"
     )
-    with pytest.raises(Incomplete, match="00002-of-00002"):
+    with pytest.raises(IncompleteError, match="00002-of-00002"):
         open_checkpoint(tmp_path)
 
 
@@ -607,12 +617,12 @@ def test_stacks_of_experts_are_taken_apart(experts: int, tmp_path: Path) -> None
 
 def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": 2}))
-    with pytest.raises(Unsupported, match="stack of 2"):
+    with pytest.raises(UnsupportedError, match="stack of 2"):
         write(running_mixtral(3), tmp_path / "out", config=tmp_path / "config.json")
 
 
 def test_a_configuration_that_is_no_object_is_none(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"no config\.json"):
+    with pytest.raises(UnsupportedError, match=r"no config\.json"):
         write(llama(config=["a"]), tmp_path / "out")
 
 
@@ -635,7 +645,7 @@ def test_whether_an_optimizer_only_numbers_its_parameters(groups: Any, numbered:
 def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_path: Path) -> None:
     source = llama(config=LLAMA | {"num_hidden_layers": 3})
     more = checkpoint([*source.parameters.values(), parameter("value_head", {MODEL: np.ones(2)})], (), source.extras)
-    with pytest.raises(Unsupported, match=r"2 layers.*num_hidden_layers 3"):
+    with pytest.raises(UnsupportedError, match=r"2 layers.*num_hidden_layers 3"):
         write(more, tmp_path / "none")
     _, remarks = write(replace(more, history=(Select((), ("x",)),)), tmp_path / "out")
     assert "tensors of the model are missing" in remarks
@@ -723,13 +733,13 @@ def test_a_configuration_that_is_none_is_an_error(kind: str, tmp_path: Path) -> 
     elif kind != "nothing":
         path = tmp_path / "config.json"
         path.write_text("{" if kind == "no JSON" else "[]")
-    with pytest.raises((NotFound, Corrupt)):
+    with pytest.raises((NotFoundError, CorruptError)):
         write(llama(), tmp_path / "out", config=path)
     assert not (tmp_path / "out").exists()
 
 
 def test_without_a_configuration_the_user_is_told_how_to_give_one(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"no config\.json") as error:
+    with pytest.raises(UnsupportedError, match=r"no config\.json") as error:
         write(llama(), tmp_path / "out")
     assert "--config" in str(error.value.hint)
     assert not (tmp_path / "out").exists()
@@ -751,7 +761,7 @@ def test_a_carried_file_whose_name_leads_out_is_refused(name: str, tmp_path: Pat
     source, key = llama(config=LLAMA), f"hf/{name}"
     held = Parameter(key, "extra", {MODEL: Tensor.of(ArrayBlob(np.ones(2, np.uint8)))})
     more = checkpoint([*source.parameters.values(), held], (), {**source.extras, key: TensorName(key)})
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         write(more, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -784,7 +794,7 @@ def test_a_carried_file_never_takes_the_place_of_the_weights(tmp_path: Path) -> 
 def test_a_configuration_that_json_cannot_say_is_not_written(value: Any, tmp_path: Path) -> None:
     held = llama(config=LLAMA)
     source = checkpoint(held.parameters.values(), (), {"hf/config.json": {"model_type": value}, "hf/a.json": LLAMA})
-    with pytest.raises(Unsupported, match=r"no config\.json"):
+    with pytest.raises(UnsupportedError, match=r"no config\.json"):
         write(source, tmp_path / "out")
 
 
@@ -822,7 +832,7 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_type_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         write(checkpoint([parameter("w", {MODEL: np.ones(2, np.complex128)})]), tmp_path / "out")
 
 
@@ -851,7 +861,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     flip(file, place.offset + 5)
     (problem,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
     assert problem.where.endswith("optimizer.pt")
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), EFFORT)
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Reader, crc32
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import read
 
-Typed = (Corrupt, Unsafe, Unsupported)
+Typed = (CorruptError, UnsafeError, UnsupportedError)
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
     ):
         path.write_bytes(build([PKL, lie, VERSION]))
         opened = open_file(path)
-        with pytest.raises(Corrupt, match="a/data/0"):
+        with pytest.raises(CorruptError, match="a/data/0"):
             tensor_of(opened.root)
-        with pytest.raises(Corrupt, match="a/data/0"):
+        with pytest.raises(CorruptError, match="a/data/0"):
             opened.seals()
 
 
@@ -267,13 +267,13 @@ def test_a_storage_whose_local_header_lies_is_refused_when_it_is_needed(tmp_path
 )
 def test_names_that_lead_elsewhere_are_called_so(name: str, tmp_path: Path) -> None:
     (tmp_path / "named.pt").write_bytes(build([*GOOD, Entry(name, b"x")]))
-    with pytest.raises(Unsafe, match="leads elsewhere"):
+    with pytest.raises(UnsafeError, match="leads elsewhere"):
         open_file(tmp_path / "named.pt")
 
 
 def test_data_that_patch_others_are_called_compressed(tmp_path: Path) -> None:
     (tmp_path / "patched.pt").write_bytes(build([PKL, replace(DATA, flags=1 << 5)]))
-    with pytest.raises(Unsupported, match="compressed"):
+    with pytest.raises(UnsupportedError, match="compressed"):
         open_file(tmp_path / "patched.pt")
 
 
@@ -283,7 +283,7 @@ def test_compressed_members_are_never_inflated(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a/data.pkl", bytes(200 << 20))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(Unsupported, match="compressed"):
+    with pytest.raises(UnsupportedError, match="compressed"):
         open_file(path)
 
 
@@ -300,13 +300,13 @@ def test_a_sparse_file_cannot_claim_a_huge_directory(tmp_path: Path) -> None:
         file.write(struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0, 0, 0, 0, 1 << 33, 1 << 33, size - 64, 64))
         file.write(struct.pack("<4sIQI", b"PK\6\7", 0, size, 1))
         file.write(struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, FULL, FULL, 0))
-    with pytest.raises(Unsafe, match="would exhaust memory"):
+    with pytest.raises(UnsafeError, match="would exhaust memory"):
         open_file(path)
 
 
 def test_a_sparse_legacy_file_cannot_claim_a_huge_pickle(tmp_path: Path) -> None:
     path = tmp_path / "sparse.pt"
-    for claim, kind in ((1 << 39, Unsafe), (1 << 45, Corrupt)):
+    for claim, kind in ((1 << 39, UnsafeError), (1 << 45, CorruptError)):
         with open(path, "wb") as file:
             file.write(b"\x80\x04\x8e" + struct.pack("<Q", claim))
             try:
@@ -350,7 +350,7 @@ def outcome(path: Path, data: bytes) -> str:
 def test_every_truncation_of_a_file_is_corrupt(tmp_path: Path, legacy: bool) -> None:
     data, path = saved(legacy), tmp_path / "x.pt"
     assert outcome(path, data) == "same"
-    assert {outcome(path, data[:stop]) for stop in range(len(data))} == {"Corrupt"}
+    assert {outcome(path, data[:stop]) for stop in range(len(data))} == {"CorruptError"}
 
 
 def test_a_flipped_bit_of_any_byte_of_an_archive_is_found_or_changes_nothing(tmp_path: Path) -> None:
@@ -361,8 +361,8 @@ def test_a_flipped_bit_of_any_byte_of_an_archive_is_found_or_changes_nothing(tmp
         bad[i] ^= 1 << i % 8
         seen.add(outcome(path, bytes(bad)))
     # "same": dates, padding and other fields that mean nothing to anybody.
-    assert seen <= {"same", "Corrupt", "Unsafe", "Unsupported", "broken seal"}
-    assert {"same", "Corrupt", "broken seal"} <= seen
+    assert seen <= {"same", "CorruptError", "UnsafeError", "UnsupportedError", "broken seal"}
+    assert {"same", "CorruptError", "broken seal"} <= seen
 
 
 def test_a_flipped_bit_of_any_byte_of_a_legacy_file_gives_a_value_or_a_typed_error(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_flipped_bit_of_any_byte_of_a_legacy_file_gives_a_value_or_a_typed_err
         bad = bytearray(data)
         bad[i] ^= 1 << i % 8
         seen.add(outcome(path, bytes(bad)))
-    assert seen <= {"same", "changed", "Corrupt", "Unsafe", "Unsupported"}
+    assert seen <= {"same", "changed", "CorruptError", "UnsafeError", "UnsupportedError"}
 
 
 MUTATIONS: dict[str, Callable[[random.Random, bytearray], None]] = {
@@ -404,7 +404,7 @@ def test_archives_mutated_at_random_say_the_truth_or_are_refused(tmp_path: Path)
         result = outcome(path, bytes(data))
         seen[result] = seen.get(result, 0) + 1
     assert not [kind for kind in seen if kind.startswith("unexpected")]
-    assert {"Corrupt", "same"} <= set(seen)
+    assert {"CorruptError", "same"} <= set(seen)
 
 
 def test_nothing_but_the_file_itself_is_ever_opened_or_written(tmp_path: Path) -> None:

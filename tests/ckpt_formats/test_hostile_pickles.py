@@ -19,10 +19,10 @@ import torch
 from ckpt_formats.containers import torchfile
 from ckpt_formats.containers.torchfile import load_pickle, open_file, tensor_of
 from ckpt_formats.containers.torchfile import pickle_reader as interpreter
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.values import Global, Record
 
-Typed = (Corrupt, Unsafe, Unsupported)
+Typed = (CorruptError, UnsafeError, UnsupportedError)
 FORMATS = Path(torchfile.__file__).parents[2]
 
 # A small assembler
@@ -163,7 +163,7 @@ def canary(tmp_path: Path) -> Iterator[bytes]:
 def test_no_name_that_can_run_something_is_let_in(form: str, canary: bytes) -> None:
     assert len(DANGEROUS) == len(set(DANGEROUS)) > 200
     for name in DANGEROUS:
-        with pytest.raises(Unsafe) as caught:
+        with pytest.raises(UnsafeError) as caught:
             load_pickle(FORMS[form](name, canary), "here")
         assert f"`{name}`" in caught.value.what
         assert caught.value.hint is not None
@@ -355,7 +355,7 @@ STRUCTURE = {
 
 @pytest.mark.parametrize("attack", WHERE_NAMES_HIDE)
 def test_no_name_is_smuggled_in(attack: str, canary: bytes) -> None:
-    with pytest.raises((Unsafe, Corrupt)):
+    with pytest.raises((UnsafeError, CorruptError)):
         load_pickle(pickled(WHERE_NAMES_HIDE[attack], protocol=4))
 
 
@@ -521,17 +521,17 @@ def test_there_are_more_than_a_hundred_kinds_of_attack() -> None:
 @pytest.mark.parametrize("attack", ["os.system", "builtins.exec", "torch.hub.load"])
 def test_an_attack_is_refused_in_every_container(tmp_path: Path, attack: str, canary: bytes) -> None:
     evil = FORMS["called"](attack, canary)
-    with pytest.raises(Unsafe, match=r"x\.pt \(x/data\.pkl\)"):
+    with pytest.raises(UnsafeError, match=r"x\.pt \(x/data\.pkl\)"):
         open_file(archive(tmp_path / "x.pt", evil))
     (tmp_path / "plain.pt").write_bytes(evil)
-    with pytest.raises(Unsafe, match=r"plain\.pt"):
+    with pytest.raises(UnsafeError, match=r"plain\.pt"):
         open_file(tmp_path / "plain.pt")
     buffer = io.BytesIO()
     torch.save("HERE", buffer, _use_new_zipfile_serialization=False)
     good = pickle.dumps("HERE", 2)
     assert good in buffer.getvalue()
     (tmp_path / "legacy.pt").write_bytes(buffer.getvalue().replace(good, evil))
-    with pytest.raises(Unsafe, match=r"legacy\.pt"):
+    with pytest.raises(UnsafeError, match=r"legacy\.pt"):
         open_file(tmp_path / "legacy.pt")
 
 
@@ -561,14 +561,14 @@ def test_every_flipped_bit_of_a_pickle_gives_a_value_or_a_typed_error(protocol: 
         bad = bytearray(good)
         bad[i // 8] ^= 1 << i % 8
         seen.add(outcomes(bytes(bad)))
-    assert {"read", "Corrupt"} <= seen
+    assert {"read", "CorruptError"} <= seen
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_truncation_of_a_pickle_is_corrupt(protocol: int) -> None:
     good = pickle.dumps(genuine(), protocol)
     for stop in range(len(good)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             load_pickle(good[:stop])
 
 
@@ -601,7 +601,7 @@ def test_pickles_mutated_at_random_give_values_or_typed_errors() -> None:
                 data = bytearray(b".")
         kind = outcomes(bytes(data))
         counts[kind] = counts.get(kind, 0) + 1
-    assert {"read", "Corrupt", "Unsafe"} <= set(counts)
+    assert {"read", "CorruptError", "UnsafeError"} <= set(counts)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 import ckpt as library
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
 from hub_server import SIGNATURE, TOKEN, Hub, Repository, hub
@@ -158,6 +158,6 @@ def test_a_repository_is_only_read(tmp_path: Path) -> None:
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.delitem(sys.modules, "ckpt_formats.stores.hub", raising=False)
-    with pytest.raises(Unsupported, match="need the package huggingface_hub") as refused:
+    with pytest.raises(UnsupportedError, match="need the package huggingface_hub") as refused:
         source_path("hf://org/model")
     assert "ckpt-suite[hf]" in str(refused.value.hint)

@@ -9,7 +9,7 @@ import pytest
 from ckpt.job import save
 from ckpt.pipeline import Resources, plan
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -75,7 +75,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 def test_a_hostile_index_is_refused_before_anything_is_read(change: str, saved: Path) -> None:
     make, words = HOSTILE[change]
     forge(saved, make)
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptError, match=words):
         [parameter.states for parameter in open_checkpoint(saved).parameters.values()]
 
 
@@ -95,7 +95,7 @@ def test_a_sum_of_chunks_beyond_2_to_the_64_does_not_begin_again_at_zero() -> No
     columns["chunk.values"] = np.zeros((0, 16), "u1")
     tables = Tables(tuple(map(str, range(count // names))), ("uint8",))
     assert int(Index(columns, tables).chunk_counts.sum()) == 0
-    with pytest.raises(Corrupt, match=r"the length of column chunk\.values"):
+    with pytest.raises(CorruptError, match=r"the length of column chunk\.values"):
         check(Index(columns, tables), (), Path("manifest.json"))
 
 
@@ -139,7 +139,7 @@ def test_more_names_of_states_than_can_be_numbered_are_refused(tmp_path: Path) -
     states = {str(i): np.zeros(1, np.int8) for i in range(65_537)}
     halves = [dict(list(states.items())[:40_000]), dict(list(states.items())[40_000:])]
     parameters = [parameter(str(i), half) for i, half in enumerate(halves)]
-    with pytest.raises(Unsupported, match="65,536 names of states"):
+    with pytest.raises(UnsupportedError, match="65,536 names of states"):
         plan(checkpoint(parameters), tmp_path / "out", Universal())
     halves[1].popitem()
     parameters[1] = parameter("1", halves[1])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import BadRules, Corrupt
+from ckpt_formats.core.errors import CorruptError, RulesError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout, Partitioning, Rule, ShardBlock, lengths, merge, place, split
@@ -124,12 +124,12 @@ def test_what_does_not_divide_is_not_split() -> None:
         (Rule(".*", fused=(2, 2)), (8, 2)),
         (Rule(".*", "blocks", shape=(8, 2), blocks=((),)), (8, 2)),
     ):
-        with pytest.raises(BadRules, match=r"`layer\.w`"):
+        with pytest.raises(RulesError, match=r"`layer\.w`"):
             split("layer.w", tensor(np.zeros(shape, np.float32)), rule, 2)
 
 
 def test_a_table_smaller_than_its_vocabulary_is_an_error() -> None:
-    with pytest.raises(BadRules, match="has 8 rows, fewer than its vocabulary of 9"):
+    with pytest.raises(RulesError, match="has 8 rows, fewer than its vocabulary of 9"):
         merge("w", [tensor(np.zeros((4, 2)))] * 2, Rule(".*", vocabulary=9))
 
 
@@ -146,7 +146,7 @@ def test_replicas_that_agree_are_one_tensor_and_those_that_do_not_name_both_file
     assert list(agreed.problems()) == []
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader).chunks(agreed))) == values.tobytes()
-    with Reader() as reader, pytest.raises(Corrupt, match=r"rank0 against .*rank2"):
+    with Reader() as reader, pytest.raises(CorruptError, match=r"rank0 against .*rank2"):
         list(Transfer(reader).chunks(merge("w", files, rule)))
 
 
@@ -216,7 +216,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_shapes_that_contradict_a_rule_are_an_error_that_names_the_tensor(kind: str) -> None:
     rule, shapes = CONTRADICTIONS[kind]
-    with pytest.raises(BadRules, match=r"`layer\.w`"):
+    with pytest.raises(RulesError, match=r"`layer\.w`"):
         merge("layer.w", [tensor(np.zeros(shape, np.float32)) for shape in shapes], rule)
 
 
@@ -230,7 +230,7 @@ def test_the_first_rule_that_matches_the_whole_name_counts() -> None:
     assert layout.rule("a.5").axis == 1
     assert layout.rule("a.5.b").how == "replicated"
     assert layout.rule("b").how == "first"
-    with pytest.raises(BadRules, match="`bb`") as caught:
+    with pytest.raises(RulesError, match="`bb`") as caught:
         layout.rule("bb")
     assert "[[rule]]" in str(caught.value.hint)
 
@@ -249,7 +249,7 @@ def test_replicas_of_shards_are_compared_after_merging_too(tmp_path: Path) -> No
     other[3, 2] = 0.25
     whole = [Tensor.of(lay(tmp_path / n, v, 0, (12, 4))) for n, v in (("ours", values), ("theirs", other))]
     shards = [replace(whole[0].crop(half), replicas=(whole[1].crop(half),)) for half in map(_half, (0, 1))]
-    with pytest.raises(Corrupt, match=r"ours against .*theirs"):
+    with pytest.raises(CorruptError, match=r"ours against .*theirs"):
         read(merge("w", shards, Rule(".*")))
     same = [replace(shard, replicas=(shard, shard)) for shard in shards[:1]] + [replace(shards[1], replicas=())]
     merged = merge("w", same, Rule(".*"))
@@ -368,7 +368,7 @@ def test_what_each_rank_has_of_its_own_is_stacked_and_handed_out_again(ranks: in
     for ours, shard in zip(split("rng", whole, rule, ranks), shards, strict=True):
         assert list(ours.problems()) == []
         assert bits(read(ours)) == bits(shard)
-    with pytest.raises(BadRules, match="`rng`"):
+    with pytest.raises(RulesError, match="`rng`"):
         split("rng", whole, rule, ranks + 1)
 
 
@@ -386,9 +386,9 @@ def test_a_table_whose_true_rows_nobody_knows_keeps_them_all(ranks: int, rows: i
 
 def test_units_are_never_cut() -> None:
     rule = Rule(".*", units=3)
-    with pytest.raises(BadRules, match=r"3 units .* over 2 ranks"):
+    with pytest.raises(RulesError, match=r"3 units .* over 2 ranks"):
         split("w", tensor(np.zeros((12, 2))), rule, 2)
-    with pytest.raises(BadRules, match="3 units"):
+    with pytest.raises(RulesError, match="3 units"):
         merge("w", [tensor(np.zeros((5, 2)))], rule)
     for ranks in (1, 3, 6):  # more ranks than units share one out
         whole = merge("w", split("w", tensor(np.zeros((12, 2))), rule, ranks), rule)
@@ -399,11 +399,11 @@ def test_a_rule_counts_only_where_the_model_has_what_it_is_for() -> None:
     rules = (Rule("w", when="gated", fused=("ffn", "ffn")), Rule("w", length="ffn"))
     assert Layout(rules, {"gated": 1, "ffn": 4}).rule("w").fused == (4, 4)
     assert Layout(rules, {"gated": 0, "ffn": 4}).rule("w").length == 4
-    with pytest.raises(BadRules, match=r"needs the size `gated`.*states none"):
+    with pytest.raises(RulesError, match=r"needs the size `gated`.*states none"):
         Layout(rules).rule("w")
-    with pytest.raises(BadRules, match=r"needs the size `ffn`.*known are gated"):
+    with pytest.raises(RulesError, match=r"needs the size `ffn`.*known are gated"):
         Layout(rules, {"gated": 1}).rule("w")
-    with pytest.raises(BadRules, match="has formulas"):
+    with pytest.raises(RulesError, match="has formulas"):
         merge("w", [tensor(np.zeros((8, 2)))] * 2, rules[0])
 
 
@@ -411,5 +411,5 @@ def test_a_whole_tensor_is_as_long_as_the_models_sizes_say() -> None:
     layout = Layout((Rule("w", axis=1, length="ffn"),), {"ffn": 4})
     layout.check("w", (3, 4))
     layout.check("of no rule", (3, 5))
-    with pytest.raises(BadRules, match=r"`w` has length 5 along axis 1, but .* is 4"):
+    with pytest.raises(RulesError, match=r"`w` has length 5 along axis 1, but .* is 4"):
         layout.check("w", (3, 5))

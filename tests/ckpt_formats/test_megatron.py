@@ -14,7 +14,15 @@ from click.testing import CliRunner
 
 from ckpt_cli.main import cli
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    RulesError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
@@ -55,7 +63,7 @@ def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_pat
 def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, text: str) -> None:
     run = write(tmp_path, whole())
     (run / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises((NotFound, Corrupt)):
+    with pytest.raises((NotFoundError, CorruptError)):
         MegatronLegacy().read(run, ReadOptions())
     assert not MegatronLegacy().detect(run)
 
@@ -63,7 +71,7 @@ def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, text: str) -> None:
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     (run / "iter_0000005" / "mp_rank_01").rename(run / "gone")
-    with pytest.raises(Incomplete, match=r"mp_rank_01 is missing.* tp 2"):
+    with pytest.raises(IncompleteError, match=r"mp_rank_01 is missing.* tp 2"):
         open_checkpoint(run)
 
 
@@ -74,7 +82,7 @@ def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
         torch.load(run / "iter_0000005/mp_rank_01/model_optim_rng.pt", weights_only=False),
         run / "iter_0000005/mp_rank_02/model_optim_rng.pt",
     )
-    with pytest.raises(Corrupt, match="no rank mp_rank_02"):
+    with pytest.raises(CorruptError, match="no rank mp_rank_02"):
         open_checkpoint(run)
 
 
@@ -102,28 +110,28 @@ def test_a_tensor_parallel_rank_that_megatron_did_not_save_is_named(tmp_path: Pa
     experts = {"num_experts": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     run = write(tmp_path / "run", whole(), 2, {**experts, "moe_ffn_hidden_size": 12})
     shutil.rmtree(run / "iter_0000005/mp_rank_01")
-    with pytest.raises(Incomplete, match="did not save tensor-parallel rank 1"):
+    with pytest.raises(IncompleteError, match="did not save tensor-parallel rank 1"):
         open_checkpoint(run)
 
 
 def test_iterations_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     _change(run / "iter_0000005/mp_rank_01", lambda root: root.update(iteration=6))
-    with pytest.raises(Corrupt, match="`iteration` is 5 in mp_rank_00 but 6 in mp_rank_01"):
+    with pytest.raises(CorruptError, match="`iteration` is 5 in mp_rank_00 but 6 in mp_rank_01"):
         open_checkpoint(run)
 
 
 def test_runs_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     _change(run / "iter_0000005/mp_rank_01", lambda root: setattr(root["args"], "num_layers", 3))
-    with pytest.raises(Corrupt, match="`num_layers` is 2 in mp_rank_00 but 3 in mp_rank_01"):
+    with pytest.raises(CorruptError, match="`num_layers` is 2 in mp_rank_00 but 3 in mp_rank_01"):
         open_checkpoint(run)
 
 
 def test_a_file_without_arguments_is_an_error(tmp_path: Path) -> None:
     run = write(tmp_path, whole())
     _change(run / "iter_0000005/mp_rank_00", lambda root: root.pop("args"))
-    with pytest.raises(Incomplete, match="no arguments"):
+    with pytest.raises(IncompleteError, match="no arguments"):
         open_checkpoint(run)
 
 
@@ -160,14 +168,14 @@ def test_heads_that_do_not_divide_are_an_error(tmp_path: Path) -> None:
     args = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 2, "hidden_size": 8}
     proj = {f"decoder.layers.{i}.self_attention.linear_proj.weight": np.zeros((8, 12), "f4") for i in (0, 1)}
     run = write(tmp_path, {**tensors, **proj}, tp=2, args=args)
-    with pytest.raises(BadRules, match=r"3 units .* do not divide over 2 ranks"):
+    with pytest.raises(RulesError, match=r"3 units .* do not divide over 2 ranks"):
         open_checkpoint(run)
 
 
 def test_a_parameter_without_a_rule_is_an_error_that_suggests_one(tmp_path: Path) -> None:
     tensors = {**whole(), "decoder.layers.0.adapter.down.weight": np.ones((4, 8), "f4")}
     run = write(tmp_path, tensors, tp=2)
-    with pytest.raises(BadRules, match=r"`decoder\.layers\.0\.adapter\.down\.weight`") as caught:
+    with pytest.raises(RulesError, match=r"`decoder\.layers\.0\.adapter\.down\.weight`") as caught:
         open_checkpoint(run)
     assert "[[rule]]" in str(caught.value.hint)
     rules = tmp_path / "rules.toml"
@@ -189,7 +197,7 @@ def test_rules_of_the_user_come_first_and_wrong_ones_are_an_error(tmp_path: Path
         (Rule(r".*\.linear_fc1\.weight", fused=("depth",)), "needs the size `depth`"),
         (Rule(r".*\.linear_fc2\.weight", length="hidden"), "has length 16 along axis 0"),
     ):
-        with pytest.raises(BadRules, match=message):
+        with pytest.raises(RulesError, match=message):
             MegatronLegacy().read(run, ReadOptions((wrong,)))
 
 
@@ -206,15 +214,15 @@ def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
         return values + rank if name == "decoder.final_layernorm.weight" else cut(name, values, tp, rank)
 
     checkpoint = open_checkpoint(write(tmp_path, whole(), 2, cutting=spoiled))
-    with pytest.raises(Corrupt, match="replicas of one tensor differ"):
+    with pytest.raises(CorruptError, match="replicas of one tensor differ"):
         read(checkpoint.parameters["decoder.final_layernorm.weight"].weight)
 
 
 def test_copies_of_other_shapes_or_values_are_found() -> None:
     rows, columns = (Tensor.of(ArrayBlob(np.zeros(shape, np.float32))) for shape in ((2, 3), (3, 2)))
-    with pytest.raises(Corrupt, match=r"copies of `w` \(param\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
+    with pytest.raises(CorruptError, match=r"copies of `w` \(param\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
         merge_copies("w", [LocalCopy({"param": rows}), LocalCopy({"param": columns})])
-    with pytest.raises(Corrupt, match="ranks disagree on `step` of `w`: 3 and 4"):
+    with pytest.raises(CorruptError, match="ranks disagree on `step` of `w`: 3 and 4"):
         merge_copies("w", [LocalCopy({"param": rows}, {"step": 3}), LocalCopy({"param": rows}, {"step": 4})])
 
 
@@ -222,7 +230,7 @@ def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
     flat = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): {"param": torch.zeros(64)}}}
     torch.save(flat, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
-    with pytest.raises(Corrupt, match="has 64 elements"):
+    with pytest.raises(CorruptError, match="has 64 elements"):
         open_checkpoint(run)
 
 
@@ -230,7 +238,7 @@ def test_buffers_that_are_stored_by_parameter_are_refused(tmp_path: Path) -> Non
     run = write(tmp_path, whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
     listed = {0: {(torch.float32, torch.float32): [{"param": torch.zeros(64)}]}}
     torch.save(listed, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
-    with pytest.raises(Unsupported, match="stored by parameter"):
+    with pytest.raises(UnsupportedError, match="stored by parameter"):
         open_checkpoint(run)
 
 
@@ -302,7 +310,7 @@ def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> Non
     restored = unflattened("w", flat, (2, 8, 6))
     assert list(restored.problems()) == []
     assert read(restored).tobytes() == values.tobytes()
-    with pytest.raises(Corrupt, match=r"`w` has shape \[2, 4, 1, 12\]"):
+    with pytest.raises(CorruptError, match=r"`w` has shape \[2, 4, 1, 12\]"):
         unflattened("w", flat, (2, 8, 7))
     holed = Tensor(flat.shape, flat.dtype, flat.fragments[1:])
     assert any("no file holds" in flaw for flaw in unflattened("w", holed, (2, 8, 6)).problems())
@@ -315,7 +323,7 @@ def test_pieces_of_a_tensor_are_joined_and_a_missing_one_is_named() -> None:
     key = "decoder.layers.1.mixer.in_proj.weight"
     tensors = tensors_by_name({f"{key}.{piece}": tensor(values) for piece, values in reversed(rows.items())})
     assert read(tensors[key]).tobytes() == np.concatenate(list(rows.values())).tobytes()
-    with pytest.raises(Corrupt, match="of which only _w are present"):
+    with pytest.raises(CorruptError, match="of which only _w are present"):
         tensors_by_name({"decoder.layers.0.mlp.linear_fc1.weight_w": tensor(rows["z"])})
 
 
@@ -327,7 +335,7 @@ def test_a_stack_is_taken_apart_by_layer_and_expert() -> None:
         for i in range(2)
         for j in range(3)
     }
-    with pytest.raises(Unsafe, match="stack of"):
+    with pytest.raises(UnsafeError, match="stack of"):
         tensors_by_name({"decoder.layers.x.weight": Tensor((1 << 40, 4), DTYPES["float32"], ())})
 
 
@@ -412,13 +420,13 @@ def test_stages_have_the_layers_that_megatron_gives_them() -> None:
 
 @pytest.mark.parametrize("pp", [0, 2])
 def test_a_layout_of_chunks_that_stages_cannot_share_is_an_error(pp: int) -> None:
-    with pytest.raises(Unsupported, match=f"layout of 3 chunks cannot be divided over {pp} stages"):
+    with pytest.raises(UnsupportedError, match=f"layout of 3 chunks cannot be divided over {pp} stages"):
         from_layout_string("Et|t|tL", pp)
 
 
 @pytest.mark.parametrize("layout", ["Et|(t", "E t#3|L", "t*99999999999|L", "((t*1000000))*1000000|t"])
 def test_a_layout_that_is_not_understood_is_an_error(layout: str) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         from_layout_string(layout, 2)
 
 
@@ -426,7 +434,7 @@ def test_a_layout_that_is_not_understood_is_an_error(layout: str) -> None:
     "work", [lambda: even_stages(7, 2), lambda: uneven_stages(7, 3, 1, 2, 2) and uneven_stages(8, 3, 1, 9, None)]
 )
 def test_layers_that_do_not_divide_are_an_error(work: Any) -> None:
-    with pytest.raises(Unsupported, match="divide"):
+    with pytest.raises(UnsupportedError, match="divide"):
         work()
 
 
@@ -496,7 +504,7 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     assert verified.exit_code == 20
     assert "suspicious: the optimizer's masters of 15 of 15 parameters" in verified.output
     refused = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal")])
-    assert isinstance(refused.exception, Corrupt)
+    assert isinstance(refused.exception, CorruptError)
     assert not (tmp_path / "universal").exists()
     weights = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "universal"), "--model-only"])
     assert weights.exit_code == 0, weights.output

@@ -19,7 +19,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources, plan
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
@@ -359,7 +359,7 @@ def test_wrong_rules_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CkptError, match=re.escape("linear_fc2.weight")):
             MegatronDist(tp=2, rules=(rule,)).plan(source)
     mamba, odd = model("mamba", args_of("mamba", 2, 2)), Rule(r".*\.in_proj\.weight")
-    with pytest.raises(Unsupported, match="parts z, x, B, C, dt"):
+    with pytest.raises(UnsupportedError, match="parts z, x, B, C, dt"):
         MegatronDist(rules=(odd,)).plan(mamba)
 
 

@@ -11,7 +11,7 @@ import pytest
 from ckpt.findings import find_problems
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
@@ -129,7 +129,7 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     assert wrong  # or Megatron has mended it, and this test has had its day
     assert len(checkpoint.suspicions) == 1
     assert f"masters of {len(wrong)} of " in checkpoint.suspicions[0]
-    with pytest.raises(Corrupt, match="shifted"):
+    with pytest.raises(CorruptError, match="shifted"):
         check_not_suspicious(checkpoint)
     assert any(finding.kind == "suspicious" for finding in find_problems(checkpoint, Resources()))
 
@@ -142,14 +142,14 @@ def _copied(megatron_folder: Path, tmp_path: Path) -> Path:
 def test_a_missing_file_of_a_distributed_checkpoint_is_named(megatron_folder: Path, tmp_path: Path) -> None:
     folder = _copied(megatron_folder, tmp_path)
     (folder / "__2_0.distcp").unlink()
-    with pytest.raises(Incomplete, match=r"__2_0\.distcp is missing"):
+    with pytest.raises(IncompleteError, match=r"__2_0\.distcp is missing"):
         open_checkpoint(folder)
 
 
 def test_containers_that_megatron_gave_up_are_named(megatron_folder: Path, tmp_path: Path) -> None:
     folder = _copied(megatron_folder, tmp_path)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    with pytest.raises(Unsupported, match="zarr"):
+    with pytest.raises(UnsupportedError, match="zarr"):
         open_checkpoint(folder)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import BadRules, CkptError, Corrupt, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, RulesError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
@@ -281,7 +281,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, ca
 def refused(source: Checkpoint, tmp_path: Path, message: str, **options: Any) -> None:
     with pytest.raises(CkptError, match=message) as caught:
         reshard(source, tmp_path / "made", **options)
-    assert type(caught.value) in (Unsupported, BadRules)
+    assert type(caught.value) in (UnsupportedError, RulesError)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,7 +330,7 @@ def test_masters_of_fp32_weights_must_be_the_weights_to_be_left_out(tmp_path: Pa
     name = "decoder.final_layernorm.weight"
     other = parameter(name, {"fp32": read(source.parameters[name].weight) + 1}).states
     odd = replace(source.parameters[name], states={**source.parameters[name].states, **other})
-    with pytest.raises(Corrupt, match="replicas of one tensor differ"):
+    with pytest.raises(CorruptError, match="replicas of one tensor differ"):
         reshard(replace(source, parameters={**source.parameters, name: odd}), tmp_path / "odd", zero=0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.names.tables import parse, table_for, tables
@@ -126,13 +126,13 @@ def test_any_block_of_every_so_many_th_row_is_read_alone(data: st.DataObject, ro
 
 @pytest.mark.parametrize("shape", [(), (7, 2)])
 def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(Unsupported, match="not divisible by 3"):
+    with pytest.raises(UnsupportedError, match="not divisible by 3"):
         strided(of(np.zeros(shape)), 0, 3)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 2)])
 def test_what_is_no_stack_of_so_many_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         unstacked(of(np.zeros(shape)), 2)
 
 
@@ -155,7 +155,7 @@ WRONG: list[tuple[str, tuple[int, ...], ModelSizes]] = [
 
 @pytest.mark.parametrize(("how", "shape", "sizes"), WRONG)
 def test_a_shape_that_does_not_fit_is_refused(how: str, shape: tuple[int, ...], sizes: ModelSizes) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         TRANSFORMS[how].split(of(values(*shape)), sizes)
 
 
@@ -165,7 +165,7 @@ def test_pieces_that_do_not_fit_together_are_refused() -> None:
         "qkv": [(12, 2), (4, 2), (5, 2)],
         "vocabulary": [(20, 2)],
     }.items():
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             TRANSFORMS[how].join([of(values(*shape)) for shape in ones], SIZES)
 
 

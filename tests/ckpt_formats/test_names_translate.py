@@ -18,7 +18,7 @@ from ckpt.rename import prepare, use_names
 from ckpt_cli.main import cli
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names.architecture import Architecture, Scaling
@@ -284,45 +284,53 @@ def regrouped() -> Checkpoint:
 
 
 TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
-    "no configuration": (lambda: replace(trained(CONFIGURATION), extras={}), Incomplete, "no config.json"),
-    "another family": (lambda: configured(model_type="bloom"), Unsupported, "type bloom"),
-    "no sizes": (lambda: configured(hidden_size=None), Incomplete, "hidden"),
-    "a size that is none": (lambda: configured(intermediate_size="5"), Corrupt, "ffn 5"),
-    "a size of zero": (lambda: configured(head_dim=0), Corrupt, "head_dim 0"),
-    "heads that do not divide": (lambda: configured(num_key_value_heads=3), Corrupt, "cannot be divided into 3 groups"),
-    "another width": (lambda: configured(hidden_size=8), Corrupt, r"shape \[7, 6\], but .* \[7, 8\]"),
-    "another number of groups": (lambda: configured(num_key_value_heads=4), Unsupported, "not of 4 heads in 4 groups"),
-    "other heads": (lambda: configured(head_dim=4), Corrupt, r"\[24, 6\], but .* \[32, 6\]"),
-    "another vocabulary": (lambda: configured(vocab_size=5), Corrupt, r"\[7, 6\], but .* \[5, 6\]"),
-    "more layers": (lambda: configured(num_hidden_layers=3), Incomplete, r"layers\.2\."),
-    "fewer layers": (lambda: configured(num_hidden_layers=1), Unsupported, r"has no `model\.layers\.1\."),
-    "too many layers": (lambda: configured(num_hidden_layers=10**9), Incomplete, "the number of layers"),
-    "tied, but with a head": (lambda: configured(tie_word_embeddings=True), Unsupported, "lm_head"),
+    "no configuration": (lambda: replace(trained(CONFIGURATION), extras={}), IncompleteError, "no config.json"),
+    "another family": (lambda: configured(model_type="bloom"), UnsupportedError, "type bloom"),
+    "no sizes": (lambda: configured(hidden_size=None), IncompleteError, "hidden"),
+    "a size that is none": (lambda: configured(intermediate_size="5"), CorruptError, "ffn 5"),
+    "a size of zero": (lambda: configured(head_dim=0), CorruptError, "head_dim 0"),
+    "heads that do not divide": (
+        lambda: configured(num_key_value_heads=3),
+        CorruptError,
+        "cannot be divided into 3 groups",
+    ),
+    "another width": (lambda: configured(hidden_size=8), CorruptError, r"shape \[7, 6\], but .* \[7, 8\]"),
+    "another number of groups": (
+        lambda: configured(num_key_value_heads=4),
+        UnsupportedError,
+        "not of 4 heads in 4 groups",
+    ),
+    "other heads": (lambda: configured(head_dim=4), CorruptError, r"\[24, 6\], but .* \[32, 6\]"),
+    "another vocabulary": (lambda: configured(vocab_size=5), CorruptError, r"\[7, 6\], but .* \[5, 6\]"),
+    "more layers": (lambda: configured(num_hidden_layers=3), IncompleteError, r"layers\.2\."),
+    "fewer layers": (lambda: configured(num_hidden_layers=1), UnsupportedError, r"has no `model\.layers\.1\."),
+    "too many layers": (lambda: configured(num_hidden_layers=10**9), IncompleteError, "the number of layers"),
+    "tied, but with a head": (lambda: configured(tie_word_embeddings=True), UnsupportedError, "lm_head"),
     "biases that Megatron has not": (
         lambda: trained(CONFIGURATION | {"attention_bias": True}),
-        Unsupported,
+        UnsupportedError,
         "add_bias_linear",
     ),
-    "another activation": (lambda: configured(hidden_act="relu"), Unsupported, "relu"),
+    "another activation": (lambda: configured(hidden_act="relu"), UnsupportedError, "relu"),
     "a stretched rotation": (
         lambda: configured(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        Unsupported,
+        UnsupportedError,
         "which Megatron does not support",
     ),
-    "no rotation": (lambda: configured(rope_parameters=3), Corrupt, "rotary"),
-    "a base that is none": (lambda: configured(rope_theta="x"), Corrupt, "rope_theta"),
-    "an epsilon that is none": (lambda: configured(rms_norm_eps=float("nan")), Corrupt, "epsilon"),
-    "quantised": (lambda: configured(quantization_config={"bits": 4}), Unsupported, "quantization_config"),
-    "a tensor is missing": (lambda: without(Q), Incomplete, "missing: `model.layers.0.self_attn.q_proj.weight`"),
+    "no rotation": (lambda: configured(rope_parameters=3), CorruptError, "rotary"),
+    "a base that is none": (lambda: configured(rope_theta="x"), CorruptError, "rope_theta"),
+    "an epsilon that is none": (lambda: configured(rms_norm_eps=float("nan")), CorruptError, "epsilon"),
+    "quantised": (lambda: configured(quantization_config={"bits": 4}), UnsupportedError, "quantization_config"),
+    "a tensor is missing": (lambda: without(Q), IncompleteError, "missing: `model.layers.0.self_attn.q_proj.weight`"),
     "a strange tensor": (
         lambda: with_stranger(),
-        Unsupported,
+        UnsupportedError,
         "has no `adapter`",
     ),
-    "other steps": (lambda: with_changed(Q, lambda p: replace(p, values={"step": 8})), Unsupported, "step 8"),
-    "other states": (lambda: with_changed(Q, _without_moments), Unsupported, "their states or values differ"),
-    "other groups": (regrouped, Unsupported, "optimizer group 0"),
-    "factored states": (lambda: with_changed("model.norm.weight", _factored), Unsupported, "another shape than"),
+    "other steps": (lambda: with_changed(Q, lambda p: replace(p, values={"step": 8})), UnsupportedError, "step 8"),
+    "other states": (lambda: with_changed(Q, _without_moments), UnsupportedError, "their states or values differ"),
+    "other groups": (regrouped, UnsupportedError, "optimizer group 0"),
+    "factored states": (lambda: with_changed("model.norm.weight", _factored), UnsupportedError, "another shape than"),
 }
 
 
@@ -368,55 +376,59 @@ def minus(pattern: str) -> Checkpoint:
 
 
 TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
-    "no arguments": (lambda: replace(in_megatron(), extras={}), Incomplete, "the model is not known"),
-    "latent attention": (lambda: in_megatron(multi_latent_attention=True), Unsupported, "multi_latent_attention"),
+    "no arguments": (lambda: replace(in_megatron(), extras={}), IncompleteError, "the model is not known"),
+    "latent attention": (lambda: in_megatron(multi_latent_attention=True), UnsupportedError, "multi_latent_attention"),
     "latent attention by its tensors": (
         lambda: plus(**{"decoder.layers.0.self_attention.linear_kv_up_proj.weight": (2, 2)}),
-        Unsupported,
+        UnsupportedError,
         "linear_kv_up_proj",
     ),
-    "Mamba": (lambda: plus(**{"decoder.layers.0.mixer.in_proj.weight": (2, 2)}), Unsupported, "mixer.in_proj"),
+    "Mamba": (lambda: plus(**{"decoder.layers.0.mixer.in_proj.weight": (2, 2)}), UnsupportedError, "mixer.in_proj"),
     "biases of no family": (
         lambda: plus(**{f"decoder.layers.{i}.self_attention.linear_proj.bias": (6,) for i in range(2)}),
-        Unsupported,
+        UnsupportedError,
         "linear_proj.bias|linear_qkv.bias",
     ),
-    "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), Unsupported, "zero_centered"),
-    "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), Unsupported, "apply_layernorm_1p"),
-    "another norm": (lambda: in_megatron(normalization="LayerNorm"), Unsupported, "LayerNorm"),
-    "interleaved rotation": (lambda: in_megatron(rotary_interleaved=True), Unsupported, "rotary_interleaved"),
-    "half a rotation": (lambda: in_megatron(rotary_percent=0.5), Unsupported, "rotary_percent"),
-    "no gate": (lambda: in_megatron(swiglu=False), Unsupported, "swiglu"),
-    "no word of a gate": (lambda: in_megatron(swiglu=...), Unsupported, "swiglu"),
-    "no positions": (lambda: in_megatron(position_embedding_type="none"), Unsupported, "position_embedding_type"),
-    "unknown positions": (lambda: in_megatron(position_embedding_type=...), Unsupported, "position_embedding_type"),
-    "no sizes": (lambda: in_megatron(hidden_size=...), Incomplete, "hidden_size"),
-    "a size that is none": (lambda: in_megatron(hidden_size="6"), Corrupt, "hidden_size"),
-    "another width": (lambda: in_megatron(ffn_hidden_size=4), Corrupt, r"\[10, 6\], but .* \[8, 6\]"),
-    "heads that do not divide": (lambda: in_megatron(num_query_groups=3), Corrupt, "linear_qkv|do not divide"),
-    "more layers": (lambda: in_megatron(num_layers=3), Incomplete, r"layers\.2\."),
-    "fewer layers": (lambda: in_megatron(num_layers=1), Unsupported, r"layers\.1\."),
+    "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), UnsupportedError, "zero_centered"),
+    "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), UnsupportedError, "apply_layernorm_1p"),
+    "another norm": (lambda: in_megatron(normalization="LayerNorm"), UnsupportedError, "LayerNorm"),
+    "interleaved rotation": (lambda: in_megatron(rotary_interleaved=True), UnsupportedError, "rotary_interleaved"),
+    "half a rotation": (lambda: in_megatron(rotary_percent=0.5), UnsupportedError, "rotary_percent"),
+    "no gate": (lambda: in_megatron(swiglu=False), UnsupportedError, "swiglu"),
+    "no word of a gate": (lambda: in_megatron(swiglu=...), UnsupportedError, "swiglu"),
+    "no positions": (lambda: in_megatron(position_embedding_type="none"), UnsupportedError, "position_embedding_type"),
+    "unknown positions": (
+        lambda: in_megatron(position_embedding_type=...),
+        UnsupportedError,
+        "position_embedding_type",
+    ),
+    "no sizes": (lambda: in_megatron(hidden_size=...), IncompleteError, "hidden_size"),
+    "a size that is none": (lambda: in_megatron(hidden_size="6"), CorruptError, "hidden_size"),
+    "another width": (lambda: in_megatron(ffn_hidden_size=4), CorruptError, r"\[10, 6\], but .* \[8, 6\]"),
+    "heads that do not divide": (lambda: in_megatron(num_query_groups=3), CorruptError, "linear_qkv|do not divide"),
+    "more layers": (lambda: in_megatron(num_layers=3), IncompleteError, r"layers\.2\."),
+    "fewer layers": (lambda: in_megatron(num_layers=1), UnsupportedError, r"layers\.1\."),
     "tied, but with a head": (
         lambda: in_megatron(untie_embeddings_and_output_weights=False),
-        Unsupported,
+        UnsupportedError,
         "output_layer.weight",
     ),
-    "a tensor is missing everywhere": (lambda: minus("linear_proj"), Unsupported, "also has .*linear_proj.weight"),
-    "a tensor is missing in one layer": (lambda: minus("1.mlp.linear_fc2"), Incomplete, "layers.1.mlp.linear_fc2"),
+    "a tensor is missing everywhere": (lambda: minus("linear_proj"), UnsupportedError, "also has .*linear_proj.weight"),
+    "a tensor is missing in one layer": (lambda: minus("1.mlp.linear_fc2"), IncompleteError, "layers.1.mlp.linear_fc2"),
     "one tensor under two names": (
         lambda: plus(**{"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (6,)}),
-        Unsupported,
+        UnsupportedError,
         "two names",
     ),
     "some layers with windows": (
         lambda: in_megatron(window_size=(3, 0), window_attn_skip_freq=2),
-        Unsupported,
+        UnsupportedError,
         "window_attn_skip_freq",
     ),
-    "biases that have no tensors": (lambda: in_megatron(add_qkv_bias=True), Unsupported, "linear_qkv.bias"),
-    "norms that have no tensors": (lambda: in_megatron(qk_layernorm=True), Unsupported, "q_layernorm"),
-    "experts that have no tensors": (lambda: in_megatron(num_experts=4), Unsupported, "experts"),
-    "a window on both sides": (lambda: in_megatron(window_size=(3, 3)), Unsupported, "sliding window"),
+    "biases that have no tensors": (lambda: in_megatron(add_qkv_bias=True), UnsupportedError, "linear_qkv.bias"),
+    "norms that have no tensors": (lambda: in_megatron(qk_layernorm=True), UnsupportedError, "q_layernorm"),
+    "experts that have no tensors": (lambda: in_megatron(num_experts=4), UnsupportedError, "experts"),
+    "a window on both sides": (lambda: in_megatron(window_size=(3, 3)), UnsupportedError, "sliding window"),
 }
 
 
@@ -455,7 +467,7 @@ def test_a_part_that_may_be_of_several_families_is_not_guessed() -> None:
     part = replace(
         converted, parameters={n: p for n, p in converted.parameters.items() if "linear_fc2" in n}, aliases={}
     )
-    with pytest.raises(Unsupported, match="several families: llama, mistral, qwen2, qwen3"):
+    with pytest.raises(UnsupportedError, match="several families: llama, mistral, qwen2, qwen3"):
         to_hf(part, partial=True)
 
 
@@ -614,7 +626,7 @@ def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
     tensors["mtp.layers.0.enorm.weight"] = np.ones(8, np.float32)
     source = write(tmp_path / "megatron", tensors, 1, ARGUMENTS_OF_FILES)
     refused = run("convert", source, tmp_path / "out", "--to", "hf")
-    assert isinstance(refused.exception, Unsupported)
+    assert isinstance(refused.exception, UnsupportedError)
     assert "`mtp.layers.{layer}.enorm.weight`" in refused.exception.what
     assert "--skip" in str(refused.exception.hint)
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.core import prefetch
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores import object_store, read_ahead
 from ckpt_formats.stores.location import source_path
@@ -206,10 +206,10 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(user: StoreServe
     data = sorted((SAMPLES / "dcp-2.2-fsdp1-w2").glob("*.distcp"))
     for file in data:
         obstore.put(user.client, f"changing/{file.name}", bytes(len(file.read_bytes())))
-    with pytest.raises((Corrupt, Incomplete), match="changed or replaced while it was read"):
+    with pytest.raises((CorruptError, IncompleteError), match="changed or replaced while it was read"):
         library.save(opened, tmp_path / "out", library.Universal())
     obstore.delete(user.client, [f"changing/{file.name}" for file in data])
-    with pytest.raises(Incomplete, match="removed while it was read"):
+    with pytest.raises(IncompleteError, match="removed while it was read"):
         library.save(opened, tmp_path / "out", library.Universal())
     assert not (tmp_path / "out").exists()
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_a_listing_that_is_refused_is_an_error(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MAX_OBJECTS", 3)
-    with pytest.raises(library.Unsafe, match="more than 3 objects"):
+    with pytest.raises(library.UnsafeError, match="more than 3 objects"):
         source_path(f"s3://{BUCKET}/samples")
 
 
@@ -320,7 +320,7 @@ def test_without_a_url_nothing_of_stores_is_imported() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "ckpt_formats.stores.object_store")
-    with pytest.raises(library.Unsupported, match="need the package obstore") as refused:
+    with pytest.raises(library.UnsupportedError, match="need the package obstore") as refused:
         source_path("s3://bucket/x")
     assert "ckpt-suite[cloud]" in str(refused.value.hint)
 
@@ -349,5 +349,5 @@ def test_an_account_of_azure_is_not_its_container() -> None:
 
 
 def test_a_key_that_leads_out_is_no_escape(user: StoreServer) -> None:
-    with pytest.raises(NotFound, match=r"no object has a part `\.\.`"):
+    with pytest.raises(NotFoundError, match=r"no object has a part `\.\.`"):
         library.open(f"s3://{BUCKET}/samples/../../etc")

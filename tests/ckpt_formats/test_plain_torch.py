@@ -16,7 +16,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
@@ -261,7 +261,7 @@ def test_a_complex_parameter_is_trained(tmp_path: Path) -> None:
 
 def test_a_pickle_without_tensors_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "values.pt").write_bytes(b"\x80\x02N.")
-    with pytest.raises(NotFound, match="no checkpoint"):
+    with pytest.raises(NotFoundError, match="no checkpoint"):
         open_checkpoint(tmp_path / "values.pt")
 
 
@@ -497,7 +497,7 @@ def test_a_file_in_our_form_that_contradicts_itself_is_corrupt(kind: str, tmp_pa
     assert contents(open_checkpoint(tmp_path / "same.pt")) == contents(checkpoint([one]))
     OURS_DAMAGED[kind](root)
     torch.save(root, tmp_path / "bad.pt")
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         open_checkpoint(tmp_path / "bad.pt")
 
 
@@ -509,7 +509,7 @@ def test_a_flipped_bit_of_a_tensor_is_never_copied(tmp_path: Path) -> None:
     bad = bytearray(good)
     bad[raw_blob.offset + 5] ^= 4
     (tmp_path / "saved.pt").write_bytes(bytes(bad))
-    with pytest.raises(Corrupt, match="crc32"):
+    with pytest.raises(CorruptError, match="crc32"):
         save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "target", Universal(), EFFORT)
 
 

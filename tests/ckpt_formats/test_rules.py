@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_formats.core.errors import BadRules, NotFound, Unsafe
+from ckpt_formats.core.errors import NotFoundError, RulesError, UnsafeError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules, rule_set, safe_pattern, shipped
 from ckpt_formats.engines.megatron.shared.rules import SETS
@@ -91,7 +91,7 @@ def test_a_malformed_rule_is_refused_by_its_number(kind: str, tmp_path: Path) ->
     entry, expected = BAD[kind]
     path = tmp_path / "rules.toml"
     path.write_text(f"[[rule]]\nmatch = 'good'\n[[rule]]\n{entry}\n")
-    with pytest.raises(BadRules, match=re.escape(expected)) as caught:
+    with pytest.raises(RulesError, match=re.escape(expected)) as caught:
         read_rules(path)
     assert caught.value.where == f"{path}, rule 2"
 
@@ -100,7 +100,7 @@ def test_a_malformed_rule_is_refused_by_its_number(kind: str, tmp_path: Path) ->
 def test_a_malformed_file_is_refused(kind: str, tmp_path: Path) -> None:
     path, content = tmp_path / "rules.toml", BAD_FILES[kind]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(BadRules) as caught:
+    with pytest.raises(RulesError) as caught:
         read_rules(path)
     assert str(caught.value.where).startswith(str(path))
 
@@ -109,7 +109,7 @@ def test_rules_keep_their_order_and_an_absent_file_is_said(tmp_path: Path) -> No
     path = tmp_path / "rules.toml"
     path.write_text("\n".join(f"[[rule]]\nmatch = 'r{i}'" for i in range(20)))
     assert [rule.pattern for rule in read_rules(path)] == [f"r{i}" for i in range(20)]
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         read_rules(tmp_path / "absent.toml")
 
 
@@ -160,7 +160,7 @@ def test_ordinary_patterns_are_taken_as_they_are(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_a_pattern_that_can_run_for_ever_is_refused(pattern: str) -> None:
-    with pytest.raises(Unsafe, match="may take too long"):
+    with pytest.raises(UnsafeError, match="may take too long"):
         safe_pattern(pattern, "here")
 
 
@@ -182,9 +182,9 @@ def test_what_is_taken_ends_soon_on_long_names(pattern: str) -> None:
 
 
 def test_a_pattern_of_absurd_length_is_refused() -> None:
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         safe_pattern("a" * 1001, "here")
-    with pytest.raises((Unsafe, BadRules)):
+    with pytest.raises((UnsafeError, RulesError)):
         safe_pattern("(" * 500 + ")" * 500, "here")
 
 
@@ -197,7 +197,7 @@ def test_shipped_sets_are_rules_and_can_be_named_instead_of_a_file(
         assert read_rules(Path(name)) == rule_set(name) != ()
     (tmp_path / "hf-llama").write_text("[[rule]]\nmatch = 'mine'\n")
     assert read_rules(Path("hf-llama"))[0].pattern == "mine"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         read_rules(Path("hf-lama"))
 
 

@@ -20,7 +20,15 @@ from ckpt.pipeline import Resources, plan
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes, read_header
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, OutputError, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    OutputError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.safetensors import INDEX, Safetensors
@@ -170,42 +178,51 @@ def say(at: Path, fields: Any) -> None:
 
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError]]] = {
-    "a shard is missing": (lambda at, where: (at / where["w5"]).unlink(), Incomplete),
-    "a shard is cut": (lambda at, where: os.truncate(at / where["w5"], 100), Corrupt),
-    "a shard is empty": (lambda at, where: (at / where["w5"]).write_bytes(b""), Corrupt),
-    "a shard is a folder": (lambda at, where: [(at / where["w5"]).unlink(), (at / where["w5"]).mkdir()], Incomplete),
-    "a tensor is elsewhere": (lambda at, where: say(at, {"weight_map": {**where, "w0": where["w5"]}}), Incomplete),
-    "a tensor is nowhere": (lambda at, where: say(at, {"weight_map": {**where, "w9": where["w5"]}}), Incomplete),
+    "a shard is missing": (lambda at, where: (at / where["w5"]).unlink(), IncompleteError),
+    "a shard is cut": (lambda at, where: os.truncate(at / where["w5"], 100), CorruptError),
+    "a shard is empty": (lambda at, where: (at / where["w5"]).write_bytes(b""), CorruptError),
+    "a shard is a folder": (
+        lambda at, where: [(at / where["w5"]).unlink(), (at / where["w5"]).mkdir()],
+        IncompleteError,
+    ),
+    "a tensor is elsewhere": (lambda at, where: say(at, {"weight_map": {**where, "w0": where["w5"]}}), IncompleteError),
+    "a tensor is nowhere": (lambda at, where: say(at, {"weight_map": {**where, "w9": where["w5"]}}), IncompleteError),
     "a tensor is not listed": (
         lambda at, where: say(at, {"weight_map": {k: v for k, v in where.items() if k != "w0"}}),
-        Incomplete,
+        IncompleteError,
     ),
     "a tensor is in two files": (
         lambda at, where: save_file({"w0": torch.ones(4), "w5": torch.ones(4), "w4": torch.ones(4)}, at / where["w5"]),
-        Corrupt,
+        CorruptError,
     ),
-    "a path out": (lambda at, where: say(at, {"weight_map": {**where, "w0": "../secret.safetensors"}}), Unsafe),
-    "an absolute path": (lambda at, where: say(at, {"weight_map": {**where, "w0": "/etc/passwd"}}), Unsafe),
-    "the folder": (lambda at, where: say(at, {"weight_map": {**where, "w0": "."}}), Unsafe),
-    "the folder above": (lambda at, where: say(at, {"weight_map": {**where, "w0": ".."}}), Unsafe),
-    "no name": (lambda at, where: say(at, {"weight_map": {**where, "w0": ""}}), Incomplete),
-    "a name with a null": (lambda at, where: say(at, {"weight_map": {**where, "w0": "a\0b"}}), (Incomplete, Unsafe)),
+    "a path out": (lambda at, where: say(at, {"weight_map": {**where, "w0": "../secret.safetensors"}}), UnsafeError),
+    "an absolute path": (lambda at, where: say(at, {"weight_map": {**where, "w0": "/etc/passwd"}}), UnsafeError),
+    "the folder": (lambda at, where: say(at, {"weight_map": {**where, "w0": "."}}), UnsafeError),
+    "the folder above": (lambda at, where: say(at, {"weight_map": {**where, "w0": ".."}}), UnsafeError),
+    "no name": (lambda at, where: say(at, {"weight_map": {**where, "w0": ""}}), IncompleteError),
+    "a name with a null": (
+        lambda at, where: say(at, {"weight_map": {**where, "w0": "a\0b"}}),
+        (IncompleteError, UnsafeError),
+    ),
     "a name of absurd length": (
         lambda at, where: say(at, {"weight_map": {**where, "w0": "a" * 5000}}),
-        (Incomplete, Unsafe, NotFound),
+        (IncompleteError, UnsafeError, NotFoundError),
     ),
-    "half a character": (lambda at, where: say(at, {"weight_map": {**where, "w0": "\ud800"}}), (Incomplete, Unsafe)),
-    "the index itself": (lambda at, where: say(at, {"weight_map": {**where, "w0": INDEX}}), Corrupt),
-    "a number": (lambda at, where: say(at, {"weight_map": {**where, "w0": 5}}), Corrupt),
-    "a list": (lambda at, where: say(at, {"weight_map": list(where)}), Corrupt),
-    "no map": (lambda at, where: say(at, {"metadata": {}}), Corrupt),
-    "not an object": (lambda at, where: say(at, "[]"), Corrupt),
-    "not JSON": (lambda at, where: say(at, "{"), Corrupt),
-    "a key twice": (lambda at, where: say(at, '{"weight_map": {"a": "x", "a": "y"}}'), Corrupt),
-    "nested without end": (lambda at, where: say(at, "[" * 100_000), Corrupt),
+    "half a character": (
+        lambda at, where: say(at, {"weight_map": {**where, "w0": "\ud800"}}),
+        (IncompleteError, UnsafeError),
+    ),
+    "the index itself": (lambda at, where: say(at, {"weight_map": {**where, "w0": INDEX}}), CorruptError),
+    "a number": (lambda at, where: say(at, {"weight_map": {**where, "w0": 5}}), CorruptError),
+    "a list": (lambda at, where: say(at, {"weight_map": list(where)}), CorruptError),
+    "no map": (lambda at, where: say(at, {"metadata": {}}), CorruptError),
+    "not an object": (lambda at, where: say(at, "[]"), CorruptError),
+    "not JSON": (lambda at, where: say(at, "{"), CorruptError),
+    "a key twice": (lambda at, where: say(at, '{"weight_map": {"a": "x", "a": "y"}}'), CorruptError),
+    "nested without end": (lambda at, where: say(at, "[" * 100_000), CorruptError),
     "no index, and a shard is missing": (
         lambda at, where: [(at / INDEX).unlink(), (at / where["w5"]).unlink()],
-        Incomplete,
+        IncompleteError,
     ),
 }
 
@@ -234,52 +251,52 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 
 HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
-    "nothing": (b"", Corrupt),
-    "seven bytes": (b"\0" * 7, Corrupt),
-    "a header of no bytes": (file_of(b""), Corrupt),
-    "a header of one byte": (file_of(b"{"), Corrupt),
-    "a header longer than the file": (file_of({}, length=1000), Corrupt),
-    "a header of 2**63 bytes": (file_of({}, length=2**63), Corrupt),
-    "a header of 2**64 - 1 bytes": (file_of({}, length=2**64 - 1), Corrupt),
-    "a header that is a list": (file_of([]), Corrupt),
-    "a header that is no JSON": (file_of(b"{]"), Corrupt),
-    "a header that is no UTF-8": (file_of(b'{"\xff": 1}'), Corrupt),
-    "a header with a byte order mark": (file_of(b"\xef\xbb\xbf{}"), Corrupt),
-    "a key twice": (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)), Corrupt),
-    "nested without end": (file_of(b'{"a":' * 50_000), Corrupt),
+    "nothing": (b"", CorruptError),
+    "seven bytes": (b"\0" * 7, CorruptError),
+    "a header of no bytes": (file_of(b""), CorruptError),
+    "a header of one byte": (file_of(b"{"), CorruptError),
+    "a header longer than the file": (file_of({}, length=1000), CorruptError),
+    "a header of 2**63 bytes": (file_of({}, length=2**63), CorruptError),
+    "a header of 2**64 - 1 bytes": (file_of({}, length=2**64 - 1), CorruptError),
+    "a header that is a list": (file_of([]), CorruptError),
+    "a header that is no JSON": (file_of(b"{]"), CorruptError),
+    "a header that is no UTF-8": (file_of(b'{"\xff": 1}'), CorruptError),
+    "a header with a byte order mark": (file_of(b"\xef\xbb\xbf{}"), CorruptError),
+    "a key twice": (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)), CorruptError),
+    "nested without end": (file_of(b'{"a":' * 50_000), CorruptError),
     "a number without end": (
         file_of(b'{"a":{"dtype":"F32","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,8]}}', bytes(8)),
-        Corrupt,
+        CorruptError,
     ),
-    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), Corrupt),
-    "metadata that is a list": (file_of({"__metadata__": ["a"]}), Corrupt),
-    "an entry that is a list": (file_of({"a": [1]}), Corrupt),
-    "an entry without shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), Corrupt),
-    "an unknown type": (file_of({"a": entry("F128")}, bytes(8)), Unsupported),
-    "a type that is a list": (file_of({"a": entry(["F32"])}, bytes(8)), Unsupported),
-    "a type of less than a byte, cut within one": (file_of({"a": entry("F4", (3,), (0, 2))}, bytes(2)), Corrupt),
-    "a shape below zero": (file_of({"a": entry(shape=(-2,))}, bytes(8)), Corrupt),
-    "a shape of minus times minus": (file_of({"a": entry(shape=(-2, -1))}, bytes(8)), Corrupt),
-    "a shape of fractions": (file_of({"a": entry(shape=[2.0])}, bytes(8)), Corrupt),
-    "a shape of true": (file_of({"a": entry("F64", [True])}, bytes(8)), Corrupt),
-    "a shape that is a number": (file_of({"a": entry(shape=2)}, bytes(8)), Corrupt),
-    "a shape that overflows": (file_of({"a": entry(shape=(2**33, 2**33))}, bytes(8)), Corrupt),
-    "a shape that overflows to zero": (file_of({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), Corrupt),
-    "a shape of a hundred axes": (file_of({"a": entry(shape=(1,) * 100, offsets=(0, 4))}, bytes(4)), Corrupt),
-    "offsets below zero": (file_of({"a": entry(offsets=(-8, 0))}, bytes(8)), Corrupt),
-    "offsets the wrong way round": (file_of({"a": entry(offsets=(8, 0))}, bytes(8)), Corrupt),
-    "offsets beyond the file": (file_of({"a": entry(offsets=(8, 16))}, bytes(8)), Corrupt),
-    "offsets of another size": (file_of({"a": entry(offsets=(0, 12))}, bytes(12)), Corrupt),
-    "three offsets": (file_of({"a": entry(offsets=(0, 4, 8))}, bytes(8)), Corrupt),
-    "an offset that is a text": (file_of({"a": entry(offsets=["0", 8])}, bytes(8)), Corrupt),
-    "entries that overlap": (file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), Corrupt),
-    "entries in one place": (file_of({"a": entry(), "b": entry()}, bytes(8)), Corrupt),
-    "a hole between entries": (file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)), Corrupt),
-    "a hole before": (file_of({"a": entry(offsets=(4, 12))}, bytes(12)), Corrupt),
-    "an empty tensor beyond the end": (file_of({"a": entry(shape=(0,), offsets=(90, 90))}), Corrupt),
-    "data cut short": (file_of({"a": entry()}, bytes(7)), Corrupt),
-    "data appended": (file_of({"a": entry()}, bytes(9)), Corrupt),
-    "data without entries": (file_of({}, bytes(5)), Corrupt),
+    "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), CorruptError),
+    "metadata that is a list": (file_of({"__metadata__": ["a"]}), CorruptError),
+    "an entry that is a list": (file_of({"a": [1]}), CorruptError),
+    "an entry without shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), CorruptError),
+    "an unknown type": (file_of({"a": entry("F128")}, bytes(8)), UnsupportedError),
+    "a type that is a list": (file_of({"a": entry(["F32"])}, bytes(8)), UnsupportedError),
+    "a type of less than a byte, cut within one": (file_of({"a": entry("F4", (3,), (0, 2))}, bytes(2)), CorruptError),
+    "a shape below zero": (file_of({"a": entry(shape=(-2,))}, bytes(8)), CorruptError),
+    "a shape of minus times minus": (file_of({"a": entry(shape=(-2, -1))}, bytes(8)), CorruptError),
+    "a shape of fractions": (file_of({"a": entry(shape=[2.0])}, bytes(8)), CorruptError),
+    "a shape of true": (file_of({"a": entry("F64", [True])}, bytes(8)), CorruptError),
+    "a shape that is a number": (file_of({"a": entry(shape=2)}, bytes(8)), CorruptError),
+    "a shape that overflows": (file_of({"a": entry(shape=(2**33, 2**33))}, bytes(8)), CorruptError),
+    "a shape that overflows to zero": (file_of({"a": entry(shape=(2**32, 2**32), offsets=(0, 0))}), CorruptError),
+    "a shape of a hundred axes": (file_of({"a": entry(shape=(1,) * 100, offsets=(0, 4))}, bytes(4)), CorruptError),
+    "offsets below zero": (file_of({"a": entry(offsets=(-8, 0))}, bytes(8)), CorruptError),
+    "offsets the wrong way round": (file_of({"a": entry(offsets=(8, 0))}, bytes(8)), CorruptError),
+    "offsets beyond the file": (file_of({"a": entry(offsets=(8, 16))}, bytes(8)), CorruptError),
+    "offsets of another size": (file_of({"a": entry(offsets=(0, 12))}, bytes(12)), CorruptError),
+    "three offsets": (file_of({"a": entry(offsets=(0, 4, 8))}, bytes(8)), CorruptError),
+    "an offset that is a text": (file_of({"a": entry(offsets=["0", 8])}, bytes(8)), CorruptError),
+    "entries that overlap": (file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), CorruptError),
+    "entries in one place": (file_of({"a": entry(), "b": entry()}, bytes(8)), CorruptError),
+    "a hole between entries": (file_of({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)), CorruptError),
+    "a hole before": (file_of({"a": entry(offsets=(4, 12))}, bytes(12)), CorruptError),
+    "an empty tensor beyond the end": (file_of({"a": entry(shape=(0,), offsets=(90, 90))}), CorruptError),
+    "data cut short": (file_of({"a": entry()}, bytes(7)), CorruptError),
+    "data appended": (file_of({"a": entry()}, bytes(9)), CorruptError),
+    "data without entries": (file_of({}, bytes(5)), CorruptError),
 }
 
 
@@ -315,7 +332,7 @@ def test_a_file_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             open_checkpoint(path)
 
 
@@ -334,10 +351,10 @@ def test_names_that_the_format_cannot_hold_are_refused_before_anything_is_writte
     names: list[str], tmp_path: Path
 ) -> None:
     source = checkpoint([parameter(name, {MODEL: np.zeros(2, np.float32)}) for name in names])
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         plan(source, tmp_path / "target", Safetensors())
     held = checkpoint([parameter("w", {MODEL: np.zeros(2, np.complex128)})])
-    with pytest.raises(Unsupported, match="complex128"):
+    with pytest.raises(UnsupportedError, match="complex128"):
         plan(held, tmp_path / "target", Safetensors())
 
 

@@ -18,7 +18,7 @@ from ckpt.pipeline.folder_staging import open_folder
 from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt_formats.core import files
 from ckpt_formats.core.coverage import Piece
-from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.evidence import Evidence, evidence_of, seal_number
 from ckpt_formats.core.files import (
     LazySeals,
@@ -142,7 +142,7 @@ def test_a_range_read_in_full_is_not_read_again(tmp_path: Path) -> None:
     crc.path.unlink()
     xxh.path.unlink()
     assert list(verify_seals(evidence)) == []
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         list(verify_seals(evidence[1:]))
 
 
@@ -188,9 +188,9 @@ def test_a_truncated_file_is_corrupt_not_a_wrong_checksum(kind: Sealing, tmp_pat
     seal = sealed(tmp_path / "file", kind, os.urandom(40))
     seen = see(seal, (0, 20))
     os.truncate(seal.path, 30)
-    with pytest.raises(Corrupt, match="ends at byte 30"):
+    with pytest.raises(CorruptError, match="ends at byte 30"):
         list(verify_seals([seen]))
-    with pytest.raises(Corrupt, match="ends at byte 30"), Reader() as reader:
+    with pytest.raises(CorruptError, match="ends at byte 30"), Reader() as reader:
         seal_is_valid(seal, reader)
 
 
@@ -270,7 +270,7 @@ def test_a_buffer_larger_than_the_cache_is_kept_until_the_next_one(monkeypatch: 
 
 def test_a_reason_that_the_system_does_not_number_is_an_error_all_the_same() -> None:
     error = files.unreadable(OSError("told by a library, without a number"), Path("/a"))
-    assert isinstance(error, NotFound)
+    assert isinstance(error, NotFoundError)
     assert "cannot be read" in str(error)
 
 

@@ -19,7 +19,7 @@ from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import FileBlob, read
@@ -134,10 +134,10 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         if header <= byte < last.begin:
             assert [(f.kind, f.tensors) for f in find_problems(open_checkpoint(path), EFFORT)] == [("checksum", ("w",))]
         elif byte >= last.begin:
-            with pytest.raises(Corrupt):
+            with pytest.raises(CorruptError):
                 open_checkpoint(path)
         else:
-            with suppress(Corrupt):  # what finds the index and the manifest
+            with suppress(CorruptError):  # what finds the index and the manifest
                 assert [f.kind for f in find_problems(open_checkpoint(path), EFFORT)] == ["checksum"], byte
         flip(path, byte, byte % 8)
     assert find_problems(open_checkpoint(path), EFFORT) == []
@@ -182,7 +182,7 @@ def test_a_hostile_file_is_refused_in_the_right_words(kind: str, tmp_path: Path)
     save(everything(), path, Universal(), EFFORT)
     change, words = HOSTILE[kind]
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(Corrupt, match=words):
+    with pytest.raises(CorruptError, match=words):
         open_checkpoint(path)
     for command in (("inspect", path), ("verify", path), ("convert", path, tmp_path / "out")):
         done = ckpt(*command)
@@ -202,7 +202,7 @@ def test_a_manifest_that_states_other_packs_is_refused(tmp_path: Path) -> None:
     body = body.ljust(last.manifest.nbytes - len(b'{"checksum":"xxh3-128:",\n') - 32, b"\n")
     text = b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
     path.write_bytes(data[: last.manifest.offset] + text[: last.manifest.nbytes])
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         open_checkpoint(path)
 
 
@@ -210,13 +210,13 @@ def test_more_states_than_a_header_can_have_are_refused_before_anything_is_writt
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_formats.universal.write_single_file.MAX_HEADER", 1000)
-    with pytest.raises(Unsupported, match="one file cannot hold"):
+    with pytest.raises(UnsupportedError, match="one file cannot hold"):
         save(everything(), tmp_path / "one.ucp", Universal(), EFFORT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_delta_is_no_single_file(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="a delta is a folder"):
+    with pytest.raises(UnsupportedError, match="a delta is a folder"):
         Delta(stored_against=None).for_target(tmp_path / "delta.ucp").plan(everything())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Tensor, read
@@ -44,7 +44,7 @@ def test_a_matrix_with_its_axes_exchanged(data: st.DataObject) -> None:
 
 
 def test_only_what_lies_plainly_in_a_file_is_transposed() -> None:
-    with pytest.raises(Unsupported, match="cannot be transposed"):
+    with pytest.raises(UnsupportedError, match="cannot be transposed"):
         transposed(tensor(np.zeros((2, 3), np.float32)))
 
 

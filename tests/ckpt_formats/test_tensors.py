@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import Rounded
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import (
@@ -283,7 +283,7 @@ def test_replicas_that_differ_are_an_error_that_names_both_files(tmp_path: Path)
     other[37, 1] = -other[37, 1]
     ours, theirs = (Tensor.of(lay(tmp_path / n, v, 7, (6, 2))) for n, v in (("ours", values), ("theirs", other)))
     both = replace(ours, replicas=(ours, theirs))
-    with Reader() as reader, pytest.raises(Corrupt, match=r"ours against .*theirs"):
+    with Reader() as reader, pytest.raises(CorruptError, match=r"ours against .*theirs"):
         list(Transfer(reader, 30).chunks(both))
     with Reader() as reader:
         assert b"".join(map(bytes, Transfer(reader, 30).chunks(replace(ours, replicas=(ours,))))) == values.tobytes()
@@ -296,14 +296,14 @@ def test_replicas_that_differ_are_an_error_of_the_flat_tensor_too(tmp_path: Path
         path.write_bytes((values + number).tobytes())
     ours, theirs = (Tensor.of(FileBlob(path, 0, values.shape, values.dtype, (16, 4))) for path in paths)
     assert np.array_equal(read(flat(ours)), values.reshape(-1))
-    with pytest.raises(Corrupt, match=r"ours against .*theirs"):
+    with pytest.raises(CorruptError, match=r"ours against .*theirs"):
         read(flat(replace(ours, replicas=(theirs,))))
 
 
 def test_replicas_are_compared_by_bits_not_by_value() -> None:
     zero, negative = (tensor(np.array([v], np.float32)) for v in (0.0, -0.0))
     nan = tensor(np.array([np.nan], np.float32))
-    with Reader() as reader, pytest.raises(Corrupt):
+    with Reader() as reader, pytest.raises(CorruptError):
         list(Transfer(reader).chunks(replace(zero, replicas=(negative,))))
     with Reader() as reader:
         assert list(Transfer(reader).chunks(replace(nan, replicas=(nan,))))
@@ -342,11 +342,11 @@ def test_flat_and_shaped_name_elements_in_storage_order(tmp_path: Path) -> None:
 def test_a_file_that_ends_too_early_or_is_not_there_is_said(tmp_path: Path) -> None:
     raw = lay(tmp_path / "file", array(DTYPES["float32"], (100,)), 0, (4,))
     (tmp_path / "file").write_bytes(b"short")
-    with pytest.raises(Corrupt, match="file ends at byte 5, but a tensor reaches to byte 400"):
+    with pytest.raises(CorruptError, match="file ends at byte 5, but a tensor reaches to byte 400"):
         read(raw)
-    with pytest.raises(NotFound, match="absent"):
+    with pytest.raises(NotFoundError, match="absent"):
         read(replace(raw, path=tmp_path / "absent"))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         read(replace(raw, path=tmp_path))
 
 

@@ -38,7 +38,7 @@ from ckpt_formats.containers.torchfile import (
 from ckpt_formats.containers.torchfile.expanded_size import repeated_size
 from ckpt_formats.containers.torchfile.numpy_arrays import dtype_of
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt, NotFound, OutputError, Unsupported
+from ckpt_formats.core.errors import CorruptError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
@@ -454,7 +454,7 @@ def test_values_that_hold_themselves_are_read_and_written() -> None:
     assert again[1].me[0] is again[1]
     record = Record(Global("a", "B"))
     record.args = (record,)
-    with pytest.raises(Unsupported, match="argument of its own constructor"):
+    with pytest.raises(UnsupportedError, match="argument of its own constructor"):
         emit(record)
 
 
@@ -625,7 +625,7 @@ def test_old_storage_views_point_into_the_whole_storage(tmp_path: Path) -> None:
     assert (ref.offset, ref.shape) == (4, (3,))
     assert read(tensor_of(ref)).tolist() == [4.0, 5.0, 6.0]
     path.write_bytes(head + tail.replace(b"K\x00K\x0a\x85", b"K\x00K\x04\x85", 1))
-    with pytest.raises(Corrupt, match="reaches to element 3"):
+    with pytest.raises(CorruptError, match="reaches to element 3"):
         open_file(path)
 
 
@@ -647,7 +647,7 @@ def test_a_structured_element_type_of_numpy_is_refused(part: int) -> None:
     state: list[Value] = [3, "<", None, None, None, -1, -1, 0]
     assert dtype_of(Record(Global("numpy", "dtype"), ("f4", False, True), state=tuple(state)), "x") == np.float32
     state[part] = ("a",)
-    with pytest.raises(Unsupported, match="structured"):
+    with pytest.raises(UnsupportedError, match="structured"):
         dtype_of(Record(Global("numpy", "dtype"), ("f4", False, True), state=tuple(state)), "x")
 
 
@@ -660,7 +660,7 @@ def test_a_window_of_a_file_is_opened_in_place(tmp_path: Path) -> None:
     assert read(tensor_of(opened.root["w"])).tolist() == list(range(7))
     with Reader() as reader:
         assert all(seal_is_valid(seal, reader) for seal in opened.seals())
-    with pytest.raises(Corrupt, match="are expected from byte 6"):
+    with pytest.raises(CorruptError, match="are expected from byte 6"):
         open_file(path, 6, len(buffer.getvalue()) + 7)
 
 
@@ -685,7 +685,7 @@ def test_a_flipped_bit_in_the_pickle_is_found_on_opening(tmp_path: Path) -> None
     data = bytearray(path.read_bytes())
     data[data.index(b"name")] ^= 1
     path.write_bytes(data)
-    with pytest.raises(Corrupt, match="do not match their checksum"):
+    with pytest.raises(CorruptError, match="do not match their checksum"):
         open_file(path)
 
 
@@ -709,7 +709,7 @@ def test_a_file_of_a_big_endian_machine_is_refused_with_its_reason(tmp_path: Pat
         for info in old.infolist():
             data = b"big" if info.filename.endswith("byteorder") else old.read(info)
             new.writestr(info.filename, data)
-    with pytest.raises(Unsupported, match="big-endian"):
+    with pytest.raises(UnsupportedError, match="big-endian"):
         open_file(tmp_path / "b.pt")
 
 
@@ -719,12 +719,12 @@ def test_what_is_no_checkpoint_is_refused_with_a_typed_error(tmp_path: Path) -> 
     (tmp_path / "trailing").write_bytes(pickle.dumps({"a": 1}) + b"more")
     os.mkfifo(tmp_path / "fifo")
     for name in ("empty", "text", "trailing"):
-        with pytest.raises(Corrupt, match=name):
+        with pytest.raises(CorruptError, match=name):
             open_file(tmp_path / name)
     for name in ("absent", "fifo", "."):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             open_file(tmp_path / name)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         open_file("a\0b")
 
 
@@ -734,7 +734,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
         new.writestr("model/code/__torch__.py", "def forward(self): ...")
-    with pytest.raises(Unsupported, match="TorchScript"):
+    with pytest.raises(UnsupportedError, match="TorchScript"):
         open_file(tmp_path / "script.pt")
 
 
@@ -881,7 +881,7 @@ def test_memory_stays_bounded_while_a_large_tensor_is_written(tmp_path: Path) ->
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     for value in (object(), np.array([object()]), np.zeros(2, [("a", "i4")]), 1 << 9000, lambda: 1, datetime.now()):
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             write_file(tmp_path / "a.pt", [value], lambda tensor: iter(()))
     assert not (tmp_path / "a.pt").exists()
     with pytest.raises(OutputError):
@@ -908,11 +908,11 @@ def test_a_legacy_storage_that_lies_about_its_length_is_refused(tmp_path: Path) 
     data = path.read_bytes()
     assert data[-48:-40] == struct.pack("<q", 5)
     path.write_bytes(data[:-48] + struct.pack("<q", 6) + data[-40:])
-    with pytest.raises(Corrupt, match="should have 5 elements, but has 6"):
+    with pytest.raises(CorruptError, match="should have 5 elements, but has 6"):
         open_file(path)
     path.write_bytes(data[:-1])
-    with pytest.raises(Corrupt, match="truncated"):
+    with pytest.raises(CorruptError, match="truncated"):
         open_file(path)
     path.write_bytes(data + b"x")
-    with pytest.raises(Corrupt, match="1 bytes follow"):
+    with pytest.raises(CorruptError, match="1 bytes follow"):
         open_file(path)

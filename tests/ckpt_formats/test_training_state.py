@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import BadRules, Corrupt
+from ckpt_formats.core.errors import CorruptError, RulesError
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.engines.dcp.nesting import flattened
@@ -128,7 +128,7 @@ def test_an_order_that_cannot_be_is_an_error(order: tuple[str, ...], says: str) 
     model = {name: tensor(array(F32, (3,))) for name in "ab"} | {"long": tensor(array(F32, (4,)))}
     states = {i: {"exp_avg": tensor(array(F32, (3,)))} for i in range(2)}
     tree = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": [0, 1]}]}}
-    with pytest.raises(BadRules, match=says):
+    with pytest.raises(RulesError, match=says):
         training_state(tree, WHERE, order)
 
 
@@ -192,7 +192,7 @@ def test_a_dict_of_tensors_beside_a_model_at_the_top_is_no_part_of_it() -> None:
 def test_a_record_with_other_things_in_it_is_an_error_or_harmless(field: str, value: Any) -> None:
     entry = state_tree(everything(), STYLES["nested"])[KEY]
     record = json.loads(entry["record"]) | {field: value}
-    with suppress(Corrupt):
+    with suppress(CorruptError):
         restored = again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(record)}})
         assert all(isinstance(name, str) for group in restored.groups for name in group.names)
         contents(restored)
@@ -202,13 +202,13 @@ def test_a_record_whose_group_has_other_than_names_is_an_error() -> None:
     entry = state_tree(everything(), STYLES["nested"])[KEY]
     record = json.loads(entry["record"])
     record["groups"][0][1].append(3)
-    with pytest.raises(Corrupt, match="not one that ckpt writes"):
+    with pytest.raises(CorruptError, match="not one that ckpt writes"):
         again(everything(), STYLES["nested"], **{KEY: {**entry, "record": json.dumps(record)}})
 
 
 @pytest.mark.parametrize("broken", ['{"version": 2}', "{}", "[", '{"version": 1, "origin": 3}'])
 def test_a_damaged_record_is_an_error(broken: str) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         again(everything(), STYLES["nested"], **{KEY: {"record": broken}})
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from held import array, plain
 from typed_values import HALVES, values
@@ -67,7 +67,7 @@ def test_numpy_arrays_and_scalars_of_every_type_come_back(dtype: np.dtype) -> No
     ids=lambda value: str(type(value)),
 )
 def test_what_has_no_place_is_refused_when_written(value: Any) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         encode({"a": [value]})
 
 
@@ -83,7 +83,7 @@ def test_what_has_no_place_is_refused_when_written(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_a_text_that_json_would_change_is_refused_when_written(value: Value) -> None:
-    with pytest.raises(Unsupported, match="two surrogates"):
+    with pytest.raises(UnsupportedError, match="two surrogates"):
         encode([value])
 
 
@@ -123,7 +123,7 @@ ABSURD = {
 @pytest.mark.parametrize("kind", ABSURD)
 @pytest.mark.slow
 def test_values_without_end_are_refused_quickly(kind: str) -> None:
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         encode(ABSURD[kind]())
 
 
@@ -205,7 +205,7 @@ HOSTILE: list[Any] = [
 @pytest.mark.parametrize("entry", HOSTILE, ids=str)
 @pytest.mark.parametrize("wrap", [lambda entry: entry, lambda entry: {"a": [entry]}, lambda entry: {"$tuple": [entry]}])
 def test_what_encode_never_wrote_is_corrupt(entry: Any, wrap: Any) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode(wrap(entry), HERE)
 
 
@@ -227,7 +227,7 @@ def test_nesting_without_end_is_corrupt(depth: int, wrap: Any) -> None:
     entry: Any = {"$tuple": []}
     for _ in range(depth):
         entry = wrap(entry)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode(entry, HERE)
 
 
@@ -287,7 +287,7 @@ json_values = st.recursive(
 def test_any_json_is_a_value_or_corrupt(entry: Any) -> None:
     try:
         value = decode(entry, HERE)
-    except Corrupt:
+    except CorruptError:
         return
-    with suppress(Unsafe, Unsupported):
+    with suppress(UnsafeError, UnsupportedError):
         assert plain(through_text(value)) == plain(value)

@@ -23,7 +23,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
@@ -185,7 +185,7 @@ def test_extras_that_name_a_tensor_which_is_not_there_are_damage(value: Value, t
         write(
             checkpoint([parameter("w", {"param": np.ones(2, np.float32)})], extras={"rng": value}), tmp_path / "target"
         )
-    with pytest.raises(Corrupt, match="lost"):
+    with pytest.raises(CorruptError, match="lost"):
         Universal().read(tmp_path / "target", ReadOptions())
 
 
@@ -276,7 +276,7 @@ def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: 
     ids=["complex128"],
 )
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(bad: Parameter, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedError):
         Universal().plan(checkpoint([bad]))
 
 
@@ -381,7 +381,7 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     }
     for bad in changed - {good}:
         path.write_bytes(bad)
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             Universal().read(tmp_path / "target", ReadOptions())
     path.write_bytes(good)
     Universal().read(tmp_path / "target", ReadOptions())
@@ -427,7 +427,7 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
             assert problem.tensors == (name,)
             assert f"{name}/{state}" in problem.what
             assert "chunk 0 of 1" in problem.what
-            with pytest.raises(Corrupt, match="checksum"):
+            with pytest.raises(CorruptError, match="checksum"):
                 save(reopened, tmp_path / "copied", Universal(), EFFORT)
             assert not (tmp_path / "copied").exists()
         flip(pack.path, byte, byte % 8)
@@ -437,10 +437,10 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
 def test_files_that_are_missing_or_of_another_size_are_said(tmp_path: Path) -> None:
     write(everything(), tmp_path / "good")
     for damage, kind in (
-        (lambda file: file.unlink(), Incomplete),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), Corrupt),
-        (lambda file: file.write_bytes(file.read_bytes() + b"x"), Corrupt),
-        (lambda file: file.write_bytes(b""), Corrupt),
+        (lambda file: file.unlink(), IncompleteError),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), CorruptError),
+        (lambda file: file.write_bytes(file.read_bytes() + b"x"), CorruptError),
+        (lambda file: file.write_bytes(b""), CorruptError),
     ):
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
@@ -505,36 +505,36 @@ def retype(name: str, dtype: str) -> Change:
 FP32, PARAM, MOMENT = ("w", "fp32"), ("w", "param"), ("w", "exp_avg")
 Refusal = tuple[Change, type[CkptError] | tuple[type[CkptError], ...], str]
 FIELDS: dict[str, Refusal] = {
-    "a version from the future": (put("version", value=4), Unsupported, "version 4"),
-    "a version before the first": (put("version", value=0), Unsupported, "version 0"),
-    "a version true": (put("version", value=True), Unsupported, "version True"),
-    "no version": (drop("version"), Unsupported, "version None"),
-    "another format": (put("format", value="other"), Corrupt, "not the manifest"),
-    "another content id": (put("content", value="forged"), Corrupt, "content"),
-    "deep JSON": (put("extras", value={"a": deep(400)}), Corrupt, "nested|deep"),
-    "deeper JSON": (put("extras", value={"a": deep(900)}), Corrupt, "nested|deep"),
-    "an alias that hides a parameter": (put("aliases", "w", value="other"), Corrupt, "aliases"),
+    "a version from the future": (put("version", value=4), UnsupportedError, "version 4"),
+    "a version before the first": (put("version", value=0), UnsupportedError, "version 0"),
+    "a version true": (put("version", value=True), UnsupportedError, "version True"),
+    "no version": (drop("version"), UnsupportedError, "version None"),
+    "another format": (put("format", value="other"), CorruptError, "not the manifest"),
+    "another content id": (put("content", value="forged"), CorruptError, "content"),
+    "deep JSON": (put("extras", value={"a": deep(400)}), CorruptError, "nested|deep"),
+    "deeper JSON": (put("extras", value={"a": deep(900)}), CorruptError, "nested|deep"),
+    "an alias that hides a parameter": (put("aliases", "w", value="other"), CorruptError, "aliases"),
     **{
-        f"no {key}": (drop(key), Corrupt, "not the manifest" if key == "format" else key)
+        f"no {key}": (drop(key), CorruptError, "not the manifest" if key == "format" else key)
         for key in [
             *("format", "content", "origin", "groups", "aliases", "extras", "written_by", "index", "packs"),
             *("states", "dtypes", "codecs", "deltas", "values", "errors"),
         ]
     },
     **{
-        f"{key} = {value!r}": (put(key, value=value), Corrupt, key)
+        f"{key} = {value!r}": (put(key, value=value), CorruptError, key)
         for key in [
             *("origin", "groups", "aliases", "extras", "index", "packs", "states", "dtypes", "codecs", "deltas"),
             *("values", "errors"),
         ]
         for value in [None, 1, "x", True]
     },
-    "a group of a number": (put("groups", value=[5]), Corrupt, "options"),
-    "a group without parameters": (put("groups", value=[{"options": {}}]), Corrupt, "parameters"),
+    "a group of a number": (put("groups", value=[5]), CorruptError, "options"),
+    "a group without parameters": (put("groups", value=[{"options": {}}]), CorruptError, "parameters"),
     **{
         f"a group of {value!r:.30}": (
             put("groups", value=[{"options": {}, "parameters": value}]),
-            Corrupt,
+            CorruptError,
             "groups|parameters",
         )
         for value in [
@@ -542,21 +542,25 @@ FIELDS: dict[str, Refusal] = {
             *([[0, 1 << 40]], [[1 << 70, 1]], "w", {"0": 1}),
         ]
     },
-    "an alias of a number": (put("aliases", value={"a": 1}), Corrupt, "aliases"),
-    "an origin without engine": (drop("origin", "engine"), Corrupt, "engine"),
-    "an origin of an engine that is a list": (put("origin", "engine", value=[]), Corrupt, "engine"),
-    "an origin of a version that is a list": (put("origin", "version", value=[]), Corrupt, "version"),
-    "an origin of a step below zero": (put("origin", "step", value=-1), Corrupt, "step"),
-    "an origin with a hostile layout": (put("origin", "layout", value={"$array": {}}), Corrupt, "typed value"),
-    "a layout that is no mapping": (put("origin", "layout", value={"$tuple": []}), Corrupt, "layout is not a mapping"),
-    "extras that are no mapping": (put("extras", value={"$tuple": []}), Corrupt, "extras"),
+    "an alias of a number": (put("aliases", value={"a": 1}), CorruptError, "aliases"),
+    "an origin without engine": (drop("origin", "engine"), CorruptError, "engine"),
+    "an origin of an engine that is a list": (put("origin", "engine", value=[]), CorruptError, "engine"),
+    "an origin of a version that is a list": (put("origin", "version", value=[]), CorruptError, "version"),
+    "an origin of a step below zero": (put("origin", "step", value=-1), CorruptError, "step"),
+    "an origin with a hostile layout": (put("origin", "layout", value={"$array": {}}), CorruptError, "typed value"),
+    "a layout that is no mapping": (
+        put("origin", "layout", value={"$tuple": []}),
+        CorruptError,
+        "layout is not a mapping",
+    ),
+    "extras that are no mapping": (put("extras", value={"$tuple": []}), CorruptError, "extras"),
     "options that are no mapping": (
         put("groups", value=[{"options": {"$set": []}, "parameters": []}]),
-        Corrupt,
+        CorruptError,
         "options",
     ),
     **{
-        f"{table}: {value!r:.30}": (put(table, value=value), Corrupt, table)
+        f"{table}: {value!r:.30}": (put(table, value=value), CorruptError, table)
         for table, values in {
             "states": [[1], ["fp32", "fp32", "param"], [["fp32"]]],
             "dtypes": [["object"], [1], ["complex128x", "float32", "bfloat16"]],
@@ -585,32 +589,35 @@ FIELDS: dict[str, Refusal] = {
         }.items()
         for value in values
     },
-    "a pack with a checksum of text": (put("packs", 0, 2, value="trust me"), Corrupt, "header is not a checksum"),
-    "values that are no typed values": (put("values", 0, value={"$x": 1}), Corrupt, "not a typed value"),
-    "a pack more": (lambda f: f.fields["packs"].append(f.fields["packs"][0]), Corrupt, "pack 1"),
-    "a pack that is longer": (lambda f: _add(f.fields["packs"][0], 8), Corrupt, "pack 0"),
-    "a pack whose header is shorter": (lambda f: _add(f.fields["packs"][0], -8, 1), Corrupt, "pack 0"),
-    "an index that is longer": (lambda f: _add(f.fields["index"], 1, "nbytes"), Corrupt, "index"),
-    "an index of no length": (put("index", "nbytes", value=-1), Corrupt, "nbytes"),
-    "an index of another checksum": (put("index", "checksum", value="xxh3-128:" + "0" * 32), Corrupt, "checksum"),
-    "an index with a checksum of text": (put("index", "checksum", value="trust me"), Corrupt, "checksum"),
+    "a pack with a checksum of text": (put("packs", 0, 2, value="trust me"), CorruptError, "header is not a checksum"),
+    "values that are no typed values": (put("values", 0, value={"$x": 1}), CorruptError, "not a typed value"),
+    "a pack more": (lambda f: f.fields["packs"].append(f.fields["packs"][0]), CorruptError, "pack 1"),
+    "a pack that is longer": (lambda f: _add(f.fields["packs"][0], 8), CorruptError, "pack 0"),
+    "a pack whose header is shorter": (lambda f: _add(f.fields["packs"][0], -8, 1), CorruptError, "pack 0"),
+    "an index that is longer": (lambda f: _add(f.fields["index"], 1, "nbytes"), CorruptError, "index"),
+    "an index of no length": (put("index", "nbytes", value=-1), CorruptError, "nbytes"),
+    "an index of another checksum": (put("index", "checksum", value="xxh3-128:" + "0" * 32), CorruptError, "checksum"),
+    "an index with a checksum of text": (put("index", "checksum", value="trust me"), CorruptError, "checksum"),
 }
 COLUMNS: dict[str, Refusal] = {
-    **{f"{name} is missing": (lambda f, name=name: f.columns.pop(name), Corrupt, name) for name in TYPES},
-    "a column more": (lambda f: f.columns.update(colour=f.columns["state.rank"]), Corrupt, "colour"),
-    **{f"{name} is longer": (longer(name), Corrupt, "index is not valid") for name in TYPES},
+    **{f"{name} is missing": (lambda f, name=name: f.columns.pop(name), CorruptError, name) for name in TYPES},
+    "a column more": (lambda f: f.columns.update(colour=f.columns["state.rank"]), CorruptError, "colour"),
+    **{f"{name} is longer": (longer(name), CorruptError, "index is not valid") for name in TYPES},
     **{
-        f"{name} is shorter": (shorter(name), Corrupt, "index is not valid")
+        f"{name} is shorter": (shorter(name), CorruptError, "index is not valid")
         for name in TYPES
         if not name.startswith(("delta.", "coded."))
     },
     **{
-        f"{name} of another type": (retype(name, "<u8" if t != "<u8" else "u1"), Corrupt, name)
+        f"{name} of another type": (retype(name, "<u8" if t != "<u8" else "u1"), CorruptError, name)
         for name, t in TYPES.items()
     },
-    **{f"{name} of signed numbers": (retype(name, "<i8"), Corrupt, name) for name in ("state.offset", "state.rank")},
     **{
-        f"{name} is not within its table": (number(name, 0, 200), Corrupt, "index is not valid")
+        f"{name} of signed numbers": (retype(name, "<i8"), CorruptError, name)
+        for name in ("state.offset", "state.rank")
+    },
+    **{
+        f"{name} is not within its table": (number(name, 0, 200), CorruptError, "index is not valid")
         for name in (
             "parameter.role",
             "parameter.values",
@@ -623,26 +630,30 @@ COLUMNS: dict[str, Refusal] = {
             "state.pack",
         )
     },
-    "a name twice": (rename("w", "w"), Corrupt, "twice"),
-    "a name that is not UTF-8": (rename(b"w\xff", "other"), Corrupt, "UTF-8"),
-    "ends that fall": (number("parameter.ends", 0, 200), Corrupt, "ends of names"),
+    "a name twice": (rename("w", "w"), CorruptError, "twice"),
+    "a name that is not UTF-8": (rename(b"w\xff", "other"), CorruptError, "UTF-8"),
+    "ends that fall": (number("parameter.ends", 0, 200), CorruptError, "ends of names"),
     "a state twice": (
         lambda f: f.columns["state.name"].__setitem__(f.row(*MOMENT), f.columns["state.name"][f.row(*FP32)]),
-        Corrupt,
+        CorruptError,
         "twice",
     ),
     "a parameter without states": (
         lambda f: f.columns["state.parameter"].__setitem__(slice(None), 0),
-        Corrupt,
+        CorruptError,
         "`other`: it has no state",
     ),
     "states out of order": (
         lambda f: f.columns["state.parameter"].__setitem__(slice(None), f.columns["state.parameter"][::-1].copy()),
-        Corrupt,
+        CorruptError,
         "order",
     ),
     **{
-        f"a shape of {values!r}": (sizes("fp32", *values), Corrupt, "`w` fp32|length of column|`w` param|64 dimensions")
+        f"a shape of {values!r}": (
+            sizes("fp32", *values),
+            CorruptError,
+            "`w` fp32|length of column|`w` param|64 dimensions",
+        )
         for values in [
             *(
                 (4,),
@@ -656,7 +667,7 @@ COLUMNS: dict[str, Refusal] = {
         ]
     },
     **{
-        f"{column} = {value}": (number(f"state.{column}", FP32, value), Corrupt, "index is not valid")
+        f"{column} = {value}": (number(f"state.{column}", FP32, value), CorruptError, "index is not valid")
         for column, values in {
             "offset": [0, 4095, 1 << 40, 2**64 - 1],
             "nbytes": [0, 11, 13, 2**62, 2**64 - 12],
@@ -665,25 +676,29 @@ COLUMNS: dict[str, Refusal] = {
     },
     "states that overlap": (
         lambda f: f.columns["state.offset"].__setitem__(f.row(*MOMENT), f.columns["state.offset"][f.row(*FP32)]),
-        Corrupt,
+        CorruptError,
         "pack 0",
     ),
-    "a codec of a plain state": (number("state.codec", FP32, 1), Corrupt, "codec"),
-    "a derived state without a codec": (number("state.codec", PARAM, 0), Corrupt, "codec"),
-    "a derived state with bytes": (number("state.nbytes", PARAM, 6), Corrupt, "`w` param"),
-    "a derived state without a base": (codec(*PARAM, {"name": "rounded"}), Corrupt, "base"),
-    "a plain state in a delta": (number("state.storage", FP32, 3), Corrupt, "bytes without use"),
+    "a codec of a plain state": (number("state.codec", FP32, 1), CorruptError, "codec"),
+    "a derived state without a codec": (number("state.codec", PARAM, 0), CorruptError, "codec"),
+    "a derived state with bytes": (number("state.nbytes", PARAM, 6), CorruptError, "`w` param"),
+    "a derived state without a base": (codec(*PARAM, {"name": "rounded"}), CorruptError, "base"),
+    "a plain state in a delta": (number("state.storage", FP32, 3), CorruptError, "bytes without use"),
     "a plain state that is coded": (
         both(number("state.storage", FP32, 1), codec(*FP32, {"name": "zstd"})),
-        Corrupt,
+        CorruptError,
         "coded.nbytes",
     ),
-    "a base that is not there": (codec(*PARAM, {"name": "rounded"}, "ghost"), Corrupt, "base"),
-    "a base that is the state itself": (codec(*PARAM, {"name": "rounded"}, "param"), Corrupt, "base"),
-    "a base of another shape": (sizes("param", 4), Corrupt, "shape|length"),
-    "an unknown codec": (codec(*PARAM, {"name": "shiny"}, "fp32"), Unsupported, "shiny"),
-    "a codec of this name for coded states": (codec(*PARAM, {"name": "../x"}, "fp32"), Unsupported, "../x"),
-    "a codec with unknown options": (codec(*PARAM, {"name": "rounded", "mode": "up"}, "fp32"), Unsupported, "mode"),
+    "a base that is not there": (codec(*PARAM, {"name": "rounded"}, "ghost"), CorruptError, "base"),
+    "a base that is the state itself": (codec(*PARAM, {"name": "rounded"}, "param"), CorruptError, "base"),
+    "a base of another shape": (sizes("param", 4), CorruptError, "shape|length"),
+    "an unknown codec": (codec(*PARAM, {"name": "shiny"}, "fp32"), UnsupportedError, "shiny"),
+    "a codec of this name for coded states": (codec(*PARAM, {"name": "../x"}, "fp32"), UnsupportedError, "../x"),
+    "a codec with unknown options": (
+        codec(*PARAM, {"name": "rounded", "mode": "up"}, "fp32"),
+        UnsupportedError,
+        "mode",
+    ),
 }
 HOSTILE = {**FIELDS, **COLUMNS}
 
@@ -739,12 +754,12 @@ def read_all(target: Path) -> None:
 )
 def test_a_file_that_is_no_manifest_is_corrupt(text: bytes, written: Path, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_bytes(text)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         Universal().read(tmp_path, ReadOptions())
     body = text + b"\n"
     signed = b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
     (tmp_path / manifest.NAME).write_bytes(signed)
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         Universal().read(tmp_path, ReadOptions())
 
 
@@ -755,7 +770,7 @@ def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_pa
     (tmp_path / manifest.NAME).write_bytes(
         b'{"checksum":"xxh3-128:%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body
     )
-    with pytest.raises(Corrupt, match="twice"):
+    with pytest.raises(CorruptError, match="twice"):
         Universal().read(tmp_path, ReadOptions())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.checkpoint import MODEL
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
@@ -171,7 +171,7 @@ def test_each_base_has_the_bits_of_its_step(name: str, base: str, chain: Path) -
 
 
 def test_bases_at_once_of_an_approximate_log_are_exact(chain: Path) -> None:
-    with pytest.raises(Unsupported, match="approximate"):
+    with pytest.raises(UnsupportedError, match="approximate"):
         Run(chain, codec="int8")
     run = Run(chain, codec="int8", base="at once")
     with run.recorder:
@@ -377,9 +377,9 @@ def test_leftovers_of_bases_are_removed_by_the_next_recorder(chain: Path) -> Non
 
 def test_what_makes_no_sense_is_refused(chain: Path) -> None:
     for options in ({"base_every": 0}, {"base_spread": 0}, {"base_memory": 0}, {"base": "sometimes"}):
-        with pytest.raises(Unsupported, match="cannot be"):
+        with pytest.raises(UnsupportedError, match="cannot be"):
             Run(chain, **options)
-    with pytest.raises(Unsupported, match="mean time between failures"):
+    with pytest.raises(UnsupportedError, match="mean time between failures"):
         Run(chain, base_every="auto")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from ckpt.chains.chain import Chain
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
-from ckpt_formats.core.errors import NoSpace, Unsupported
+from ckpt_formats.core.errors import NoSpaceError, UnsupportedError
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -123,7 +123,7 @@ def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) 
 
 def test_intervals_without_sense_are_refused(tmp_path: Path) -> None:
     for options in ({"base": -1}, {"base": "often"}, {"flush": 0}, {"base": "auto"}, {"flush": "auto", "mtbf": -1.0}):
-        with pytest.raises(Unsupported) as refused:
+        with pytest.raises(UnsupportedError) as refused:
             trained(tmp_path / "run.chain", 1, **options)
         assert refused.value.hint
     assert not (tmp_path / "run.chain").exists()
@@ -135,7 +135,7 @@ def test_a_base_that_cannot_be_stored_does_not_stop_training(tmp_path: Path, mon
 
     def fails(run: Path, draft: object) -> object:
         if draft.first:  # type: ignore[attr-defined]
-            raise NoSpace("no space left", where=run)
+            raise NoSpaceError("no space left", where=run)
         return begin(run, draft)  # type: ignore[arg-type]
 
     monkeypatch.setattr(segments, "begin", fails)

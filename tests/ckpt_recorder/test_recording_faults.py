@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import CkptError, Locked, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
@@ -393,7 +393,7 @@ def test_two_runs_do_not_record_into_one_chain(run: Run, chain: Path, monkeypatc
     other = Run()
     with recorded(run, chain):
         run.step(2)
-        with pytest.raises(Locked, match="another run is recording"):
+        with pytest.raises(LockedError, match="another run is recording"):
             recorded(other, chain)
         run.step(2)
     assert len(list(chain.glob("gradients-*"))) == 1
@@ -403,7 +403,7 @@ def test_two_runs_do_not_record_into_one_chain(run: Run, chain: Path, monkeypatc
 def test_later_steps_are_not_recorded_over(run: Run, chain: Path) -> None:
     with recorded(run, chain):
         run.step(3)
-    with pytest.raises(Unsupported, match="steps up to 3, and the run is at step 2") as refused:
+    with pytest.raises(UnsupportedError, match="steps up to 3, and the run is at step 2") as refused:
         recorded(run, chain, step=2)
     assert refused.value.hint is not None
     assert f"ckpt compact {chain} --upto 2" in refused.value.hint

@@ -198,7 +198,7 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
 
 
 def test_a_file_that_is_opened_again_must_be_the_one_that_was_opened_first(tmp_path: Path) -> None:
-    from ckpt_formats.core.errors import Corrupt
+    from ckpt_formats.core.errors import CorruptError
     from ckpt_formats.core.files import Reader
 
     one, two = tmp_path / "one", tmp_path / "two"
@@ -209,7 +209,7 @@ def test_a_file_that_is_opened_again_must_be_the_one_that_was_opened_first(tmp_p
         reader.read_into(one, 0, memoryview(bytearray(8)))
         reader.read_into(two, 0, memoryview(bytearray(8)))
         replace_file(one)
-        with pytest.raises(Corrupt, match="replaced"):
+        with pytest.raises(CorruptError, match="replaced"):
             reader.read_into(one, 8, memoryview(bytearray(8)))
 
 

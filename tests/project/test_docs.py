@@ -19,7 +19,7 @@ from ckpt_cli.commands.doctor import UNFIT
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
 from ckpt_formats import registry
 from ckpt_formats.core.edits import cast
-from ckpt_formats.core.errors import Unsafe, Unsupported
+from ckpt_formats.core.errors import UnsafeError, UnsupportedError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
@@ -192,11 +192,11 @@ def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
 
 
 def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
-    with pytest.raises(Unsupported, match="bfloat16"):
+    with pytest.raises(UnsupportedError, match="bfloat16"):
         plan(open_checkpoint(SAMPLE), tmp_path / "out", npy)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "names.json").write_text(json.dumps({"w": "../../etc/passwd"}))
-    with pytest.raises(Unsafe):
+    with pytest.raises(UnsafeError):
         open_checkpoint(tmp_path / "bad")
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import distributed
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
@@ -101,7 +101,7 @@ def refusal(run: Run | EngineRun, chain: Path) -> str:
     """What the recorder says of a run that it refuses."""
     try:
         Recorder(run.model, run.optimizer, chain)
-    except Unsupported as error:
+    except UnsupportedError as error:
         return str(error)
     return "it is recorded"
 

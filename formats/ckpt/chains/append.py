@@ -13,7 +13,7 @@ from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, Kind, Member
@@ -159,7 +159,7 @@ def _step(
 ) -> tuple[int, tuple[Notice, ...]]:
     step = source.origin.step if chosen is None else chosen
     if step is None:
-        raise Unsupported(
+        raise UnsupportedError(
             "the checkpoint does not state its step", where=source.path, hint="State it with `step` (--step N)."
         )
     notes: tuple[Notice, ...] = ()
@@ -171,7 +171,7 @@ def _step(
         message = (
             f"step {step} exists already" if step == last else f"step {step} is before {last}, the chain's last step"
         )
-        raise Unsupported(
+        raise UnsupportedError(
             message, where=run, hint="Only later steps can be appended. If the run started again, start another chain."
         )
     return step, notes

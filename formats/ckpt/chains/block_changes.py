@@ -15,7 +15,7 @@ from ckpt.chains.partial import take_blocks
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
 from ckpt_formats.core.tensor import Tensor, read
@@ -45,10 +45,10 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
     Blocks are whole rows of about 2^16 elements. The distance is the L1 or L2 norm of the difference of the masters,
     else of the weights, in float64. Both states are read, one block at a time.
 
-    Raises `Incomplete` if a parameter has no saved values, `Unsupported` for another shape or norm.
+    Raises `IncompleteError` if a parameter has no saved values, `UnsupportedError` for another shape or norm.
     """
     if norm not in (1, 2):
-        raise Unsupported(f"the norm of a change is 1 or 2, not {norm}")
+        raise UnsupportedError(f"the norm of a change is 1 or 2, not {norm}")
     changes: list[BlockChange] = []
     with Reader(check=False) as reader:
         for parameter in _trained(current):
@@ -59,10 +59,10 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
 def within_budget(changes: Iterable[BlockChange], share: float) -> list[BlockChange]:
     """The first of these blocks that together have at most a share of all bytes, but at least one block.
 
-    Raises `Unsupported` unless the share is above 0 and at most 1.
+    Raises `UnsupportedError` unless the share is above 0 and at most 1.
     """
     if not 0 < share <= 1:
-        raise Unsupported(f"a share is above 0 and at most 1, not {share}")
+        raise UnsupportedError(f"a share is above 0 and at most 1, not {share}")
     changes = list(changes)
     left, chosen = share * sum(change.nbytes for change in changes), list[BlockChange]()
     for change in changes:
@@ -102,10 +102,10 @@ def _weight(parameter: Parameter) -> Tensor:
 def _saved_weight(saved: Checkpoint, parameter: Parameter) -> Tensor:
     other = saved.parameters.get(parameter.name)
     if other is None:
-        raise Incomplete(f"`{printable(parameter.name)}` has no saved values", where=saved.path)
+        raise IncompleteError(f"`{printable(parameter.name)}` has no saved values", where=saved.path)
     if _weight(other).shape != _weight(parameter).shape:
         shapes = f"{list(_weight(other).shape)}, not {list(_weight(parameter).shape)}"
-        raise Unsupported(f"`{printable(parameter.name)}` was saved with the shape {shapes}", where=saved.path)
+        raise UnsupportedError(f"`{printable(parameter.name)}` was saved with the shape {shapes}", where=saved.path)
     return _weight(other)
 
 

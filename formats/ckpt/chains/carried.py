@@ -13,7 +13,7 @@ from ckpt.pipeline import Resources, seals_error
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import NoSpace, OutputError
+from ckpt_formats.core.errors import NoSpaceError, OutputError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.locking import FULL
@@ -39,7 +39,7 @@ class CarriedState:
 def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resources: Resources) -> CarriedState:
     """Replay a state to a file at `path`, from the one `before` where that is on the way. Each value is checked.
 
-    Raises `Corrupt` for damaged deltas, `OutputError` if the file cannot be written.
+    Raises `CorruptError` for damaged deltas, `OutputError` if the file cannot be written.
     """
     blobs, at = dict[DeltaKey, Mapping[str, FileBlob]](), 0
     tasks, parameters = list[tuple[StoredDelta, Mapping[str, FileBlob]]](), dict[str, Parameter]()
@@ -61,8 +61,8 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
     try:
         _write(path, tasks, known, checkpoint, resources)
     except OSError as error:
-        kind, hint = (NoSpace, "Free some.") if error.errno in FULL else (OutputError, None)
-        text = "no space left on the disk" if kind is NoSpace else f"cannot be written: {error.strerror or error}"
+        kind, hint = (NoSpaceError, "Free some.") if error.errno in FULL else (OutputError, None)
+        text = "no space left on the disk" if kind is NoSpaceError else f"cannot be written: {error.strerror or error}"
         raise kind(text, where=path.parent, hint=hint) from error
     return CarriedState(replace(checkpoint, parameters=parameters), path, blobs)
 

@@ -11,7 +11,7 @@ from ckpt.chains.write import AppendResult, DeltaPolicy
 from ckpt.job import Progress
 from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.stores.location import listed_again, source_path, target_path
 from ckpt_formats.universal.chain import file, states
@@ -107,7 +107,7 @@ class Chain(Mapping[int, Checkpoint]):
         """
         path = self.path
         if not path.exists():
-            raise NotFound("there is no chain at this path", where=path)
+            raise NotFoundError("there is no chain at this path", where=path)
         return restore(
             open_step(path, step, ReadOptions()), target_path(target), format, resources or Resources(), progress
         )

@@ -13,7 +13,7 @@ from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
@@ -73,7 +73,7 @@ class CompactResult:
 def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy) -> CompactPlan:
     """Which states and segments stay, and how. The last state always does.
 
-    Raises `NotFound` for a step that is not there.
+    Raises `NotFoundError` for a step that is not there.
     """
     chain = _cut(run, chain, retention.upto)
     segments = chain.segments if retention.gradients is None else _last(chain.segments, retention.gradients)
@@ -133,7 +133,7 @@ def _drop_later_records(place: ChainPlace, chain: ChainIndex) -> None:
 
 
 def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
-    """The chain without the members and logged steps after a step. Raises `NotFound` if it has no such step."""
+    """The chain without the members and logged steps after a step. Raises `NotFoundError` if it has no such step."""
     if upto is None:
         return chain
     open_state(run, chain, upto)
@@ -287,11 +287,11 @@ def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:
         number = int(match[2])
         return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{keep!r:.60} does not state which states to keep",
             hint="Retention.keep and --keep take last:N, every:N, all, or steps with commas.",
         )
     wanted = {int(step) for step in keep.split(",")}
     for step in wanted.difference(steps):
-        open_state(run, chain, step)  # raises `NotFound`, which lists the steps
+        open_state(run, chain, step)  # raises `NotFoundError`, which lists the steps
     return wanted

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.joined_seals import JoinedSeals
@@ -46,14 +46,14 @@ def recover_partially(
     file of the live checkpoint has (`ReadOptions.missing_files`). Step counts, groups and extras are the live ones.
     A block is taken in all states of the weight's shape: master, copy and moments are of one step.
 
-    Raises `NotFound` if nothing is lost, `Incomplete` if the saved checkpoint lacks a block, `Unsupported` if it has
-    another shape or type, or is of a later step.
+    Raises `NotFoundError` if nothing is lost, `IncompleteError` if the saved checkpoint lacks a block,
+    `UnsupportedError` if it has another shape or type, or is of a later step.
     """
     files = lost_files(live, lost_ranks) | {file.path for file in live.files if not file.path.exists()}
     named, of_ranks = lost_by_name(live, lost_names), lost_by_rank(live, lost_ranks)
     blocks = {**of_ranks, **named}  # a parameter that is lost by name is lost as a whole
     if not blocks:
-        raise NotFound(
+        raise NotFoundError(
             "nothing is lost: all blocks of the live checkpoint are in its files",
             where=live.path,
             hint="State what is lost: names (--lost) or ranks (--lost-ranks).",
@@ -66,7 +66,7 @@ def take_blocks(
 ) -> Checkpoint:
     """The live checkpoint, with some blocks of a saved one. Of `files`, nothing is read.
 
-    Raises `Incomplete` and `Unsupported` as `recover_partially` does.
+    Raises `IncompleteError` and `UnsupportedError` as `recover_partially` does.
     """
     _check_steps(live, saved)
     _check_saved(live, saved, blocks)
@@ -139,7 +139,7 @@ def _age(tensor: Tensor, boxes: Sequence[Box], saved: Checkpoint, known: Mapping
 
 def _check_steps(live: Checkpoint, saved: Checkpoint) -> None:
     if live.step is not None and saved.step is not None and saved.step > live.step:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the saved state is of step {saved.step}, which is later than step {live.step} of the live checkpoint",
             where=saved.path,
             hint="Choose an earlier one: --step.",
@@ -149,7 +149,7 @@ def _check_steps(live: Checkpoint, saved: Checkpoint) -> None:
 def _check_saved(live: Checkpoint, saved: Checkpoint, blocks: LostBlocks) -> None:
     absent = [key for key in blocks if _saved_state(saved, key[0], live, key[1]) is None]
     if absent:
-        raise Incomplete(
+        raise IncompleteError(
             f"it lacks {len(absent)} of {len(blocks)} tensors that are lost, such as {printable('/'.join(absent[0]))}",
             where=saved.path,
         )
@@ -157,7 +157,7 @@ def _check_saved(live: Checkpoint, saved: Checkpoint, blocks: LostBlocks) -> Non
         own, other = live.parameters[name].states[state], _saved_state(saved, name, live, state)
         assert other is not None
         if (own.shape, own.dtype) != (other.shape, other.dtype):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` {printable(state)} is {other.dtype.name} {list(other.shape)}, but "
                 f"{own.dtype.name} {list(own.shape)} in {printable(str(live.path))}",
                 where=saved.path,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import Incomplete, Locked, OutputError
+from ckpt_formats.core.errors import IncompleteError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
@@ -137,7 +137,7 @@ class StorePlace(ChainPlace):
             else:
                 self.version = self.bucket.replace(key, data, self.version)
         except FileExistsError:
-            raise Locked(
+            raise LockedError(
                 "another process has changed this chain meanwhile", where=self.run, hint="Run the same command again."
             ) from None
 
@@ -166,7 +166,7 @@ class StorePlace(ChainPlace):
 def changed(run: Path, resources: Resources, create: bool = False) -> Iterator[ChainPlace]:
     """Within, this process alone changes the chain at a path; with `create`, one may begin there.
 
-    Raises `Locked`, `NotFound` if there is no chain, `OutputError` if something else is there.
+    Raises `LockedError`, `NotFoundError` if there is no chain, `OutputError` if something else is there.
     """
     if isinstance(run, StorePath):
         with _in_store(run, resources, create) as place:
@@ -192,7 +192,7 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
         with hold_lease(bucket, key, run, resources.locks) as lease, scratch_folder(resources.scratch) as scratch:
             now = _listed(run)
             if is_unfinished(now):
-                raise Incomplete(
+                raise IncompleteError(
                     "not complete: a job that writes here was interrupted",
                     where=run,
                     hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {run}",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.chains.segments import gradient_nbytes, open_segments
-from ckpt_formats.core.errors import NotFound
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.members import member_at, open_member
@@ -52,14 +52,14 @@ def recorded_costs(
         clock: Gives seconds.
 
     Raises:
-        NotFound: The chain has no recorded step.
+        NotFoundError: The chain has no recorded step.
         CkptError: It cannot be read.
     """
     chain = index.read(run)
     segments = [view.segment for view in open_segments(run, chain) if view.segment is not None]
     segments = [segment for segment in segments if segment.last > segment.first]
     if not segments:
-        raise NotFound(
+        raise NotFoundError(
             "the chain has no recorded step",
             where=run,
             hint="Record some steps first (docs/recording.md), or give all figures as options and no chain.",
@@ -95,7 +95,7 @@ def _replay_rate(segment: Segment, base: Base | None, seconds: float, clock: Cal
     first, step = segment.first, min(segment.last, segment.first + _MAX_STEPS)
     chunks = [(rank, number) for rank, one in enumerate(segment.layout.ranks) for number in range(one.chunk_count)]
     if not chunks:
-        raise NotFound("the log has no parameters whose steps could be replayed", where=segment.folder)
+        raise NotFoundError("the log has no parameters whose steps could be replayed", where=segment.folder)
     with Reader(check=False) as reader:
         replay_to(segment, step, base).chunk(*chunks[0], reader)  # loads the kernels
         begin, elements, spent = clock(), 0, 0.0

@@ -15,7 +15,7 @@ from ckpt.pipeline.folder_staging import staging_folder
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, NoSpace, NotFound, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, NoSpaceError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import Plan, ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
@@ -48,7 +48,7 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
     named = address.parse(path)
     if named is not None:
         if step not in (None, named.step):
-            raise NotFound(
+            raise NotFoundError(
                 f"the path names another step than {step}",
                 where=path,
                 hint="Name the step in the path or with `step` (--step).",
@@ -57,7 +57,7 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
     if not (path / index.NAME).is_file():
         checkpoint = open_checkpoint(path, options)
         if step is not None and checkpoint.origin.step != step:
-            raise NotFound(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
+            raise NotFoundError(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return ChainState(checkpoint, path)
     chain = index.load(path / index.NAME)
     if chain.segments:
@@ -142,7 +142,7 @@ def _restore(
     if not _replays(source):
         return job.run(resources, progress)
     if resources.shard is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the state is replayed before it is written as {format.name}, which shards cannot share",
             hint="Restore it to the universal format with --shard (--to universal), then convert that.",
         )
@@ -166,7 +166,7 @@ def _replayed(
 ) -> Checkpoint:
     """The replayed state, in the folder `stage` at `place`. What an interrupted run replayed there is used.
 
-    Raises `NoSpace` unless there is space for it, and for `needed` bytes that the target takes.
+    Raises `NoSpaceError` unless there is space for it, and for `needed` bytes that the target takes.
     """
     folder = stage / f"replayed-{_name_of(source)}"
     if not folder.is_dir():
@@ -208,11 +208,11 @@ def _universal_nbytes(source: Checkpoint) -> int:
 
 
 def _check_space(place: Path, stage: Path, needed: int) -> None:
-    """Raise `NoSpace` if there is too little space. Bytes that an interrupted run wrote are not written again."""
+    """Raise `NoSpaceError` if there is too little space. Bytes that an interrupted run wrote are not written again."""
     written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
     free = shutil.disk_usage(place.parent).free
     if needed > free + written:
-        raise NoSpace(
+        raise NoSpaceError(
             f"restoring takes {format_nbytes(needed)}: the state is first replayed next to the target; "
             f"{format_nbytes(free)} are free",
             where=place,

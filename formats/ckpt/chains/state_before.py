@@ -17,7 +17,7 @@ from typing import Literal
 from ckpt.chains.tip import open_tip
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, OutputError, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.notices import Notice
@@ -64,8 +64,8 @@ def states_before(
 ) -> Iterator[StateBefore]:
     """The ways to read the state of the last member, the cheapest first; of a given checkpoint there is only that one.
 
-    Raises `Corrupt` or `Incomplete` if the last member is not what the chain states, and `Unsupported` if the given
-    checkpoint has none of its states.
+    Raises `CorruptError` or `IncompleteError` if the last member is not what the chain states, and `UnsupportedError`
+    if the given checkpoint has none of its states.
     """
     last = chain.members[-1]
     if given is not None:
@@ -73,7 +73,7 @@ def states_before(
         return
     found = None if chain.appended_from is None else _found(run, chain.appended_from, last, source)
     if found is not None:
-        with suppress(Unsupported):  # its parameters have other names
+        with suppress(UnsupportedError):  # its parameters have other names
             yield _read_from(found, "found", run, chain, source)
     tip = open_tip(run, chain, last)
     if tip is not None:
@@ -155,7 +155,7 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
         states |= {state: replay().parameters[name].states[state] for state in lacking}
         parameters[name] = Parameter(name, entry.role, states, entry.values)
     if missing and not read:
-        raise Unsupported(
+        raise UnsupportedError(
             "the parent has none of the states of the chain's last member",
             where=parent.path,
             hint="Name the checkpoint that was appended last; or leave out `parent` (--parent).",
@@ -171,7 +171,7 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
     folder = run / last.folder
     found = manifest.load(folder / manifest.NAME)
     if found.content != last.content:
-        raise Corrupt(
+        raise CorruptError(
             f"another checkpoint is in the place of step {last.step}: {found.content[:24]}…, not {last.content[:24]}…",
             where=folder,
         )
@@ -179,9 +179,9 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
     for number, pack in enumerate(found.packs):
         path = files.path(number)
         if not path.is_file():
-            raise Incomplete("a pack of the checkpoint is missing", where=path)
+            raise IncompleteError("a pack of the checkpoint is missing", where=path)
         if path.stat().st_size != pack.nbytes:
-            raise Corrupt(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
+            raise CorruptError(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
     stated.append(found)
     packs = (files.path(number) for number in range(len(found.packs)))
     return Checkpoint(folder, found.origin, {}, found.groups, files=_source_files(packs))
@@ -197,10 +197,10 @@ def _source_files(paths: Iterable[Path]) -> tuple[SourceFile, ...]:
 
 
 def _check_members(run: Path, chain: ChainIndex) -> None:
-    """Raise `Incomplete` if the folder of a member is missing that the last one needs. Nothing is read of them."""
+    """Raise `IncompleteError` if the folder of a member is missing that the last one needs. Nothing is read of them."""
     there = {entry.name for entry in entries_of(run) if entry.is_dir()}
     for name in sorted(chain.folders_of(chain.members[-1]) - there):
-        raise Incomplete(f"the folder of step {step_of(name)} is missing", where=run / name)
+        raise IncompleteError(f"the folder of step {step_of(name)} is missing", where=run / name)
 
 
 def _states(

@@ -12,7 +12,7 @@ from ckpt.job import Job
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import AUTO
-from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
@@ -66,7 +66,7 @@ def opened(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding
 def add_hint(run: Path, chain: ChainIndex, error: CkptError) -> None:
     """Add to an error about the tip that the state can be replayed without it."""
     folder = None if chain.tip is None else run / chain.tip.folder
-    if folder is not None and isinstance(error, Corrupt) and error.where is not None:
+    if folder is not None and isinstance(error, CorruptError) and error.where is not None:
         places = [Path(one) for one in error.where.split(", ")]
         if any(folder in place.parents for place in places):
             error.hint = f"Remove the folder {folder.name}: then the state is replayed from the chain's deltas."

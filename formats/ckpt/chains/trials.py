@@ -14,7 +14,7 @@ from ckpt.pipeline.folder_staging import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
@@ -72,8 +72,8 @@ def search_step(
 ) -> tuple[Subspace, AcceptedStep]:
     """The codec at the coarsest step size that is accepted. `write` writes the source, with a codec, as a folder.
 
-    States are put next to the target, one after the other, each in a folder that is removed. Raises `Unsupported` if
-    no step size is accepted, or if the command fails.
+    States are put next to the target, one after the other, each in a folder that is removed. Raises `UnsupportedError`
+    if no step size is accepted, or if the command fails.
     """
     losses = dict[float, float]()
     with _trial_folder(target, resources.locks) as folder:
@@ -94,7 +94,7 @@ def search_step(
         step = coarsest(increase, evaluation.max_increase)
     if step is None:
         finest = min(losses)
-        raise Unsupported(
+        raise UnsupportedError(
             f"even the smallest step size, {finest:g}, increases the loss from {exact:.6g} to {losses[finest]:.6g}, "
             f"by more than {evaluation.max_increase:g}",
             hint="Allow more: `max_increase` (--max-loss-increase); or give no evaluation, and nothing is lost.",
@@ -106,7 +106,7 @@ def search_step(
 def _trial_folder(target: Path, locks: bool) -> Iterator[Path]:
     """A folder for trials, which is removed afterwards. What a killed run left in it is removed first.
 
-    Raises `Locked` if another process tries something for the same target.
+    Raises `LockedError` if another process tries something for the same target.
     """
     folder = target.parent / f".{target.name}{_TRIAL}"
     with locked_folder(folder, target, locks):
@@ -153,8 +153,8 @@ def _run(evaluation: Evaluation, state: Path) -> float:
         raise _refused(evaluation, f"ended with the line {last[:80]!r}, which is not a number") from None
 
 
-def _refused(evaluation: Evaluation, problem: str) -> Unsupported:
-    return Unsupported(
+def _refused(evaluation: Evaluation, problem: str) -> UnsupportedError:
+    return UnsupportedError(
         f"the evaluation command {printable(evaluation.command[0])} {problem}",
         hint=f"In the command (--eval-cmd), the path of a universal checkpoint replaces {PLACEHOLDER}. "
         "Its last line is the loss, a number.",

@@ -22,7 +22,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
@@ -68,20 +68,22 @@ class DeltaPolicy:
 
     def __post_init__(self) -> None:
         if self.partial is not None and not 0 < self.partial <= 1:
-            raise Unsupported(f"the share of a partial save (--partial) is above 0 and at most 1, not {self.partial}")
+            raise UnsupportedError(
+                f"the share of a partial save (--partial) is above 0 and at most 1, not {self.partial}"
+            )
         for pattern in self.exact:
             safe_pattern(pattern, "exact (--exact)")
         self.delta_codec  # noqa: B018  # raises if the codec does not exist
 
     @property
     def delta_codec(self) -> DeltaCodec:
-        """The codec of deltas. Raises `Unsupported` if it does not exist."""
+        """The codec of deltas. Raises `UnsupportedError` if it does not exist."""
         if isinstance(self.codec, DeltaCodec):
             return self.codec
         try:
             return parse_delta(DEFAULT_DELTA if self.codec == AUTO else self.codec)
         except CodecError as error:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"codec {self.codec!r:.80}: {error}", hint="Without `codec` (--codec), nothing is lost."
             ) from None
 
@@ -131,12 +133,12 @@ class AppendResult:
 
 
 def parent_folder(checkpoint: Checkpoint) -> Path:
-    """The folder that a delta can name as its parent. Raises `Unsupported` if the checkpoint has no content id."""
+    """The folder that a delta can name as its parent. Raises `UnsupportedError` if the checkpoint has no content id."""
     path = checkpoint.path
     if (path / file.NAME).is_file():
         return path / file.load(path / file.NAME).members[-1].folder
     if not (path / manifest.NAME).is_file():
-        raise Unsupported(
+        raise UnsupportedError(
             "a delta's parent is a universal checkpoint or a chain, and this is neither",
             where=path,
             hint=f"Write it as one: `ckpt compress {printable(str(path))} BASE`; or begin a chain: `ckpt append`.",
@@ -229,7 +231,7 @@ def _write_coded(
     if policy.evaluation is None or not isinstance(fitted, Subspace):
         return write(fitted, target)
     if isinstance(target, StorePath):
-        raise Unsupported(
+        raise UnsupportedError(
             "states are evaluated beside a chain in the file system, not in a store",
             where=target.parent,
             hint="Give another bound than `max_increase` (--max-loss-increase), or append to a local chain.",
@@ -239,11 +241,11 @@ def _write_coded(
 
 
 def _parent(folder: Path, content: str, target: Path) -> Parent:
-    """The parent as the manifest names it, by a relative path. Raises `Unsupported` if there is none."""
+    """The parent as the manifest names it, by a relative path. Raises `UnsupportedError` if there is none."""
     if isinstance(folder, StorePath) and isinstance(target, StorePath) and folder.store.url == target.store.url:
         return Parent(content, posixpath.relpath(folder.resolve().key, target.resolve().key))
     if isinstance(folder, StorePath) or isinstance(target, StorePath):
-        raise Unsupported(
+        raise UnsupportedError(
             "a delta and its parent are in one file system, or in one bucket",
             where=folder,
             hint="Copy the parent first (`ckpt copy`), or convert it.",
@@ -264,7 +266,7 @@ def _member(folder: Path, written: Manifest, step: int) -> Member:
     for number, pack in enumerate(written.packs):  # a member that cannot be read is not listed
         path = files.path(number)
         if not path.is_file() or path.stat().st_size != pack.nbytes:
-            raise Corrupt("the pack is not as it was written", where=path)
+            raise CorruptError("the pack is not as it was written", where=path)
     codecs: dict[str, None] = {}
     for entry in written.entries:
         if entry.delta is not None:

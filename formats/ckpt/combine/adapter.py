@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ckpt.combine.sources import some_names
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -30,10 +30,15 @@ Update = dict[str, Tensor]
 
 
 def adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
-    """The adapter's configuration. Raises `Unsupported` if it has options that are not known to leave weights alone."""
+    """The adapter's configuration.
+
+    Raises `UnsupportedError` if it has options that are not known to leave weights alone.
+    """
     config = adapter.extras.get(_ADAPTER_CONFIG)
     if not isinstance(config, dict):
-        raise NotFound("there is no adapter_config.json", where=adapter.path, hint="Name the folder of a PEFT adapter.")
+        raise NotFoundError(
+            "there is no adapter_config.json", where=adapter.path, hint="Name the folder of a PEFT adapter."
+        )
     if config.get("peft_type") != "LORA":
         raise refusal(adapter, f"adapters of the type {shown(config.get('peft_type'))} are not merged, only LORA")
     initial = config.get("init_lora_weights", True)
@@ -69,7 +74,7 @@ def adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, Update], dict[str, T
         bias = " (the adapter was trained with `lora_bias`)" if any(n.endswith("lora_B.bias") for n in unknown) else ""
         raise refusal(adapter, f"{len(unknown)} tensors of the adapter are not known: {some_names(unknown)}{bias}")
     if not updates and not full:
-        raise Incomplete("the adapter holds no tensors", where=adapter.path)
+        raise IncompleteError("the adapter holds no tensors", where=adapter.path)
     return updates, full
 
 
@@ -90,7 +95,7 @@ def prefix_change(
     """The one change of prefixes by which the model has all weights that the adapter changes.
 
     A model with a head may lack the prefix of its inner model, or the other way round (`transformer.h.0`, `h.0`).
-    Raises `Incomplete` if there is no such change, `Unsupported` if there are several.
+    Raises `IncompleteError` if there is no such change, `UnsupportedError` if there are several.
     """
     weights = [f"{module}.weight" for module in updates] or [name.replace(BASE_LAYER, ".") for name in full]
     names = {*base.parameters, *base.aliases}
@@ -108,7 +113,7 @@ def prefix_change(
     if not updates:
         return PrefixChange()
     absent = [weight for weight in weights if weight not in names]
-    raise Incomplete(
+    raise IncompleteError(
         f"it has no weights for {len(absent)} modules of the adapter: {some_names(absent)}",
         where=base.path,
         hint="Is this the model that the adapter was trained for?",
@@ -116,7 +121,7 @@ def prefix_change(
 
 
 def refusal(adapter: Checkpoint, message: str, hint: str = "Merge it with PEFT's own merge_and_unload().") -> CkptError:
-    return Unsupported(message, where=adapter.path, hint=hint)
+    return UnsupportedError(message, where=adapter.path, hint=hint)
 
 
 def shown(value: Value) -> str:

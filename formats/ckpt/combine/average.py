@@ -10,7 +10,7 @@ from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, p
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
@@ -28,9 +28,9 @@ def ema_weights(count: int, decay: float) -> list[float]:
     [0.25, 0.25, 0.5]
     """
     if count < 1:
-        raise Unsupported("an average needs at least one checkpoint")
+        raise UnsupportedError("an average needs at least one checkpoint")
     if not 0 <= decay < 1:
-        raise Unsupported(f"the decay of an average is at least 0 and less than 1, not {decay}")
+        raise UnsupportedError(f"the decay of an average is at least 0 and less than 1, not {decay}")
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
 
 
@@ -57,10 +57,10 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     `weights`: one finite number for each source, with a sum above zero; None: all are 1. They need not sum to 1.
     Names that are tied in all sources stay tied. Memory: a few blocks of 64 Ki elements, for any number of sources.
 
-    Raises `Incomplete` if a source lacks tensors, `Unsupported` if shapes or kinds of elements differ.
+    Raises `IncompleteError` if a source lacks tensors, `UnsupportedError` if shapes or kinds of elements differ.
     """
     if not sources:
-        raise Unsupported("an average needs at least one checkpoint")
+        raise UnsupportedError("an average needs at least one checkpoint")
     numbers = _checked_weights(sources, weights)
     models = [model_of(source) for source in sources]
     names = _shared_names(models)
@@ -99,14 +99,14 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
 def _checked_weights(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
     numbers = (1.0,) * len(sources) if weights is None else tuple(map(float, weights))
     if len(numbers) != len(sources):
-        raise Unsupported(f"{len(sources)} checkpoints need as many weights, not {len(numbers)}")
+        raise UnsupportedError(f"{len(sources)} checkpoints need as many weights, not {len(numbers)}")
     if not all(map(math.isfinite, numbers)) or math.fsum(numbers) <= 0:
-        raise Unsupported("the weights of an average must be finite, and their sum must be above zero")
+        raise UnsupportedError("the weights of an average must be finite, and their sum must be above zero")
     return numbers
 
 
 def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
-    """All names of the models' tensors, tied ones last. Raises `Incomplete` if not all models have them."""
+    """All names of the models' tensors, tied ones last. Raises `IncompleteError` if not all models have them."""
     all_names = [
         dict.fromkeys([*m.parameters, *(a for a, n in m.aliases.items() if n in m.parameters)]) for m in models
     ]
@@ -116,7 +116,7 @@ def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
             (model, models[0], [name for name in names if name not in all_names[0]]),
         ):
             if absent:
-                raise Incomplete(
+                raise IncompleteError(
                     f"it lacks {len(absent)} tensors of {place_of(owner)}: {some_names(absent)}",
                     where=place_of(other),
                     hint=_ONE_MODEL,
@@ -134,7 +134,7 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
             if a.shape != b.shape
         ]
         if different:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{len(different)} tensors have other shapes than those of {first}: {some_names(different)}",
                 where=place_of(model),
                 hint=_ONE_MODEL,
@@ -142,7 +142,7 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
         mixed = [name for name, a, b in pairs if not _can_average(a.dtype) and a.dtype != b.dtype]
         mixed += [name for name, a, b in pairs if _can_average(a.dtype) and not _can_average(b.dtype)]
         if mixed:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{len(mixed)} tensors have other element types than those of {first}: {some_names(mixed)}",
                 where=place_of(model),
             )

@@ -7,7 +7,7 @@ import numpy as np
 
 from ckpt.combine.rounding import round_once
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slabs
 from ckpt_formats.core.tensor import Array, Blob, read
@@ -71,7 +71,7 @@ def _from_float64(values: Array, dtype: DType) -> Array:
 class EqualBlob(Blob):
     """Values that are equal in several blobs of one shape and element type; or the largest of each, for counters.
 
-    Reading raises `Unsupported` if the values differ.
+    Reading raises `UnsupportedError` if the values differ.
     """
 
     blobs: tuple[Blob, ...]
@@ -100,7 +100,7 @@ class EqualBlob(Blob):
                 if self.largest:
                     np.maximum(result, values, out=result)
                 elif values.tobytes() != result.tobytes():
-                    raise Unsupported(
+                    raise UnsupportedError(
                         f"`{printable(self.name)}` holds {self.dtype.name} values which differ between the "
                         "checkpoints: they have no average",
                         hint="Leave the tensor out: `select(skip=...)`, or --skip.",

@@ -13,7 +13,7 @@ from ckpt.combine.sources import holder, some_names
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DType, is_float
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -34,7 +34,7 @@ class LoraMerge:
         """Tensors that replace those of the model, by the model's names."""
         saved = self.config.get("modules_to_save") or ()
         if not isinstance(saved, (list, tuple)):
-            raise Corrupt("`modules_to_save` is not a list", where=self.adapter.path)
+            raise CorruptError("`modules_to_save` is not a list", where=self.adapter.path)
         result: dict[str, Tensor] = {}
         unknown = []
         for stored, tensor in full.items():
@@ -44,7 +44,7 @@ class LoraMerge:
             if name in self.base.parameters or name in self.base.aliases:
                 current = self.base.parameters[holder(self.base, name)].weight
                 if current.shape != tensor.shape:
-                    raise Unsupported(
+                    raise UnsupportedError(
                         f"`{printable(name)}` has the shape {list(tensor.shape)} in the adapter and "
                         f"{list(current.shape)} in the model",
                         where=self.adapter.path,
@@ -100,7 +100,7 @@ class LoraMerge:
         if self.config.get("use_dora"):
             expected.add("lora_magnitude_vector")
         if absent := sorted(expected - update.keys()):
-            raise Incomplete(f"module `{printable(module)}` lacks {some_names(absent)}", where=self.adapter.path)
+            raise IncompleteError(f"module `{printable(module)}` lacks {some_names(absent)}", where=self.adapter.path)
         if surplus := sorted(update.keys() - expected):
             raise refusal(self.adapter, f"module `{printable(module)}` has {some_names(surplus)} without need")
         a, b = update[f"lora_{infix}A"], update[f"lora_{infix}B"]
@@ -111,7 +111,7 @@ class LoraMerge:
         transposed = self._is_transposed(name, weight, a, b, is_embedding)
         rank = a.shape[0]
         if magnitude is not None and magnitude.size != b.shape[0]:
-            raise Corrupt(
+            raise CorruptError(
                 f"module `{printable(module)}` has {magnitude.size} magnitudes for {b.shape[0]} outputs",
                 where=self.adapter.path,
             )
@@ -135,7 +135,7 @@ class LoraMerge:
         table = self.config.get(patterns) or {}
         value = self.config.get(default)
         if not isinstance(table, dict):
-            raise Corrupt(f"`{patterns}` is not a table", where=self.adapter.path)
+            raise CorruptError(f"`{patterns}` is not a table", where=self.adapter.path)
         for pattern, number in table.items():
             if _module_pattern(pattern, f"{self.adapter.path}: {patterns}").match(module):
                 value = number
@@ -143,10 +143,13 @@ class LoraMerge:
         with suppress(OverflowError):
             if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
                 return value
-        raise Corrupt(f"`{default}` is not a number: {shown(value)}", where=self.adapter.path)
+        raise CorruptError(f"`{default}` is not a number: {shown(value)}", where=self.adapter.path)
 
     def _is_transposed(self, name: str, weight: Tensor, a: Tensor, b: Tensor, is_embedding: bool) -> bool:
-        """Is the weight stored as (in, out)? Raises `Unsupported` if the shapes do not fit, or allow both layouts."""
+        """Is the weight stored as (in, out)?
+
+        Raises `UnsupportedError` if the shapes do not fit, or allow both layouts.
+        """
         shape, inner, outer = weight.shape, a.shape[1:], b.shape[0] if b.shape else 0
         if len(shape) >= 2 and len(a.shape) == len(shape) and b.shape == (outer, a.shape[0], *(1 for _ in shape[2:])):
             plain = shape == (outer, *inner) and not is_embedding
@@ -182,7 +185,7 @@ class LoraMerge:
 
 @lru_cache(4096)
 def _module_pattern(pattern: str, origin: str) -> re.Pattern[str]:
-    """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `BadRules` or `Unsafe`."""
+    """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `RulesError` or `UnsafeError`."""
     return re.compile(safe_pattern(rf"(.*\.)?({pattern})$", origin))
 
 

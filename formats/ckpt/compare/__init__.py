@@ -45,8 +45,9 @@ def diff(
     """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
 
     `only` and `skip` are patterns of names, `states` names of states (`weight`, `exp_avg`, ...). With `tensors_only`,
-    extras, counters and the optimizer's options are left out. Raises `NotFound` for a pattern that matches nothing,
-    `Incomplete` or `Corrupt` if a checkpoint is incomplete or damaged.
+    extras, counters and the optimizer's options are left out. Raises `NotFoundError` for a pattern that matches
+    nothing,
+    `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
     """
     a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
     return diff_selected(a, b, states, tensors_only, resources or Resources(), progress)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.open_file import open_file
 from ckpt_formats.core.store_path import StorePath
@@ -51,7 +51,7 @@ class RunningTag:
 
 
 def compare_objects(target: StorePath, receipts: Sequence[Receipt]) -> None:
-    """Raise `Corrupt` if an object of a target has other bytes than its receipt says."""
+    """Raise `CorruptError` if an object of a target has other bytes than its receipt says."""
     unknown = [one for one in receipts if one.e_tag.strip('"') != one.entry.get(TAG)]
     if not unknown:
         return
@@ -59,7 +59,7 @@ def compare_objects(target: StorePath, receipts: Sequence[Receipt]) -> None:
     for receipt in unknown:
         path = listed if listed.is_file() else listed / receipt.file
         if not path.is_file() or digest_of(path) != receipt.seals[0].digest:
-            raise Corrupt(
+            raise CorruptError(
                 "the object in the store has other bytes than were read",
                 where=path,
                 hint="Remove it, and copy again; check the memory of the machine, and the store.",

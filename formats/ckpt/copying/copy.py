@@ -35,7 +35,7 @@ class Copy:
     def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete. `checksums` of the result are those of the source.
 
-        Raises `CkptError`: `Corrupt` if the source is damaged, or if the target is found to have other bytes.
+        Raises `CkptError`: `CorruptError` if the source is damaged, or if the target is found to have other bytes.
         """
         plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[])
         count_bytes = count_to(selection.nbytes, progress)

@@ -19,7 +19,7 @@ from ckpt.chains.places import StorePlace, changed
 from ckpt.copying.compare import RunningTag, digest_of
 from ckpt.copying.selection import below
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, OutputError, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.registry.marks import is_mark
@@ -55,10 +55,10 @@ def update_copy(source: Path | str, target: Path | str, resources: Resources = R
     """Bring a copy of a chain, which is in a store, to what the chain is now. There need not be one yet.
 
     Raises:
-        NotFound: There is no chain at `source`.
-        Locked: Another process changes the copy.
+        NotFoundError: There is no chain at `source`.
+        LockedError: Another process changes the copy.
         OutputError: At `target` is another chain, or something else.
-        Unsupported: `target` is not in a store.
+        UnsupportedError: `target` is not in a store.
     """
     with _copy_of(target, resources) as copy:
         return copy.bring(source_path(source))
@@ -101,7 +101,7 @@ class _ChainCopy:
             chain = chain_list.read(run)
             try:
                 return self._bring(run, chain)
-            except (NotFound, Incomplete, FileNotFoundError):
+            except (NotFoundError, IncompleteError, FileNotFoundError):
                 run = listed_again(run)
                 if chain_list.read(run) == chain:
                     raise
@@ -120,7 +120,7 @@ class _ChainCopy:
         for one in chain.segments:
             try:
                 end = self._put_segment(run, one, there)
-            except (Incomplete, Corrupt):
+            except (IncompleteError, CorruptError):
                 if one not in growing or one.folder in self._listed_segments:
                     raise
                 end = None
@@ -197,7 +197,7 @@ class _ChainCopy:
             e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE)
             found = StoredObject(end - begin, e_tag, 0.0)
             if not self._is(key, found, digest, tag):
-                raise Corrupt("the object in the store has other bytes than were read", where=self._where(key))
+                raise CorruptError("the object in the store has other bytes than were read", where=self._where(key))
             there[key] = found
         self.done.add(key)
 
@@ -223,7 +223,7 @@ class _ChainCopy:
 def _copy_of(target: Path | str, resources: Resources) -> Iterator[_ChainCopy]:
     path = target_path(target)
     if not isinstance(path, StorePath):
-        raise Unsupported(
+        raise UnsupportedError(
             "only a copy in a store is brought to what a chain is now",
             where=path,
             hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",

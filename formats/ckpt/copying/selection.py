@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
-from ckpt_formats.core.errors import Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.folders import entries_of, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
@@ -79,7 +79,7 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     """
     located = locate(path)
     if located.format.name == "chain" and "@" in path.name and not path.exists():
-        raise Unsupported(
+        raise UnsupportedError(
             "is one state of a chain: its files need those of other states",
             where=path,
             hint="Copy the chain; or write the state alone: `ckpt restore` or `ckpt convert`.",
@@ -98,7 +98,7 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
             left_out.append(name)
     there = {one.name for one in chosen}
     for missing in sorted(names - there):
-        raise Incomplete("was removed since the checkpoint was opened", where=path / missing)
+        raise IncompleteError("was removed since the checkpoint was opened", where=path / missing)
     notices = found.notices
     if left_out:
         text = "not part of the checkpoint, and not copied (everything, --all, copies them)"
@@ -229,16 +229,16 @@ def _name(root: Path, file: Path) -> str:
 def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
     """All files below a folder: their names with slashes, in order. Not what processes keep there while they write.
 
-    Links to files are followed, links to folders are not. Raises `Unsafe` for names that no folder can have.
+    Links to files are followed, links to folders are not. Raises `UnsafeError` for names that no folder can have.
     """
     try:
         entries = sorted(entries_of(root), key=lambda entry: entry.name)
     except OSError as error:
-        raise NotFound(f"cannot be listed: {error.strerror or error}", where=root) from None
+        raise NotFoundError(f"cannot be listed: {error.strerror or error}", where=root) from None
     for entry in entries:
         path, name = root / entry.name, f"{above}{entry.name}"
         if entry.name in ("", ".", "..") or "\0" in entry.name:
-            raise Unsafe(f"no file can have the name `{printable(entry.name)}`", where=root)
+            raise UnsafeError(f"no file can have the name `{printable(entry.name)}`", where=root)
         if entry.is_dir() and not entry.is_symlink():
             if not entry.name.endswith(PARTIAL) and entry.name != STAGED:
                 yield from below(path, f"{name}/")

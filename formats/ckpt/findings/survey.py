@@ -15,7 +15,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.safetensors import read_header
 from ckpt_formats.containers.torchfile import open_file
-from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Reader, open_regular, read_whole
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.universal import manifest
@@ -96,7 +96,7 @@ def _parse(path: Path) -> None:
     try:
         json.loads(read_whole(path, _MAX_JSON))
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON: {error}", where=path) from None
+        raise CorruptError(f"not valid JSON: {error}", where=path) from None
 
 
 def _torch(path: Path) -> Iterator[Finding]:

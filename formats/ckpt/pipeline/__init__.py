@@ -15,7 +15,14 @@ from ckpt.pipeline.targets import check_target, open_staging
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NoSpace, OutputError, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NoSpaceError,
+    OutputError,
+    UnsupportedError,
+)
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.fingerprint import fingerprint
@@ -80,7 +87,7 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
         check_target(target, path)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the checkpoint has no weights of a model, and the format {format.name} holds nothing else",
             where=source.path,
             hint="The formats universal and torch hold everything (--to universal).",
@@ -177,7 +184,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def check_complete(source: Checkpoint) -> None:
-    """Raise `Incomplete` if tensors have missing or overlapping parts. The error names the first of them."""
+    """Raise `IncompleteError` if tensors have missing or overlapping parts. The error names the first of them."""
     tensors = () if isinstance(source.parameters, TabulatedParameters) else source.tensors()
     problems = [
         f"`{printable(p.name)}` {state}: {problem}" for p, state, tensor in tensors for problem in tensor.problems()
@@ -185,13 +192,15 @@ def check_complete(source: Checkpoint) -> None:
     problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise Incomplete("; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?")
+        raise IncompleteError(
+            "; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?"
+        )
 
 
 def check_not_suspicious(source: Checkpoint) -> None:
-    """Raise `Corrupt` if the checkpoint has suspicions, such as optimizer states that belong to other weights."""
+    """Raise `CorruptError` if the checkpoint has suspicions, such as optimizer states that belong to other weights."""
     if source.suspicions:
-        raise Corrupt(
+        raise CorruptError(
             source.suspicions[0],
             where=source.path,
             hint="Take another checkpoint of the run, or only its weights: `weights_only()`, or --model-only. "
@@ -215,17 +224,17 @@ def listed_seals(source: Checkpoint, format: WritableFormat) -> ListedSeals:
 
 
 def raise_if_damaged(checks: SealChecks, identities: Identities) -> None:
-    """Compare what was read with every checksum of the source. Raises `Corrupt`."""
+    """Compare what was read with every checksum of the source. Raises `CorruptError`."""
     broken = list(checks.damaged(Reader(check=False, identities=identities)))
     if broken:
         raise seals_error(broken)
 
 
-def seals_error(broken: list[Seal]) -> Corrupt:
+def seals_error(broken: list[Seal]) -> CorruptError:
     """The error for byte ranges that do not match their checksums. It names the file and the first range."""
     seal = broken[0]
     more = f" (and {len(broken) - 1} more damaged ranges)" if len(broken) > 1 else ""
-    return Corrupt(
+    return CorruptError(
         f"{printable(seal.label)}: its {seal.nbytes:,} bytes do not fit their {seal.kind} checksum{more}",
         where=seal.path,
         hint="The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage.",
@@ -264,7 +273,7 @@ def system_error(error: OSError, stage: _Unfinished, identities: Identities) -> 
 def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
-        return NoSpace("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
+        return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
     return OutputError(
         f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
     )

@@ -20,7 +20,7 @@ class Removed:
 
 
 def clean(target: Path) -> Removed:
-    """Remove what interrupted jobs left of a target. Raises `Locked` while a job writes it, and `OutputError`."""
+    """Remove what interrupted jobs left of a target. Raises `LockedError` while a job writes it, and `OutputError`."""
     if isinstance(target, StorePath):
         return _clean_store(target)
     folder = staging_folder(target)

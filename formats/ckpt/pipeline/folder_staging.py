@@ -132,7 +132,7 @@ class FolderStaging(Staging):
 
 @contextmanager
 def open_folder(target: Path, locks: bool = True) -> Iterator[FolderStaging]:
-    """The staging folder of a target, locked. Raises `Locked`, `OutputError`."""
+    """The staging folder of a target, locked. Raises `LockedError`, `OutputError`."""
     sweep(target.parent)
     folder = staging_folder(target)
     with locked_folder(folder, target, locks):
@@ -146,7 +146,8 @@ def staging_folder(target: Path) -> Path:
 
 @contextmanager
 def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
-    """A folder, created if necessary, that no other process uses meanwhile. Raises `Locked`, which names the target.
+    """A folder, created if necessary, that no other process uses meanwhile. Raises `LockedError`, which names the
+    target.
 
     Without `locks`, a file system that cannot lock files is accepted.
     """

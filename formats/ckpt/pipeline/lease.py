@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
-from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.stores.bucket import Bucket, Version
 
@@ -40,12 +40,12 @@ class Lease:
         return self._owner.id
 
     def check(self) -> None:
-        """Raise `Locked` unless this process may still write."""
+        """Raise `LockedError` unless this process may still write."""
         if self._is_lost or time.monotonic() - self._renewed > self._owner.seconds:
             raise self._locked()
 
     def confirm(self) -> None:
-        """Raise `Locked` unless the store, too, says that this process may still write.
+        """Raise `LockedError` unless the store, too, says that this process may still write.
 
         It costs a request, and is for what no store makes conditional: to delete. The clock of this machine does not
         show for how long the machine itself was stopped.
@@ -54,8 +54,8 @@ class Lease:
         if not has_lease(self._bucket, self._key, self.owner):
             raise self._locked()
 
-    def _locked(self) -> Locked:
-        return Locked(
+    def _locked(self) -> LockedError:
+        return LockedError(
             "another process may write here now: this one could not renew its lease in time",
             where=f"{self._bucket.url}/{self._key}",
             hint="Run the same command again. What was written is used, if nobody else has written the target.",
@@ -86,7 +86,7 @@ class Lease:
 
 @contextmanager
 def hold_lease(bucket: Bucket, key: str, target: object, conditions: bool = True) -> Iterator[Lease]:
-    """Within, this process alone may write the target. Raises `Locked` if another one does, and `OutputError`.
+    """Within, this process alone may write the target. Raises `LockedError` if another one does, and `OutputError`.
 
     `conditions`: refuse a store that would let two processes have the lease.
     """
@@ -157,9 +157,9 @@ def _seconds_left(bucket: Bucket, key: str, holder: LeaseOwner | None) -> float:
     return there.modified + lasts - bucket.now(key.rpartition("/")[0])
 
 
-def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> Locked:
+def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> LockedError:
     who = "" if holder is None else f" ({holder})"
-    return Locked(
+    return LockedError(
         f"another process is writing this target{who}",
         where=str(target),
         hint=f"Wait for it to end. If it was killed, the target is free in {left:.0f} s.",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 
 _PREFIX = "ckpt-scratch-"
@@ -25,7 +25,7 @@ def scratch_folder(place: Path | None) -> Iterator[Path]:
             try:
                 data = _locked_folder(where, stack)
                 break
-            except Locked:  # another process has just swept it, before it was locked
+            except LockedError:  # another process has just swept it, before it was locked
                 if not left:
                     raise
         yield data
@@ -38,7 +38,7 @@ def _locked_folder(where: Path, stack: ExitStack) -> Path:
         (folder / "data").mkdir()
     except OSError as error:
         raise unwritable(error, where) from error
-    locked = Locked("another process uses this folder", where=folder)
+    locked = LockedError("another process uses this folder", where=folder)
     try:
         stack.enter_context(lock(folder / _LOCK, locked, required=False))
     except BaseException:
@@ -52,7 +52,7 @@ def _sweep(place: Path) -> None:
     """Remove the folders of processes that ended without doing so. Their locks are free."""
     for folder in place.glob(f"{_PREFIX}*"):
         lock_file = folder / _LOCK
-        with suppress(OutputError, Locked, OSError):
+        with suppress(OutputError, LockedError, OSError):
             if lock_file.is_file() and folder.lstat().st_uid == os.getuid():
-                with lock(lock_file, Locked("in use", where=folder)):
+                with lock(lock_file, LockedError("in use", where=folder)):
                     shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 MAX_SHARDS = 1 << 20
 _FORMS = "i/N with i from 0 to N-1, auto, or auto/N"
@@ -36,18 +36,18 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """The shard that a text names: `3/8`, the fourth of eight; `auto`, what the environment of a job array says.
 
     `auto/N` takes only the number from the environment. Slurm (arrays, `srun`, and both), Kubernetes (indexed jobs) and
-    LSF are known. Raises `Unsupported`.
+    LSF are known. Raises `UnsupportedError`.
     """
     if match := re.fullmatch(r"(\d{1,7})/(\d{1,7})", text):
         return _checked(int(match[1]), int(match[2]), text)
     match = re.fullmatch(r"auto(?:/(\d{1,7}))?", text)
     if match is None:
-        raise Unsupported(f"{text[:60]!r} names no shard", hint=f"It is {_FORMS}.")
+        raise UnsupportedError(f"{text[:60]!r} names no shard", hint=f"It is {_FORMS}.")
     number, count = _of_environment(environment)
     if match[1] is not None:
         count = int(match[1])
     if count is None:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the environment has the number of this shard, {number}, but not how many there are",
             hint="Give their number: --shard auto/N.",
         )
@@ -62,7 +62,7 @@ def _of_environment(environment: Mapping[str, str]) -> tuple[int, int | None]:
         if re.fullmatch(r"\d{1,9}", value):
             return int(value)
         if default is None:
-            raise Unsupported(f"the environment's {name} is not a number: {value[:60]!r}")
+            raise UnsupportedError(f"the environment's {name} is not a number: {value[:60]!r}")
         return default
 
     if "SLURM_ARRAY_TASK_ID" in environment:
@@ -81,7 +81,7 @@ def _of_environment(environment: Mapping[str, str]) -> tuple[int, int | None]:
         step = max(number("LSB_JOBINDEX_STEP", 1), 1)
         last = number("LSB_JOBINDEX_END", 0)
         return (number("LSB_JOBINDEX") - 1) // step, (last - 1) // step + 1 if last else None
-    raise Unsupported(
+    raise UnsupportedError(
         "no job array is found in the environment",
         hint="Known are Slurm, Kubernetes' indexed jobs and LSF. Elsewhere give the number: --shard i/N.",
     )
@@ -89,7 +89,7 @@ def _of_environment(environment: Mapping[str, str]) -> tuple[int, int | None]:
 
 def _checked(number: int, count: int, text: str) -> Shard:
     if not 0 < count <= MAX_SHARDS or number >= count:
-        raise Unsupported(
+        raise UnsupportedError(
             f"there is no shard {number} of {count}", where=f"--shard {text}", hint="Shards are counted from 0 to N-1."
         )
     return Shard(number, count)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
 
@@ -37,7 +37,7 @@ class SharedPlan:
     def files(self, numbers: Iterable[int]) -> tuple[FilePlan, ...]:
         """The files with these numbers in the plan.
 
-        Raises `Unsupported` if this process plans other files than the one that began.
+        Raises `UnsupportedError` if this process plans other files than the one that began.
         """
         return tuple(self.planned[number] for number in numbers)
 
@@ -46,7 +46,7 @@ class SharedPlan:
         """All files. Raises as `files`."""
         plan = self.format.plan(self.source)
         if plan_digest(plan) != self.digest:
-            raise Unsupported(
+            raise UnsupportedError(
                 "this process plans other files than the one that began the job",
                 where=self.source.path,
                 hint="Use the same version of ckpt and of Python on all machines.",

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ckpt_formats.core.errors import Locked, OutputError, Unsupported
+from ckpt_formats.core.errors import LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.format import Receipt, WritableFormat
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
@@ -93,7 +93,7 @@ class Staging(ABC):
 
     def shared(self) -> AbstractContextManager[SharedTarget]:
         """Within, processes elsewhere can write files of the target."""
-        raise Unsupported("only one machine can write this target", where=self.target)
+        raise UnsupportedError("only one machine can write this target", where=self.target)
 
     @abstractmethod
     def publish(self, product: str | None) -> None:
@@ -113,5 +113,5 @@ def inside(target: Path) -> OutputError:
     return OutputError(what, where=target, hint="Choose another target.")
 
 
-def locked(target: Path) -> Locked:
-    return Locked("another process is writing this target", where=target, hint="Wait for it to end.")
+def locked(target: Path) -> LockedError:
+    return LockedError("another process is writing this target", where=target, hint="Wait for it to end.")

@@ -26,7 +26,7 @@ from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.staging import Staging, exists, inside
 from ckpt.pipeline.store_attempts import SharedPrefix
-from ckpt_formats.core.errors import Corrupt, Locked, OutputError
+from ckpt_formats.core.errors import CorruptError, LockedError, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
@@ -178,11 +178,11 @@ class StoreStaging(Staging):
         return (self.target.key if self.single_file else self._staged(_PUBLISHED)) in objects
 
     def _check_written(self) -> None:
-        """Raise `Corrupt` if an object that was written is not there any more as it was."""
+        """Raise `CorruptError` if an object that was written is not there any more as it was."""
         objects = self._objects()
         for receipt in self._written.values():
             if not is_stored(receipt, objects.get(self._key(receipt.file))):
-                raise Corrupt(
+                raise CorruptError(
                     "was replaced or removed by somebody else since it was written",
                     where=self.target / receipt.file,
                     hint="Run the same command again when nobody else writes at this place.",
@@ -272,7 +272,7 @@ class StoreStaging(Staging):
 
 @contextmanager
 def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file: bool) -> Iterator[StoreStaging]:
-    """The staging of a target in a store. Raises `Locked`, `OutputError`.
+    """The staging of a target in a store. Raises `LockedError`, `OutputError`.
 
     `scratch`: where files lie until they are uploaded; None: where the system has temporary files.
     Without `locks`, a store that overwrites objects which are to be created is accepted.
@@ -284,7 +284,7 @@ def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file
         try:
             yield stage
         finally:
-            with suppress(OSError, Locked):  # then the files are written again
+            with suppress(OSError, LockedError):  # then the files are written again
                 stage.flush()
 
 

@@ -12,7 +12,7 @@ from ckpt_formats.core.store_path import StorePath
 
 @contextmanager
 def open_staging(target: Path, resources: Resources, single_file: bool) -> Iterator[Staging]:
-    """The staging of a target, which no other process uses meanwhile. Raises `Locked`, `OutputError`."""
+    """The staging of a target, which no other process uses meanwhile. Raises `LockedError`, `OutputError`."""
     if isinstance(target, StorePath):
         from ckpt.pipeline.store_staging import open_store
 

@@ -12,7 +12,7 @@ from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.seal_checks import ListedSeals
@@ -35,19 +35,19 @@ def connected(resources: Resources) -> Iterator["Cluster | None"]:
 
 
 def check_scales_out(plan: Plan, format: WritableFormat) -> None:
-    """Refuse what one process writes from beginning to end. Raises `Unsupported`."""
+    """Refuse what one process writes from beginning to end. Raises `UnsupportedError`."""
     if plan.single_file is not None:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the target is one file ({format.name}), which one process writes: more machines do not make it faster",
             hint="Leave out --executor and --shard, or choose a format of several files (--to).",
         )
 
 
 def check_absolute(files: Iterable[Path]) -> None:
-    """Refuse files of the source with relative paths: workers run in other folders. Raises `Unsupported`."""
+    """Refuse files of the source with relative paths: workers run in other folders. Raises `UnsupportedError`."""
     for path in files:
         if not path.is_absolute():
-            raise Unsupported(
+            raise UnsupportedError(
                 "workers of a cluster cannot read a relative path",
                 where=path,
                 hint="Open the source by its absolute path, or by a URL.",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 _MAX_SECONDS = 1e12
 """No duration of a run is longer: thirty thousand years."""
@@ -15,7 +15,8 @@ _MAX_AMOUNT = 1e30
 class RunCosts:
     """A run that stores bases. All fields are in seconds.
 
-    Raises `Unsupported` for a figure that is negative or not finite, and for failures that come faster than restarts.
+    Raises `UnsupportedError` for a figure that is negative or not finite, and for failures that come faster than
+    restarts.
     """
 
     step: float
@@ -32,7 +33,7 @@ class RunCosts:
     def __post_init__(self) -> None:
         _check(self, _MAX_SECONDS, positive=("step", "mtbf"))
         if self.mtbf <= self.restart:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"a restart takes {self.restart:g} s, but a failure comes every {self.mtbf:g} s: the run would hardly "
                 "ever make a step",
                 where="restart",
@@ -42,7 +43,7 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class LogCosts:
-    """What a log of gradients adds to a run. Raises `Unsupported` for a figure that is negative or not finite."""
+    """What a log of gradients adds to a run. Raises `UnsupportedError` for a figure that is negative or not finite."""
 
     replay: float
     """Seconds to replay one step: to read, decode and apply its gradients."""
@@ -59,7 +60,7 @@ class LogCosts:
 class DataRates:
     """How many bytes a run writes, and how fast. None: not known, so not limited and not reported.
 
-    Raises `Unsupported` for a figure that is negative or not finite.
+    Raises `UnsupportedError` for a figure that is negative or not finite.
     """
 
     base_nbytes: float | None = None
@@ -99,14 +100,14 @@ def _quotient(amount: float | None, rate: float | None) -> float | None:
 
 
 def _check(costs: RunCosts | LogCosts | DataRates, largest: float, positive: tuple[str, ...] = ()) -> None:
-    """Raise `Unsupported` unless all fields are finite, at most `largest`, and not negative; or above 0."""
+    """Raise `UnsupportedError` unless all fields are finite, at most `largest`, and not negative; or above 0."""
     for one in fields(costs):
         value = getattr(costs, one.name)
         if value is None:
             continue
         bound = "above 0" if one.name in positive else "0 or more"
         if not math.isfinite(value) or value < 0 or value > largest or (value == 0 and one.name in positive):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{value!r} cannot be the value of `{one.name}`: it must be a number {bound}, at most {largest:g}",
                 where=one.name,
                 hint="Durations are in seconds, amounts in bytes or parameters, rates in either a second.",

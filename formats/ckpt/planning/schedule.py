@@ -11,7 +11,7 @@ from ckpt.planning.waste import (
     expected_seconds_logged,
     young_seconds,
 )
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 DAY = 86_400.0
 _HOPELESS = 0.999
@@ -78,7 +78,7 @@ def plan_schedule(run: RunCosts, log: LogCosts | None = None, rates: DataRates |
     """The schedules with the lowest waste that the write rate allows.
 
     Raises:
-        Unsupported: The log has more bytes than can be written, or no interval makes progress.
+        UnsupportedError: The log has more bytes than can be written, or no interval makes progress.
     """
     rates = rates or DataRates()
     lowest = _steps_to_write(run, run.step, 0.0, rates)
@@ -100,7 +100,7 @@ def plan_schedule(run: RunCosts, log: LogCosts | None = None, rates: DataRates |
         replay_cores=None if applying is None else math.ceil(applying / slow_step),
     )
     if plan.best.waste > _HOPELESS:
-        raise Unsupported(
+        raise UnsupportedError(
             f"no interval makes progress: {plan.best.waste:.2%} of the time is wasted at best",
             where="mtbf",
             hint="Failures are too frequent for these stalls, restarts and steps.",
@@ -136,13 +136,13 @@ def _steps(run: RunCosts, seconds: float, lowest: int) -> int:
 
 def _steps_to_write(run: RunCosts, step: float, step_nbytes: float, rates: DataRates) -> int:
     """The steps from a base to the next in which all bytes can be written: k t + C >= (S + k G) / W for bases of S
-    bytes, steps of G bytes and the write rate W. Raises `Unsupported` if the log alone is too much."""
+    bytes, steps of G bytes and the write rate W. Raises `UnsupportedError` if the log alone is too much."""
     lowest = max(1, math.ceil(run.base_delay / step))
     if rates.write_rate is None:
         return lowest
     free = rates.write_rate * step - step_nbytes
     if free <= 0:
-        raise Unsupported(
+        raise UnsupportedError(
             f"a step adds {step_nbytes:.4g} bytes to the log, but only {rates.write_rate * step:.4g} can be written "
             f"while it runs ({rates.write_rate:.4g} bytes a second)",
             where="write_rate",
@@ -150,7 +150,7 @@ def _steps_to_write(run: RunCosts, step: float, step_nbytes: float, rates: DataR
         )
     steps = ((rates.base_nbytes or 0.0) - rates.write_rate * run.base_stall) / free
     if steps > 1 << 53:
-        raise Unsupported(
+        raise UnsupportedError(
             "the log leaves no write rate for bases", where="write_rate", hint="Log to a faster or local disk."
         )
     return max(lowest, math.ceil(steps))

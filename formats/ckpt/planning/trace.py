@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckpt.planning.simulate import MAX_FAILURES
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.text import printable
 
@@ -33,29 +33,29 @@ def read_gaps(path: Path, column: str | None = None) -> list[float]:
         column: The name of a column of a CSV file with a header; None: one time a line.
 
     Raises:
-        NotFound: There is no such file.
-        Corrupt: A line has no time, the times are of both kinds, or there are fewer than three.
-        Unsafe: The file is too large.
+        NotFoundError: There is no such file.
+        CorruptError: A line has no time, the times are of both kinds, or there are fewer than three.
+        UnsafeError: The file is too large.
     """
     try:
         text = read_whole(path, _MAX_NBYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise Corrupt("a trace of failures must be text in UTF-8", where=path, hint=_HINT) from None
+        raise CorruptError("a trace of failures must be text in UTF-8", where=path, hint=_HINT) from None
     times: list[float] = []
     dated: bool | None = None
     for line, cell in _cells(text, column, path):
         is_dated, value = _time(cell, line, path)
         if dated is not None and is_dated != dated:
-            raise Corrupt(f"line {line} has another kind of time than those before it", where=path, hint=_HINT)
+            raise CorruptError(f"line {line} has another kind of time than those before it", where=path, hint=_HINT)
         dated = is_dated
         times.append(value)
         if len(times) > MAX_FAILURES:
-            raise Corrupt(f"it has more than {MAX_FAILURES:,} failures", where=path)
+            raise CorruptError(f"it has more than {MAX_FAILURES:,} failures", where=path)
     if len(times) < 3:
-        raise Corrupt(f"it has {len(times)} times of failures; a trace needs at least 3", where=path, hint=_HINT)
+        raise CorruptError(f"it has {len(times)} times of failures; a trace needs at least 3", where=path, hint=_HINT)
     times.sort()
     if times[-1] == times[0]:
-        raise Corrupt("all its failures have the same time", where=path, hint=_HINT)
+        raise CorruptError("all its failures have the same time", where=path, hint=_HINT)
     return [after - before for before, after in pairwise(times)]
 
 
@@ -71,16 +71,18 @@ def _cells(text: str, column: str | None, path: Path) -> Iterator[tuple[int, str
         header = [name.strip() for name in next(rows, [])]
         if header.count(column) != 1:
             known = ", ".join(printable(name)[:_MAX_LENGTH] for name in header[:20])
-            raise Corrupt(f"its header does not have one column `{printable(column)}`: {known}", where=path, hint=_HINT)
+            raise CorruptError(
+                f"its header does not have one column `{printable(column)}`: {known}", where=path, hint=_HINT
+            )
         index = header.index(column)
         for row in rows:
             if not row:
                 continue
             if index >= len(row):
-                raise Corrupt(f"line {rows.line_num} has no column `{printable(column)}`", where=path, hint=_HINT)
+                raise CorruptError(f"line {rows.line_num} has no column `{printable(column)}`", where=path, hint=_HINT)
             yield rows.line_num, row[index].strip()
     except csv.Error as error:
-        raise Corrupt(f"line {rows.line_num} is not CSV: {error}", where=path, hint=_HINT) from None
+        raise CorruptError(f"line {rows.line_num} is not CSV: {error}", where=path, hint=_HINT) from None
 
 
 def _time(cell: str, line: int, path: Path) -> tuple[bool, float]:
@@ -93,7 +95,7 @@ def _time(cell: str, line: int, path: Path) -> tuple[bool, float]:
         else:
             if math.isfinite(value) and abs(value) <= 1e12:
                 return False, value
-            raise Corrupt(f"line {line}: {printable(cell)} is not a number of seconds", where=path, hint=_HINT)
+            raise CorruptError(f"line {line}: {printable(cell)} is not a number of seconds", where=path, hint=_HINT)
         try:
             moment = datetime.fromisoformat(cell[:-1] + "+00:00" if cell.endswith(("Z", "z")) else cell)
             moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
@@ -101,4 +103,4 @@ def _time(cell: str, line: int, path: Path) -> tuple[bool, float]:
         except (ValueError, OverflowError):
             pass
     shown = printable(cell[:_MAX_LENGTH]) + "…" * (len(cell) > _MAX_LENGTH)
-    raise Corrupt(f"line {line}: `{shown}` is not a time", where=path, hint=_HINT)
+    raise CorruptError(f"line {line}: `{shown}` is not a time", where=path, hint=_HINT)

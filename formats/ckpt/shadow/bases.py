@@ -12,7 +12,7 @@ from ckpt.chains.places import FolderPlace
 from ckpt.chains.write import DeltaPolicy, write_base
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Locked, Unsupported
+from ckpt_formats.core.errors import LockedError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import folder
@@ -37,7 +37,8 @@ def add_base(
 
     The chain is locked only while its list is replaced, so that a run can begin a segment meanwhile. `check` gets the
     state as it was written, and raises if that has other values. If anything fails, the chain is unchanged: raises
-    `Unsupported` if it has later members now or has dropped the step, `Locked`, `NoSpace` or another `CkptError`.
+    `UnsupportedError` if it has later members now or has dropped the step, `LockedError`, `NoSpaceError` or another
+    `CkptError`.
     """
     path = run / folder_name(step)
     with _locked(run) as chain:
@@ -60,12 +61,12 @@ def add_base(
 
 
 def _check_place(run: Path, chain: ChainIndex, step: int, segment: str) -> None:
-    """Raise `Unsupported` unless the chain still has the step, and no member after it."""
+    """Raise `UnsupportedError` unless the chain still has the step, and no member after it."""
     logged = next((one for one in chain.segments if one.folder == segment), None)
     if logged is None or (logged.step is not None and logged.step < step):
-        raise Unsupported(f"the chain has dropped step {step}", where=run)
+        raise UnsupportedError(f"the chain has dropped step {step}", where=run)
     if chain.members and chain.members[-1].step >= step:
-        raise Unsupported(f"the chain has a state of step {chain.members[-1].step} already", where=run)
+        raise UnsupportedError(f"the chain has a state of step {chain.members[-1].step} already", where=run)
 
 
 def _is_named(run: Path, name: str) -> bool:
@@ -92,7 +93,7 @@ def _locked(run: Path) -> Iterator[ChainIndex]:
             try:
                 chain = stack.enter_context(folder.locked(run))
                 break
-            except Locked:
+            except LockedError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)

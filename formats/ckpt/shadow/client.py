@@ -16,7 +16,7 @@ from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
@@ -65,19 +65,22 @@ class ShadowConnection:
     def advance(self, step: int) -> None:
         """Let the shadow go on to a later step, and freeze it there: `checkpoint` is another one then.
 
-        Possible once. Raises `Incomplete` if the shadow does not reach the step in time.
+        Possible once. Raises `IncompleteError` if the shadow does not reach the step in time.
         """
         with self._lock:
             self._connection.send(FrameKind.ADVANCE, wire.ADVANCE.pack(step))
             self._load()
 
     def values(self, tensor: int, index: int, size: int, dtype: DType) -> Array:
-        """A chunk of a tensor: (size,) of `dtype`. Raises `Corrupt`, and `Incomplete` if the shadow is gone."""
+        """A chunk of a tensor: (size,) of `dtype`.
+
+        Raises `CorruptError`, and `IncompleteError` if the shadow is gone.
+        """
         with self._lock:
             self._connection.send(FrameKind.READ, wire.READ.pack(tensor, index))
             body = self._connection.receive(FrameKind.VALUES, wire.CHUNK_NBYTES)
         if len(body) != size * dtype.itemsize:
-            raise Corrupt("the shadow sent a chunk of another size", where=self._connection.where)
+            raise CorruptError("the shadow sent a chunk of another size", where=self._connection.where)
         return np.frombuffer(body, dtype)
 
     def _load(self) -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from ckpt.shadow import wire
 from ckpt.shadow.listener import Served
 from ckpt.shadow.wire import ERRORS, FrameKind, NetworkAddress, PeerGone
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 
 SECONDS = 60.0
 """How long to wait for an answer."""
@@ -43,8 +50,9 @@ class Connection:
     def __init__(self, address: NetworkAddress, credentials: Credentials, wanted: Served) -> None:
         """Connect, with TLS unless the listener is on this machine and no certificate is given.
 
-        `wanted`: what it must serve. Raises `NotFound` if nobody listens, `Unsupported` if the token is refused,
-        `Unsafe` for a certificate that is not trusted, and `Corrupt` for an answer that is not a shadow's.
+        `wanted`: what it must serve. Raises `NotFoundError` if nobody listens, `UnsupportedError` if the token is
+        refused,
+        `UnsafeError` for a certificate that is not trusted, and `CorruptError` for an answer that is not a shadow's.
         """
         self.where = f"tcp://{address}"
         self._socket = _connect(address, credentials, self.where)
@@ -61,14 +69,14 @@ class Connection:
         self._socket.close()
 
     def send(self, kind: FrameKind, body: bytes) -> None:
-        """Send a request. Raises `Incomplete` if the other side is gone."""
+        """Send a request. Raises `IncompleteError` if the other side is gone."""
         try:
             wire.send(self._socket, kind, body, SECONDS)
         except PeerGone as error:
-            raise Incomplete(error.what, where=self.where) from None
+            raise IncompleteError(error.what, where=self.where) from None
 
     def receive(self, expected: FrameKind, max_nbytes: int, seconds: float = SECONDS) -> bytearray:
-        """The body of the answer. Raises `Corrupt`, `Incomplete`, and the error that the other side names."""
+        """The body of the answer. Raises `CorruptError`, `IncompleteError`, and the error that the other side names."""
         limit = max(max_nbytes, wire.MAX_REQUEST)
         return self._checked(expected, lambda: wire.receive(self._socket, limit, seconds))
 
@@ -80,13 +88,13 @@ class Connection:
         try:
             kind, body = receive()
         except PeerGone as error:
-            raise Incomplete(error.what, where=self.where, hint="Is the shadow still there?") from None
-        except Corrupt as error:
-            raise Corrupt(error.what, where=self.where) from None
+            raise IncompleteError(error.what, where=self.where, hint="Is the shadow still there?") from None
+        except CorruptError as error:
+            raise CorruptError(error.what, where=self.where) from None
         if kind is FrameKind.ERROR:
             raise self._error(body)
         if kind is not expected:
-            raise Corrupt(f"the shadow sent {kind.name} instead of {expected.name}", where=self.where)
+            raise CorruptError(f"the shadow sent {kind.name} instead of {expected.name}", where=self.where)
         return body
 
     def _log_in(self, credentials: Credentials, wanted: Served) -> None:
@@ -96,16 +104,18 @@ class Connection:
             protocol, nonce, demands = fields["protocol"], bytes.fromhex(fields["nonce"]), bool(fields["token"])
             served = fields.get("serves")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise Corrupt("not a shadow's greeting", where=self.where) from None
+            raise CorruptError("not a shadow's greeting", where=self.where) from None
         if protocol != wire.PROTOCOL:
-            raise Unsupported(f"the shadow speaks protocol {protocol!r:.20}, not {wire.PROTOCOL}", where=self.where)
+            raise UnsupportedError(
+                f"the shadow speaks protocol {protocol!r:.20}, not {wire.PROTOCOL}", where=self.where
+            )
         if not isinstance(served, str) or served not in _SERVED:
-            raise Corrupt("not a shadow's greeting", where=self.where)
+            raise CorruptError("not a shadow's greeting", where=self.where)
         if served != wanted:
             what, hint = _SERVED[served]
-            raise Unsupported(f"{what} is served there, not {_SERVED[wanted][0]}", where=self.where, hint=hint)
+            raise UnsupportedError(f"{what} is served there, not {_SERVED[wanted][0]}", where=self.where, hint=hint)
         if demands and credentials.token is None:
-            raise Unsupported("the shadow demands a token", where=self.where, hint=_TOKEN_HINT)
+            raise UnsupportedError("the shadow demands a token", where=self.where, hint=_TOKEN_HINT)
         own = os.urandom(wire.NONCE)
         proof = b"" if credentials.token is None else wire.proof(credentials.token, nonce, own)
         self.send(FrameKind.LOGIN, json.dumps({"nonce": own.hex(), "proof": proof.hex()}).encode())
@@ -115,7 +125,7 @@ class Connection:
             fields = json.loads(body)
             kind, what, hint = ERRORS[fields["kind"]], str(fields["what"]), fields["hint"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            return Corrupt("the shadow sent an error that cannot be read", where=self.where)
+            return CorruptError("the shadow sent an error that cannot be read", where=self.where)
         return kind(what, where=self.where, hint=None if hint is None else str(hint))
 
 
@@ -123,7 +133,7 @@ def _connect(address: NetworkAddress, credentials: Credentials, where: str) -> s
     try:
         plain = socket.create_connection((address.host, address.port), SECONDS)
     except OSError as error:
-        raise NotFound(f"no shadow can be reached: {error.strerror or error}", where=where) from None
+        raise NotFoundError(f"no shadow can be reached: {error.strerror or error}", where=where) from None
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if address.is_loopback and credentials.certificate is None:
@@ -133,7 +143,7 @@ def _connect(address: NetworkAddress, credentials: Credentials, where: str) -> s
         return context.wrap_socket(plain, server_hostname=address.host)
     except ssl.SSLError as error:
         plain.close()
-        raise Unsafe(f"the shadow is not trusted: {error.reason or error}", where=where, hint=_TLS_HINT) from None
+        raise UnsafeError(f"the shadow is not trusted: {error.reason or error}", where=where, hint=_TLS_HINT) from None
     except OSError as error:
         plain.close()
-        raise NotFound(f"TLS fails: {error.strerror or error}", where=where, hint=_TLS_HINT) from None
+        raise NotFoundError(f"TLS fails: {error.strerror or error}", where=where, hint=_TLS_HINT) from None

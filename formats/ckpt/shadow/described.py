@@ -14,7 +14,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Group, Origin, OriginalForm, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Blob, Tensor
@@ -51,7 +51,7 @@ class PartOfState:
 
 
 def dump(checkpoint: Checkpoint, part: PartOfState | None = None) -> bytes:
-    """The JSON of a checkpoint, or of a part of one. Raises `Unsafe` if it is too long."""
+    """The JSON of a checkpoint, or of a part of one. Raises `UnsafeError` if it is too long."""
     origin, original = checkpoint.origin, checkpoint.original
     fields = {
         "origin": [origin.engine, origin.version, origin.step, encode(dict(origin.layout))],
@@ -75,18 +75,18 @@ def dump(checkpoint: Checkpoint, part: PartOfState | None = None) -> bytes:
     }
     content = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     if len(content) > MAX_STATE:
-        raise Unsafe(f"the names and options of the state take {len(content)} bytes, more than {MAX_STATE}")
+        raise UnsafeError(f"the names and options of the state take {len(content)} bytes, more than {MAX_STATE}")
     return content
 
 
 def load(
     content: bytes | bytearray, where: Path, make_blob: MakeBlob, history: tuple[Edit, ...]
 ) -> tuple[Checkpoint, PartOfState | None]:
-    """The checkpoint whose JSON is `content`, and which part of a state it is. Raises `Corrupt`."""
+    """The checkpoint whose JSON is `content`, and which part of a state it is. Raises `CorruptError`."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError):
-        raise Corrupt("the shadow's answer is not JSON", where=where) from None
+        raise CorruptError("the shadow's answer is not JSON", where=where) from None
     check = FieldReader(where)
     check.true(isinstance(fields, dict), "the state")
     engine, version, step, layout = _row(check.sequence(fields, "origin"), 4, check, "origin")

@@ -10,7 +10,7 @@ from ckpt.job import Job, Progress
 from ckpt.pipeline import Result
 from ckpt.pipeline.targets import check_target
 from ckpt.shadow.shadow import Shadow, ShadowStatus
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.universal import Universal
 from ckpt_formats.universal.chain.file import Member
 
@@ -42,7 +42,8 @@ Report = Callable[[ShadowEvent], None]
 def follow(shadow: Shadow, report: Report, stop: threading.Event, *, once: bool = False) -> None:
     """Follow the log until `stop` is set; with `once`, up to the last step that all ranks have now.
 
-    Waits for a log whose start is not complete yet; with `once`, raises `Incomplete` for it. Raises as `Shadow.poll`.
+    Waits for a log whose start is not complete yet; with `once`, raises `IncompleteError` for it. Raises as
+    `Shadow.poll`.
     """
     pause, waits = _SHORTEST, False
     while not stop.is_set():
@@ -56,7 +57,7 @@ def follow(shadow: Shadow, report: Report, stop: threading.Event, *, once: bool 
             continue
         if once:
             if shadow.step is None:
-                raise Incomplete("the start of the log is not complete", where=shadow.path)
+                raise IncompleteError("the start of the log is not complete", where=shadow.path)
             return
         if not waits:
             report(ShadowEvent("waiting", shadow.status))
@@ -68,7 +69,7 @@ def follow(shadow: Shadow, report: Report, stop: threading.Event, *, once: bool 
 def _add_base(shadow: Shadow) -> ShadowEvent:
     try:
         member = shadow.write_base()
-    except Corrupt:
+    except CorruptError:
         raise
     except CkptError as error:
         return ShadowEvent("failed base", shadow.status, error=error)

@@ -11,7 +11,7 @@ from ckpt.shadow.connection import Credentials
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 
 AGREE_SECONDS = 60.0
 """For how long shadows are asked until all are at one step of one segment."""
@@ -26,8 +26,8 @@ class JoinedShadows:
     def __init__(self, addresses: Sequence[NetworkAddress], credentials: Credentials = Credentials()) -> None:
         """Connect to all, and let those that are behind go on to the step of the one that is ahead.
 
-        Raises `Incomplete` if parts are missing or a shadow does not reach the step in time, `Unsupported` if they are
-        not the parts of one state, and as `ShadowConnection`.
+        Raises `IncompleteError` if parts are missing or a shadow does not reach the step in time, `UnsupportedError`
+        if they are not the parts of one state, and as `ShadowConnection`.
         """
         self._open = ExitStack()
         deadline = time.monotonic() + AGREE_SECONDS
@@ -40,7 +40,7 @@ class JoinedShadows:
                     self._open = stack.pop_all()
                     return
             if time.monotonic() > deadline:  # one has gone on to the next segment, and another one has not yet
-                raise Incomplete("the shadows follow different segments of the log", hint="Try again later.")
+                raise IncompleteError("the shadows follow different segments of the log", hint="Try again later.")
             time.sleep(0.1)
 
     def __enter__(self) -> "JoinedShadows":
@@ -63,7 +63,7 @@ def _agree(shadows: Sequence[ShadowConnection]) -> bool:
         if (one.checkpoint.step or 0) < last:
             one.advance(last)
             if one.checkpoint.step != last:
-                raise Corrupt(f"the shadow is at step {one.checkpoint.step} instead of {last}")
+                raise CorruptError(f"the shadow is at step {one.checkpoint.step} instead of {last}")
     return len({one.part and one.part.segment for one in shadows}) == 1
 
 
@@ -73,19 +73,19 @@ def _check_parts(shadows: Sequence[ShadowConnection], addresses: Sequence[Networ
         return
     for part, address in zip(parts, addresses, strict=True):
         if part is None:
-            raise Unsupported("this shadow holds the whole state: name it alone", where=f"tcp://{address}")
+            raise UnsupportedError("this shadow holds the whole state: name it alone", where=f"tcp://{address}")
     known = [part for part in parts if part is not None]
     if len({(part.run, part.count) for part in known}) > 1:
-        raise Unsupported("the shadows hold parts of different runs, or another number of parts")
+        raise UnsupportedError("the shadows hold parts of different runs, or another number of parts")
     numbers, count = [part.number for part in known], known[0].count
     missing = sorted(set(range(1, count + 1)).difference(numbers))
     if missing:
-        raise Incomplete(
+        raise IncompleteError(
             f"part {missing[0]} of {count} is missing",
             hint="Name the shadows of all parts: tcp://HOST:PORT,tcp://HOST:PORT",
         )
     if len(numbers) != count:
-        raise Unsupported("a part is named twice")
+        raise UnsupportedError("a part is named twice")
 
 
 def _joined(shadows: Sequence[ShadowConnection], addresses: Sequence[NetworkAddress]) -> Checkpoint:
@@ -98,11 +98,11 @@ def _joined(shadows: Sequence[ShadowConnection], addresses: Sequence[NetworkAddr
     for part, checkpoint in parts:
         for place, parameter in zip(part.places, checkpoint.parameters.values(), strict=True):
             if place in by_place:
-                raise Corrupt(f"`{parameter.name}` is in two parts")
+                raise CorruptError(f"`{parameter.name}` is in two parts")
             by_place[place] = parameter
     names = [by_place[place].name for place in sorted(by_place)]
     if len(by_place) != first[0].total or len(set(names)) != len(names):
-        raise Corrupt("the parts are not those of one state: they do not have each parameter once")
+        raise CorruptError("the parts are not those of one state: they do not have each parameter once")
     errors = {key: figures for _, one in parts for key, figures in one.errors.items()}
     history = tuple(edit for _, one in parts for edit in one.history)
     parameters = {by_place[place].name: by_place[place] for place in sorted(by_place)}

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from ckpt.shadow import wire
 from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 
 MAX_PEERS = 16
 """Connections at the same time. More are closed at once."""
@@ -34,12 +34,12 @@ class Listener(ABC):
     served: ClassVar[Served]
 
     def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """Listen at once. Raises `Unsupported` for an address of other machines without a token and TLS.
+        """Listen at once. Raises `UnsupportedError` for an address of other machines without a token and TLS.
 
         `token`: what readers must know; `tls`: the certificate and key.
         """
         if not address.is_loopback and (token is None or tls is None):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"listening on {address}, where other machines are, needs a token and TLS",
                 hint="Give both, or listen on localhost.",
             )
@@ -50,7 +50,7 @@ class Listener(ABC):
         try:
             self._socket = socket.create_server((address.host, address.port), family=family)
         except OSError as error:
-            raise Unsupported(f"cannot listen on {address}: {error.strerror or error}") from None
+            raise UnsupportedError(f"cannot listen on {address}: {error.strerror or error}") from None
         self.address = NetworkAddress(address.host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
 
@@ -100,13 +100,13 @@ class Listener(ABC):
             self._peers.release()
 
     def _log_in(self, peer: socket.socket) -> None:
-        """Raise `Unsupported` unless the peer speaks the protocol and knows the token."""
+        """Raise `UnsupportedError` unless the peer speaks the protocol and knows the token."""
         nonce = os.urandom(wire.NONCE)
         hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
         hello["serves"] = self.served
         wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
         kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
-        refused = Unsupported("the token is missing, or is not the shadow's")
+        refused = UnsupportedError("the token is missing, or is not the shadow's")
         try:
             fields = json.loads(body)
             client_nonce, given = bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["proof"])
@@ -119,11 +119,11 @@ class Listener(ABC):
 
 
 def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS with a certificate and its private key: files in PEM. Raises `Unsupported` if they cannot be used."""
+    """TLS with a certificate and its private key: files in PEM. Raises `UnsupportedError` if they cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:
-        raise Unsupported(f"the certificate and its key cannot be used: {error}", where=certificate) from None
+        raise UnsupportedError(f"the certificate and its key cannot be used: {error}", where=certificate) from None
     return context

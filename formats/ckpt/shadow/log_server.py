@@ -29,7 +29,7 @@ from ckpt.shadow import wire
 from ckpt.shadow.listener import Listener
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, NotFound
+from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex
@@ -59,7 +59,7 @@ class LogServer(Listener):
     def __init__(
         self, chain: Path, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen at once. Raises as `Listener`, and `NotFound` if there is no chain."""
+        """Listen at once. Raises as `Listener`, and `NotFoundError` if there is no chain."""
         self.path = chain
         self._seen: tuple[tuple[int, ...], ChainIndex, str] | None = None
         self._chain()
@@ -104,7 +104,7 @@ class LogServer(Listener):
                 there = max(0, min(nbytes, os.fstat(file.fileno()).st_size - begin))
                 wire.send_file(peer, file, begin, there, SEND_SECONDS)
         except FileNotFoundError:
-            raise NotFound("there is no such log") from None
+            raise NotFoundError("there is no such log") from None
 
     def _grown(self, request: dict[str, Any]) -> bytes:
         """The sizes of all logs of a segment, when one is not what the reader says, or after some time."""
@@ -129,7 +129,7 @@ class LogServer(Listener):
         try:
             status = os.stat(path)
         except OSError:
-            raise NotFound("the chain is gone, or there is none", where=self.path) from None
+            raise NotFoundError("the chain is gone, or there is none", where=self.path) from None
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         seen = self._seen
         if seen is None or seen[0] != identity:
@@ -143,19 +143,19 @@ class LogServer(Listener):
         named = {one.folder for one in chain.members} | {one.folder for one in chain.segments}
         named |= {shared.folder for one in chain.members for shared in one.shared}
         if not isinstance(name, str) or name not in named:
-            raise NotFound("the chain does not have this folder")
+            raise NotFoundError("the chain does not have this folder")
         return self.path / name
 
     def _file(self, request: dict[str, Any]) -> Path:
         folder, name = self._folder(request), request.get("file")
         if not isinstance(name, str) or name not in (one for one, _ in _files(folder)):
-            raise NotFound("there is no such file")
+            raise NotFoundError("there is no such file")
         return folder / name
 
 
 MAX_BODY = 1 << 16
 """The maximum size of a request in bytes."""
-_NOT_A_REQUEST = Corrupt("not a request")
+_NOT_A_REQUEST = CorruptError("not a request")
 
 
 def list_hash(content: bytes | bytearray) -> str:
@@ -186,7 +186,7 @@ def _files(folder: Path, prefix: str = "", depth: int = 3) -> Iterator[tuple[str
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number >= _MAX_FILES:
-                raise Corrupt("the folder has too many files")
+                raise CorruptError("the folder has too many files")
             if entry.is_dir(follow_symlinks=False) and depth:
                 yield from _files(folder / entry.name, f"{prefix}{entry.name}/", depth - 1)
             elif entry.is_file(follow_symlinks=False):

@@ -27,7 +27,14 @@ from ckpt.shadow.connection import Connection, Credentials
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts
@@ -163,7 +170,7 @@ class LogMirror:
             self._error = error
         except OSError as error:
             what = f"the log cannot be kept here: {error.strerror or error}"
-            self._error = Incomplete(what, where=self._root)
+            self._error = IncompleteError(what, where=self._root)
 
     def _follow_until_broken(self) -> str:
         """Fetch until the connection breaks. Returns why."""
@@ -172,7 +179,7 @@ class LogMirror:
                 self._connection = Connection(self.address, self._credentials, "log")
                 self._chain, self.broken = None, None
             self._follow()
-        except (Incomplete, NotFound) as error:  # the other side is gone, or changes its chain
+        except (IncompleteError, NotFoundError) as error:  # the other side is gone, or changes its chain
             return error.what
         finally:
             self._connection.close()
@@ -212,7 +219,7 @@ class LogMirror:
         content = self._request({"request": "list"}, MAX_LIST)
         chain = self._parsed(content)
         if not chain.segments:
-            raise Unsupported("the chain has no log of gradients", where=self._where)
+            raise UnsupportedError("the chain has no log of gradients", where=self._where)
         if any(not _goes_on(files, chain, self._applied_here()) for files in self._folders.values()):
             self._begin_again()
         last = chain.segments[-1]
@@ -334,7 +341,7 @@ class LogMirror:
         return nbytes, listed
 
     def _sizes(self, folder: str) -> dict[str, int]:
-        """The names and sizes of a folder's files. Raises `Unsafe` for a name that would leave the folder."""
+        """The names and sizes of a folder's files. Raises `UnsafeError` for a name that would leave the folder."""
         rows = self._request_json({"request": "folder", "folder": folder})
         if not isinstance(rows, list) or len(rows) > _MAX_FILES:
             raise self._damaged()
@@ -344,7 +351,7 @@ class LogMirror:
                 raise self._damaged()
             parts = row[0].split("/")
             if row[1] >= _MAX_NBYTES or "\0" in row[0] or not all(parts) or any(one in (".", "..") for one in parts):
-                raise Unsafe(f"the name {row[0]!r:.80} leaves its folder", where=self._where)
+                raise UnsafeError(f"the name {row[0]!r:.80} leaves its folder", where=self._where)
             sizes[row[0]] = row[1]
         return sizes
 
@@ -362,11 +369,11 @@ class LogMirror:
                 fields = {"request": "file", "folder": folder, "file": name, "range": [begin, wanted]}
                 part = self._request(fields, wanted)
                 if not part:
-                    raise Incomplete(f"{name} of {folder} became shorter", where=self._where)
+                    raise IncompleteError(f"{name} of {folder} became shorter", where=self._where)
                 file.write(part)
 
     def _parsed(self, content: bytearray) -> ChainIndex:
-        """The list of the chain there. Raises `Corrupt`."""
+        """The list of the chain there. Raises `CorruptError`."""
         draft = self._root / "there.json"
         draft.write_bytes(content)
         try:
@@ -374,8 +381,8 @@ class LogMirror:
         except CkptError as error:
             raise type(error)(error.what, where=self._where) from None
 
-    def _damaged(self) -> Corrupt:
-        return Corrupt("the answer cannot be read", where=self._where)
+    def _damaged(self) -> CorruptError:
+        return CorruptError("the answer cannot be read", where=self._where)
 
 
 class _SegmentFiles:

@@ -13,7 +13,7 @@ from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import FlatRangeBlob, Tensor
 
@@ -46,11 +46,11 @@ class Server(Listener):
                 if step is None:
                     return
                 if checkpoint.step is None or step <= checkpoint.step:
-                    raise Corrupt(f"the shadow is at step {checkpoint.step} already")
+                    raise CorruptError(f"the shadow is at step {checkpoint.step} already")
                 stack.enter_context(self._shadow.not_beyond(step))
             with self._shadow.frozen_part(WAIT_SECONDS, step) as (checkpoint, part):
                 if self._send_state(peer, checkpoint, part, end) is not None:
-                    raise Corrupt("not a request")
+                    raise CorruptError("not a request")
 
     def _send_state(
         self, peer: socket.socket, checkpoint: Checkpoint, part: described.PartOfState | None, end: float
@@ -64,20 +64,20 @@ class Server(Listener):
                 if kind is FrameKind.ADVANCE and len(body) == wire.ADVANCE.size:
                     return int(wire.ADVANCE.unpack(body)[0])
                 if kind is not FrameKind.READ or len(body) != wire.READ.size:
-                    raise Corrupt("not a request")
+                    raise CorruptError("not a request")
                 number, index = wire.READ.unpack(body)
                 wire.send(peer, FrameKind.VALUES, _values(tensors, number, index, reader), WAIT_SECONDS)
         return None
 
 
 def _values(tensors: list[Tensor], number: int, index: int, reader: Reader) -> memoryview:
-    """The values of a chunk of a tensor: (nbytes,) uint8. Raises `Corrupt` if there is no such chunk."""
+    """The values of a chunk of a tensor: (nbytes,) uint8. Raises `CorruptError` if there is no such chunk."""
     if number >= len(tensors):
-        raise Corrupt("a request of a tensor that does not exist")
+        raise CorruptError("a request of a tensor that does not exist")
     tensor = tensors[number]
     chunking = Chunking(tensor.shape, (wire.CHUNK_NBYTES // tensor.dtype.itemsize,))
     if index >= chunking.count:
-        raise Corrupt("a request of a chunk that does not exist")
+        raise CorruptError("a request of a chunk that does not exist")
     start, stop = chunking.range(index)
     values = np.empty(stop - start, tensor.dtype)
     FlatRangeBlob(tensor, start, stop).read_into(values, reader)

@@ -13,7 +13,7 @@ from ckpt.shadow.bases import add_base, bases_of
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import open_member
@@ -86,20 +86,20 @@ class Shadow:
         """Nothing is read before the first `poll`.
 
         `chain`: its folder, or what is fetched of it from elsewhere; `base_every`: `poll` stops where a base is due
-        (see `base_due`); `part`: hold no more of the state than that. Raises `Unsupported` for bases of a part, and of
-        a chain elsewhere.
+        (see `base_due`); `part`: hold no more of the state than that. Raises `UnsupportedError` for bases of a part,
+        and of a chain elsewhere.
         """
         self.mirror = None if isinstance(chain, str | Path) else chain
         self.path = Path(chain) if isinstance(chain, str | Path) else chain.path
         self.resources = resources
         self.part = part
         if base_every is not None and part is not None:
-            raise Unsupported(
+            raise UnsupportedError(
                 "a shadow with a part of the state cannot write bases",
                 hint="Let one without --part do that, or the run itself: `Recorder(base=N)`.",
             )
         if base_every is not None and self.mirror is not None:
-            raise Unsupported(
+            raise UnsupportedError(
                 "a shadow that follows a log over a socket cannot write bases",
                 hint="Let a shadow do that where the chain is, or the run itself: `Recorder(base=N)`.",
             )
@@ -130,8 +130,8 @@ class Shadow:
     def poll(self, upto: int | None = None) -> int:
         """Apply some of the steps that appeared, none after `upto`. Returns how many: 0 if there are no more now.
 
-        Raises `NotFound` if the chain has no log, `Corrupt` if the log is damaged or gives other values than the run
-        had, and other `CkptError`s. After an error, nothing can be read.
+        Raises `NotFoundError` if the chain has no log, `CorruptError` if the log is damaged or gives other values than
+        the run had, and other `CkptError`s. After an error, nothing can be read.
         """
         if self.mirror is None:
             return self._poll(upto)
@@ -162,7 +162,7 @@ class Shadow:
             return 0
         try:
             last = state.tail.poll(self._band(state))
-        except Incomplete:  # a file was removed
+        except IncompleteError:  # a file was removed
             if not self._list_changed():
                 raise
             self._follow_list(state)
@@ -192,7 +192,7 @@ class Shadow:
         """
         state = self._state
         if state is None:
-            raise Incomplete("the log of gradients has no complete state yet", where=self.path)
+            raise IncompleteError("the log of gradients has no complete state yet", where=self.path)
         self._last_base = state.step  # after a failure, the next one is due later
 
         def check(written: Checkpoint) -> None:
@@ -207,8 +207,8 @@ class Shadow:
     def frozen(self, seconds: float | None = None) -> Iterator[Checkpoint]:
         """The state between two steps. Within the context no step is applied; afterwards it must not be read.
 
-        `seconds`: how long to wait for others; None: without limit. Raises `Incomplete` if that is not enough or if
-        there is no state yet, and the error of a step that failed.
+        `seconds`: how long to wait for others; None: without limit. Raises `IncompleteError` if that is not enough or
+        if there is no state yet, and the error of a step that failed.
         """
         with self.frozen_part(seconds) as (checkpoint, _):
             yield checkpoint
@@ -219,24 +219,24 @@ class Shadow:
     ) -> Iterator[tuple[Checkpoint, PartOfState | None]]:
         """The same, and which part of the state this is. `step`: wait until the shadow is there (see `not_beyond`).
 
-        Raises `Incomplete` if it does not reach the step in so many seconds, or has gone beyond it.
+        Raises `IncompleteError` if it does not reach the step in so many seconds, or has gone beyond it.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._turns.reading(remaining) as entered:
                 if not entered:
-                    raise Incomplete("the shadow is busy", where=self.path, hint="Try again later.")
+                    raise IncompleteError("the shadow is busy", where=self.path, hint="Try again later.")
                 state = self._state
                 if state is None:
-                    raise Incomplete("the log of gradients has no complete state yet", where=self.path)
+                    raise IncompleteError("the log of gradients has no complete state yet", where=self.path)
                 if step is None or step == state.step:
                     yield _described(state)
                     return
                 if state.step > step:
-                    raise Incomplete(f"the shadow is at step {state.step}, after {step}", hint="Try again later.")
+                    raise IncompleteError(f"the shadow is at step {state.step}, after {step}", hint="Try again later.")
             if deadline is not None and time.monotonic() > deadline:
-                raise Incomplete(f"the shadow did not reach step {step} in time", hint="Try again later.")
+                raise IncompleteError(f"the shadow did not reach step {step} in time", hint="Try again later.")
             time.sleep(_FETCHING_SECONDS)
 
     @contextmanager
@@ -307,7 +307,7 @@ class Shadow:
 
     def _load(self, logged: LoggedSteps, state: HeldState) -> None:
         if self.base_every is not None and not state.tail.window().is_exact:
-            raise Unsupported("a replay of this log is approximate: its states cannot be bases", where=self.path)
+            raise UnsupportedError("a replay of this log is approximate: its states cannot be bases", where=self.path)
         with self._turns.writing():
             self._state = None  # the states of the last segment are freed first
             state.load(self.resources.workers)
@@ -323,7 +323,7 @@ class Shadow:
                 state = HeldState(self.path / logged.folder, base, self.part)
                 if state.find_start(_BAND):
                     return state
-        except Incomplete:
+        except IncompleteError:
             pass  # a rank has no file yet
         return None
 
@@ -349,7 +349,7 @@ class Shadow:
         self._seen = _identity(self.path / index.NAME)
         chain = index.read(self.path)
         if not chain.segments:
-            raise NotFound(
+            raise NotFoundError(
                 "the chain has no log of gradients", where=self.path, hint="`ckpt_recorder.Recorder` records one."
             )
         newest = max((one.step for one in chain.members), default=chain.segments[-1].first)

@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
 
 PROTOCOL = 1
 HEAD = Struct("<4sB3xQQ")
@@ -68,7 +68,7 @@ class FrameKind(IntEnum):
 KINDS = frozenset(FrameKind)
 
 
-class PeerGone(Incomplete):
+class PeerGone(IncompleteError):
     """The other side ended the connection, or was too slow."""
 
 
@@ -95,23 +95,23 @@ class NetworkAddress:
 
 
 def parse_addresses(text: str) -> tuple[NetworkAddress, ...]:
-    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises `Unsupported`."""
+    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises `UnsupportedError`."""
     return tuple(parse_address(one.strip()) for one in text.split(","))
 
 
 def parse_address(text: str) -> NetworkAddress:
-    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `Unsupported`."""
+    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `UnsupportedError`."""
     host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
-        raise Unsupported(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
+        raise UnsupportedError(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
     return NetworkAddress(host, int(port))
 
 
 def check_token(token: bytes) -> bytes:
-    """The token. Raises `Unsupported` if it is too short to be secret."""
+    """The token. Raises `UnsupportedError` if it is too short to be secret."""
     if len(token) < MIN_TOKEN:
-        raise Unsupported(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
+        raise UnsupportedError(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
     return token
 
 
@@ -134,13 +134,13 @@ def send(peer: socket.socket, kind: FrameKind, body: bytes | memoryview, seconds
 def receive(peer: socket.socket, max_nbytes: int, seconds: float) -> tuple[FrameKind, bytearray]:
     """The kind and the body of the next frame, complete within so many seconds.
 
-    Raises `PeerGone`, and `Corrupt` if it is no frame, is longer than `max_nbytes` or does not have its hash.
+    Raises `PeerGone`, and `CorruptError` if it is no frame, is longer than `max_nbytes` or does not have its hash.
     """
     deadline = time.monotonic() + seconds
     kind, nbytes, digest = _receive_head(peer, max_nbytes, deadline)
     body = _receive(peer, nbytes, deadline)
     if xxhash.xxh3_64_intdigest(body) != digest:
-        raise Corrupt("a frame does not have its hash: it was damaged on the way")
+        raise CorruptError("a frame does not have its hash: it was damaged on the way")
     return kind, body
 
 
@@ -169,11 +169,11 @@ def receive_log(
     deadline = time.monotonic() + seconds
     kind, nbytes, digest = _receive_head(peer, max(max_nbytes, MAX_REQUEST), deadline)
     if nbytes > (max_nbytes if kind is FrameKind.LOG else MAX_REQUEST):
-        raise Corrupt(f"a frame of {nbytes} bytes, more than was asked for")
+        raise CorruptError(f"a frame of {nbytes} bytes, more than was asked for")
     if kind is not FrameKind.LOG:
         body = _receive(peer, nbytes, deadline)
         if xxhash.xxh3_64_intdigest(body) != digest:
-            raise Corrupt("a frame does not have its hash: it was damaged on the way")
+            raise CorruptError("a frame does not have its hash: it was damaged on the way")
         return kind, body
     buffer = memoryview(bytearray(min(nbytes, CHUNK_NBYTES)))
     remaining = nbytes
@@ -194,9 +194,9 @@ def _receive_head(peer: socket.socket, max_nbytes: int, deadline: float) -> tupl
     """The kind of a frame, the length of its body, and its hash."""
     magic, kind, nbytes, digest = HEAD.unpack(_receive(peer, HEAD.size, deadline))
     if magic != MAGIC or kind not in KINDS:
-        raise Corrupt("not a frame of a shadow's protocol")
+        raise CorruptError("not a frame of a shadow's protocol")
     if nbytes > max_nbytes:
-        raise Corrupt(f"a frame of {nbytes} bytes, more than {max_nbytes}")
+        raise CorruptError(f"a frame of {nbytes} bytes, more than {max_nbytes}")
     return FrameKind(kind), nbytes, digest
 
 
@@ -219,10 +219,10 @@ def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:
 
 
 ERRORS: dict[str, type[CkptError]] = {
-    "corrupt": Corrupt,
-    "incomplete": Incomplete,
-    "not found": NotFound,
-    "unsupported": Unsupported,
+    "corrupt": CorruptError,
+    "incomplete": IncompleteError,
+    "not found": NotFoundError,
+    "unsupported": UnsupportedError,
 }
 """The errors that a shadow names to its readers."""
 

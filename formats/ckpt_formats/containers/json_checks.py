@@ -8,13 +8,13 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.values import Value
 
 
 @dataclass(frozen=True)
 class FieldReader:
-    """Reads fields of the JSON in one file. Every method raises `Corrupt` if the field has another type."""
+    """Reads fields of the JSON in one file. Every method raises `CorruptError` if the field has another type."""
 
     path: Path
     table: str = ""
@@ -25,10 +25,10 @@ class FieldReader:
         return FieldReader(self.path, table)
 
     def true(self, condition: bool, message: str) -> None:
-        """Raise `Corrupt` with this message unless the condition is true."""
+        """Raise `CorruptError` with this message unless the condition is true."""
         if not condition:
             part = f"{self.table}: " if self.table else ""
-            raise Corrupt(f"the manifest is not valid: {part}{message}", where=self.path)
+            raise CorruptError(f"the manifest is not valid: {part}{message}", where=self.path)
 
     def mapping(self, fields: Any, key: str) -> dict[str, Any]:
         """The object under a key."""

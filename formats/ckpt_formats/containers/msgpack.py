@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
@@ -43,8 +43,8 @@ _LENGTHS = {1: ">B", 2: ">H", 4: ">I"}
 def read_tree(path: Path) -> tuple[Value, int]:
     """The value in a file, with a `Tensor` for each array, and the bytes of the file. Reads no array.
 
-    Raises `Corrupt` for what is no MessagePack, `Unsupported` for what Flax does not write, `Unsafe` for what would
-    exhaust memory, `NotFound` if the file cannot be read.
+    Raises `CorruptError` for what is no MessagePack, `UnsupportedError` for what Flax does not write, `UnsafeError`
+    for what would exhaust memory, `NotFoundError` if the file cannot be read.
     """
     with open_regular(path) as file:
         try:
@@ -111,7 +111,7 @@ class _TreeReader:
         for _ in range(count):
             key = self.value(depth + 1)
             if not isinstance(key, str):
-                raise Unsupported("a key of a map is not a text", where=self._path)
+                raise UnsupportedError("a key of a map is not a text", where=self._path)
             if key in result:
                 raise self._corrupt(f"the key `{printable(key[:60])}` is there twice in one map")
             result[key] = self.value(depth + 1)
@@ -132,7 +132,7 @@ class _TreeReader:
                 raise self._corrupt("a complex number is not two floats")
             return complex(*parts)
         if code not in (_NDARRAY, _SCALAR):
-            raise Unsupported(f"has the extension type {code}, which Flax does not write", where=self._path)
+            raise UnsupportedError(f"has the extension type {code}, which Flax does not write", where=self._path)
         return self._array(end)
 
     def _array(self, end: int) -> Tensor:
@@ -145,7 +145,7 @@ class _TreeReader:
         if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_length, shape)):
             raise self._corrupt("the shape of an array is not a list of lengths")
         if not isinstance(name, str) or name not in DTYPES:
-            raise Unsupported(f"holds an array of type `{printable(str(name)[:60])}`", where=self._path)
+            raise UnsupportedError(f"holds an array of type `{printable(str(name)[:60])}`", where=self._path)
         code = self._byte()
         widths = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
         if code in widths:
@@ -192,7 +192,7 @@ class _TreeReader:
 
     def _bytes(self, nbytes: int) -> bytes:
         if nbytes > _MAX_TEXT:
-            raise Unsafe(f"holds a value of {nbytes:,} bytes that is no array", where=self._path)
+            raise UnsafeError(f"holds a value of {nbytes:,} bytes that is no array", where=self._path)
         self._check_room(nbytes)
         self._at += nbytes
         read = self._file.read(nbytes)
@@ -210,9 +210,9 @@ class _TreeReader:
         return struct.unpack(layout, self._bytes(struct.calcsize(layout)))[0]
 
     def _check_room(self, nbytes: int) -> None:
-        """Raises `Corrupt` if the file has not so many bytes any more: each value takes one at least."""
+        """Raises `CorruptError` if the file has not so many bytes any more: each value takes one at least."""
         if nbytes > self.nbytes - self._at:
-            raise Corrupt(
+            raise CorruptError(
                 f"the file ends at byte {self.nbytes:,}, but a value at byte {self._at:,} is longer",
                 where=self._path,
                 hint="It was truncated, or is still being written: copy it again.",
@@ -221,10 +221,10 @@ class _TreeReader:
     def _count(self, depth: int) -> None:
         self._values += 1
         if self._values > _MAX_VALUES or depth > MAX_DEPTH:
-            raise Unsafe("it has too many values, or is nested too deeply", where=self._path)
+            raise UnsafeError("it has too many values, or is nested too deeply", where=self._path)
 
-    def _corrupt(self, what: str) -> Corrupt:
-        return Corrupt(f"not a MessagePack file of Flax: at byte {self._at:,}, {what}", where=self._path)
+    def _corrupt(self, what: str) -> CorruptError:
+        return CorruptError(f"not a MessagePack file of Flax: at byte {self._at:,}, {what}", where=self._path)
 
 
 def _is_length(value: Value) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_formats.containers.stand_ins import check_stand_in
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.open_file import stream_nbytes
@@ -61,7 +61,7 @@ class TensorSlot:
 def read_header(path: Path) -> SafetensorsFile:
     """The header of a file. All ranges lie inside the file, do not overlap, leave no gaps, and match the shapes.
 
-    Raises `Corrupt`, and names the wrong entry; `Unsupported` for an unknown element type.
+    Raises `CorruptError`, and names the wrong entry; `UnsupportedError` for an unknown element type.
     """
     try:
         with open_regular(path) as file:
@@ -70,7 +70,7 @@ def read_header(path: Path) -> SafetensorsFile:
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 file.seek(0)
                 check_stand_in(file.read(64), path)
-                raise Corrupt(
+                raise CorruptError(
                     f"not a safetensors file: a header of {length} bytes in a file of {nbytes}",
                     where=path,
                     hint="It was damaged or cut off: copy or download it again.",
@@ -81,19 +81,19 @@ def read_header(path: Path) -> SafetensorsFile:
     header = parse_json_object(encoded, path)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Corrupt("the header's __metadata__ is not a map of texts", where=path)
+        raise CorruptError("the header's __metadata__ is not a map of texts", where=path)
     base = 8 + length
     tensors = {name: _tensor(path, base, nbytes, name, entry) for name, entry in header.items()}
     expected = base
     for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
         if blob.offset != expected:
-            raise Corrupt(
+            raise CorruptError(
                 f"entry `{name}` begins at byte {blob.offset}, expected {expected}: entries overlap or leave a gap",
                 where=path,
             )
         expected += blob.span
     if expected != nbytes:
-        raise Corrupt(
+        raise CorruptError(
             f"the file has {nbytes} bytes, its header describes {expected}",
             where=path,
             hint="It was truncated or appended to.",
@@ -108,18 +108,18 @@ def header_bytes(
     """The header of a file, padded with spaces to a multiple of 64 bytes and to at least `min_nbytes` bytes.
 
     `reference_style` writes it as the safetensors library does: padded to a multiple of 8 bytes, and with
-    characters outside ASCII not escaped. Raises `Unsupported` for what the format cannot store.
+    characters outside ASCII not escaped. Raises `UnsupportedError` for what the format cannot store.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for slot in slots:
         tag = SAFETENSORS_TAGS.get(NAMES.get(slot.dtype, ""))
         if tag is None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"tensor `{slot.name}`: safetensors has no element type {slot.dtype.name}",
                 hint="`ckpt convert` leaves it out with --skip.",
             )
         if slot.name == "__metadata__":
-            raise Unsupported("safetensors cannot store a tensor called `__metadata__`")
+            raise UnsupportedError("safetensors cannot store a tensor called `__metadata__`")
         entries[slot.name] = {
             "dtype": tag,
             "shape": list(slot.shape),
@@ -128,7 +128,7 @@ def header_bytes(
     try:
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Unsupported("safetensors cannot store a name with an unpaired surrogate") from None
+        raise UnsupportedError("safetensors cannot store a name with an unpaired surrogate") from None
     if not reference_style and not text.isascii():
         text = json.dumps(entries, separators=(",", ":")).encode()
     alignment = 8 if reference_style else 64
@@ -137,15 +137,18 @@ def header_bytes(
 
 
 def parse_json_object(raw: bytes, where: Path, finite: bool = False) -> dict[str, Any]:
-    """A JSON object without duplicate keys. `finite`: also without floats that are not finite. Raises `Corrupt`."""
+    """A JSON object without duplicate keys. `finite`: also without floats that are not finite.
+
+    Raises `CorruptError`.
+    """
     parsed = parse_json(raw, where, finite)
     if not isinstance(parsed, dict):
-        raise Corrupt("not a JSON object", where=where)
+        raise CorruptError("not a JSON object", where=where)
     return parsed
 
 
 def parse_json(raw: bytes, where: Path, finite: bool = False) -> Any:
-    """A JSON value without duplicate keys. `finite`: also without floats that are not finite. Raises `Corrupt`."""
+    """A JSON value without duplicate keys. `finite`: also without floats that are not finite. Raises `CorruptError`."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
@@ -157,7 +160,7 @@ def parse_json(raw: bytes, where: Path, finite: bool = False) -> Any:
         numbers: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
         return json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates, **numbers)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON: {error}", where=where) from None
+        raise CorruptError(f"not valid JSON: {error}", where=where) from None
 
 
 def _finite(text: str) -> float:
@@ -170,7 +173,9 @@ def _finite(text: str) -> float:
 def _packed(shape: list[int], bits: int, where: str) -> list[int]:
     """The shape in bytes of a tensor whose elements have fewer than 8 bits; flat if its rows end inside a byte."""
     if prod(shape) * bits % 8:
-        raise Corrupt(f"shape {brief(shape, 80)} of elements of {bits} bits does not fill whole bytes", where=where)
+        raise CorruptError(
+            f"shape {brief(shape, 80)} of elements of {bits} bits does not fill whole bytes", where=where
+        )
     if shape and shape[-1] * bits % 8 == 0:
         return [*shape[:-1], shape[-1] * bits // 8]
     return [prod(shape) * bits // 8]
@@ -184,24 +189,24 @@ def is_natural(value: Any, limit: int = 1 << 62) -> bool:
 def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:
     where = f"{path}, entry `{name}`"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        raise Corrupt("an entry needs dtype, shape and data_offsets", where=where)
+        raise CorruptError("an entry needs dtype, shape and data_offsets", where=where)
     tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > 64 or not all(map(is_natural, shape)):
-        raise Corrupt(f"not a shape: {brief(shape, 80)}", where=where)
+        raise CorruptError(f"not a shape: {brief(shape, 80)}", where=where)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_natural, offsets)):
-        raise Corrupt(f"not a range of bytes: {brief(offsets, 80)}", where=where)
+        raise CorruptError(f"not a range of bytes: {brief(offsets, 80)}", where=where)
     dtype = _BY_TAG.get(tag) if isinstance(tag, str) else None
     if isinstance(tag, str) and tag in _PACKED:
         shape, dtype = _packed(shape, _PACKED[tag], where), DTYPES["uint8"]
     if dtype is None:
-        raise Unsupported(
+        raise UnsupportedError(
             f"tensor `{printable(name)}` has the element type {brief(tag)}, which is unknown",
             where=path,
             hint="Save it as another type, or without this tensor.",
         )
     start, stop = offsets
     if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
-        raise Corrupt(
+        raise CorruptError(
             f"range {start}:{stop} does not match shape {shape} of {dtype.name}, or is not within the file", where=where
         )
     return FileBlob.packed(path, base + start, tuple(shape), dtype)

@@ -21,7 +21,7 @@ from ckpt_formats.containers.safetensors import (
 )
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
@@ -72,9 +72,10 @@ def read_weights(
 ) -> ShardedWeights:
     """The tensors of several files. `with_states`: the caller sorts out the states of an optimizer.
 
-    Raises `Corrupt` if two files have a tensor of the same name, `Incomplete` if the files do not match the index,
-    `Unsupported` for files of the universal format, whose names of tensors are those of states, and for a file with
-    states of an optimizer if the caller does not sort them out.
+    Raises `CorruptError` if two files have a tensor of the same name, `IncompleteError` if the files do not match the
+    index,
+    `UnsupportedError` for files of the universal format, whose names of tensors are those of states, and for a file
+    with states of an optimizer if the caller does not sort them out.
     """
     files = [read_header(path) for path in paths]
     placed = [_SHARDING in file.metadata for file in files]
@@ -83,13 +84,13 @@ def read_weights(
         index.check({name: file.path.name for file in files for name in file.tensors})
     for file in files:
         if file.metadata.get("ckpt", "").startswith("universal "):
-            raise Unsupported(
+            raise UnsupportedError(
                 "a file of a checkpoint in the universal format",
                 where=file.path,
                 hint="Name the folder of its manifest.json; a single file must have a name that ends in .ucp.",
             )
         if OPTIMIZER_KEY in file.metadata and not with_states:
-            raise Unsupported(
+            raise UnsupportedError(
                 "holds states of an optimizer next to the weights",
                 where=file.path,
                 hint="Name the file itself, not its folder.",
@@ -141,7 +142,7 @@ def split_weights(parameters: Iterable[Parameter], max_nbytes: int | None) -> li
 
 
 def weights_part(name: str, parameters: Sequence[Parameter], metadata: Mapping[str, str], header: int = 0) -> FilePlan:
-    """The plan of a file of weights. Raises `Unsupported` for tensors that safetensors cannot store.
+    """The plan of a file of weights. Raises `UnsupportedError` for tensors that safetensors cannot store.
 
     `header` is the length of the header in the source file, in bytes. The new header is padded to that length.
     """
@@ -192,7 +193,7 @@ def _distinct_tensors(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     for file in files:
         for name, raw in file.tensors.items():
             if name in tensors:
-                raise Corrupt(f"tensor `{printable(name)}` is in two files", where=file.path)
+                raise CorruptError(f"tensor `{printable(name)}` is in two files", where=file.path)
             tensors[name] = Tensor.of(raw)
     return tensors
 
@@ -207,7 +208,7 @@ def _tensors_of_blocks(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
     for name, members in blocks.items():
         ranks = {len(raw.shape) for _, raw in members}
         if len(ranks) > 1:
-            raise Corrupt(
+            raise CorruptError(
                 f"tensor `{printable(name)}`: its blocks have {sorted(ranks)} axes", where=members[-1][1].path
             )
         shape = tuple(map(max, zip(*(box.stop for box, _ in members), strict=True)))
@@ -218,7 +219,7 @@ def _tensors_of_blocks(files: Sequence[SafetensorsFile]) -> dict[str, Tensor]:
 def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
     """Where each tensor of a file begins in the full tensor, by name."""
     if _SHARDING not in file.metadata:
-        raise Corrupt(
+        raise CorruptError(
             "does not state where its tensors are in the full tensors, but the other files do", where=file.path
         )
     sharding = parse_json_object(file.metadata[_SHARDING].encode("utf-8", "surrogatepass"), file.path)
@@ -228,7 +229,7 @@ def _offsets(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
 def _offset(entry: Any, name: str, raw: FileBlob, path: Path) -> tuple[int, ...]:
     start = entry.get("saved_offsets") if isinstance(entry, dict) else None
     if not isinstance(start, list) or len(start) != len(raw.shape) or not all(is_natural(n, 1 << 48) for n in start):
-        raise Corrupt(
+        raise CorruptError(
             f"does not state where tensor `{printable(name)}` is in the full tensor: {entry!r:.80}", where=path
         )
     return tuple(start)

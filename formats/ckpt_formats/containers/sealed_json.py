@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from ckpt_formats.containers.safetensors import parse_json_object
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import read_whole
 
 _FIRST_LINE = re.compile(rb'\{"checksum":"xxh3-128:([0-9a-f]{32})",\n')
@@ -21,17 +21,20 @@ def dump(fields: dict[str, Any]) -> bytes:
 
 
 def load(path: Path, max_nbytes: int, kind: str) -> dict[str, Any]:
-    """The object in a file of at most `max_nbytes` bytes. Raises `Corrupt`; `kind` names the file in the message."""
+    """The object in a file of at most `max_nbytes` bytes.
+
+    Raises `CorruptError`; `kind` names the file in the message.
+    """
     return parse(read_whole(path, max_nbytes), path, kind)
 
 
 def parse(content: bytes, path: Path, kind: str) -> dict[str, Any]:
-    """The object in the bytes of such a file. Raises `Corrupt`; `kind` names the bytes in the message."""
+    """The object in the bytes of such a file. Raises `CorruptError`; `kind` names the bytes in the message."""
     checksum_line = _FIRST_LINE.match(content)
     if checksum_line is None:
-        raise Corrupt(f"not {kind}", where=path)
+        raise CorruptError(f"not {kind}", where=path)
     if xxhash.xxh3_128_hexdigest(content[checksum_line.end() :]) != checksum_line[1].decode():
-        raise Corrupt("the manifest's checksum does not match its text: it was damaged or edited", where=path)
+        raise CorruptError("the manifest's checksum does not match its text: it was damaged or edited", where=path)
     return parse_json_object(content, path, finite=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural, parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -29,11 +29,11 @@ class ShardIndex:
     """Bytes of all tensors, as the metadata state."""
 
     def files(self) -> list[Path]:
-        """The files that the index names, each once. Raises `Incomplete` if one is missing."""
+        """The files that the index names, each once. Raises `IncompleteError` if one is missing."""
         files = [self.path.parent / name for name in dict.fromkeys(self.file_of.values())]
         for file in files:
             if not _is_file(file):
-                raise Incomplete(f"the index names {printable(file.name)!r}, which is missing", where=self.path)
+                raise IncompleteError(f"the index names {printable(file.name)!r}, which is missing", where=self.path)
         return files
 
     def shard(self) -> SourceFile:
@@ -41,11 +41,11 @@ class ShardIndex:
         return SourceFile(self.path, self.path.stat().st_size, "index")
 
     def check(self, actual: Mapping[str, str]) -> None:
-        """Raise `Incomplete` unless `actual` (tensor name -> file name) matches the index."""
+        """Raise `IncompleteError` unless `actual` (tensor name -> file name) matches the index."""
         for name in (*self.file_of, *actual):
             if self.file_of.get(name) != actual.get(name):
                 stated_file, actual_file = self.file_of.get(name, "no file"), actual.get(name, "none")
-                raise Incomplete(
+                raise IncompleteError(
                     f"the index states that tensor `{printable(name)}` is in {printable(stated_file)}, but it is in "
                     f"{printable(actual_file)}",
                     where=self.path,
@@ -67,15 +67,20 @@ def _is_file(path: Path) -> bool:
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read an index. All file names in it are names of files in the same folder. Raises `Corrupt` or `Unsafe`."""
+    """Read an index. All file names in it are names of files in the same folder.
+
+    Raises `CorruptError` or `UnsafeError`.
+    """
     content = parse_json_object(read_whole(path, _MAX_INDEX), path)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     total_nbytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise Corrupt("the index has no weight_map of file names", where=path)
+        raise CorruptError("the index has no weight_map of file names", where=path)
     for name in weight_map.values():
         if Path(name).name != name or name in (".", ".."):
-            raise Unsafe(f"the index names {printable(name)!r}, which is not a file in the same folder", where=path)
+            raise UnsafeError(
+                f"the index names {printable(name)!r}, which is not a file in the same folder", where=path
+            )
     return ShardIndex(path, weight_map, total_nbytes if is_natural(total_nbytes, 1 << 62) else None)
 
 
@@ -103,8 +108,8 @@ NO_INDEX = Notice(
 def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | list[Path]:
     """The index of the model in a folder; without an index, its files: one file, or all numbered files.
 
-    `only_numbered` ignores files without a number. Raises `Incomplete` if a number is missing,
-    `NotFound` if there are several models and none has a standard name.
+    `only_numbered` ignores files without a number. Raises `IncompleteError` if a number is missing,
+    `NotFoundError` if there are several models and none has a standard name.
     """
     sets: dict[str, Path | list[Path]] = {}
     for file in sorted(folder.glob(f"*{suffix}")):
@@ -122,7 +127,7 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
         )
     standard = next((name for name in _STANDARD_STEMS if name in sets), None)
     if len(sets) > 1 and standard is None:
-        raise NotFound(
+        raise NotFoundError(
             f"holds {len(sets)} models, and no index states which files belong together: {_list_models(sets.values())}",
             where=folder,
             hint="Name one of the files, or put each model into a folder of its own.",
@@ -144,13 +149,16 @@ def _list_models(sets: Collection[Path | list[Path]]) -> str:
 
 
 def all_numbered(files: Sequence[Path]) -> list[Path]:
-    """The same files. Raises `Incomplete` or `Corrupt` unless all of `NAME-00001-of-00003.SUFFIX`, ... are there."""
+    """The same files.
+
+    Raises `IncompleteError` or `CorruptError` unless all of `NAME-00001-of-00003.SUFFIX`, ... are there.
+    """
     counts: dict[str, tuple[int, Path]] = {}
     for file in files:
         if number := number_of(file.name):
             count, first = counts.setdefault(number.stem, (number.count, file))
             if count != number.count:
-                raise Corrupt(
+                raise CorruptError(
                     f"{printable(first.name)} and {printable(file.name)} state two different counts of files",
                     where=file.parent,
                     hint="Two models were saved into one folder. Move one of them to another folder.",
@@ -161,7 +169,9 @@ def all_numbered(files: Sequence[Path]) -> list[Path]:
             stem, width, count, suffix = match[1], len(match[2]), int(match[3]), match[4]
             numbered = (f"{stem}-{i:0{width}}-of-{match[3]}{suffix}" for i in range(1, count + 1))
             if missing := next((name for name in numbered if name not in names), None):
-                raise Incomplete(f"{missing} is missing", where=file.parent, hint="Copy all files into one folder.")
+                raise IncompleteError(
+                    f"{missing} is missing", where=file.parent, hint="Copy all files into one folder."
+                )
     return list(files)
 
 

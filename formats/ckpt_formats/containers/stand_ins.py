@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 
 _STAND_INS = (
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "Fetch the file: git lfs pull"),
@@ -13,8 +13,8 @@ _STAND_INS = (
 
 
 def check_stand_in(head: bytes, path: Path) -> None:
-    """Raise `Corrupt` if a file begins as something that stands in the place of another file. `head`: 32 bytes."""
+    """Raise `CorruptError` if a file begins as something that stands in the place of another file. `head`: 32 bytes."""
     start = head.lstrip()[:32].lower()
     for mark, what, hint in _STAND_INS:
         if start.startswith(mark):
-            raise Corrupt(f"is {what}", where=path, hint=hint)
+            raise CorruptError(f"is {what}", where=path, hint=hint)

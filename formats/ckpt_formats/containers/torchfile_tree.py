@@ -18,14 +18,14 @@ _STEM = "archive"
 def tree_part(
     file: str, tree: Value, parameters: Iterable[Parameter], role: str = "all", rank: Mapping[str, int] | None = None
 ) -> FilePlan:
-    """The plan of a file that stores a tree. Raises `Unsupported` for values that PyTorch cannot store."""
+    """The plan of a file that stores a tree. Raises `UnsupportedError` for values that PyTorch cannot store."""
     layout = layout_file(tree, _STEM)
     tensors = tuple(slot.tensor for slot in layout.storages)
     return FilePlan(file, tuple(parameters), layout, layout.nbytes, role, rank or {}, tensors)
 
 
 def tree_outline(tree: Value) -> FileOutline:
-    """What the size of such a file depends on. Raises `Unsupported` for values that PyTorch cannot store."""
+    """What the size of such a file depends on. Raises `UnsupportedError` for values that PyTorch cannot store."""
     return outline_file(tree)
 
 

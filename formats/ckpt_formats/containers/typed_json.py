@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported, flaw
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
 _MAX_WRITTEN = 32_000_000
@@ -36,16 +36,16 @@ _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def encode(value: Value) -> Any:
-    """A value as JSON. Raises `Unsafe` for a value that contains itself or becomes too large."""
+    """A value as JSON. Raises `UnsafeError` for a value that contains itself or becomes too large."""
     return _Encoder().encode(value, 0)
 
 
 def decode(content: Any, where: Path) -> Value:
-    """The value whose JSON is `content`: the inverse of `encode`. Raises `Corrupt`."""
+    """The value whose JSON is `content`: the inverse of `encode`. Raises `CorruptError`."""
     try:
         return _decode(content, 0)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
-        raise Corrupt(f"not a typed value: {flaw(error)}", where=where) from None
+        raise CorruptError(f"not a typed value: {flaw(error)}", where=where) from None
 
 
 def same(value: Value, other: Value) -> bool:
@@ -67,12 +67,12 @@ class _Encoder:
     def encode(self, value: Value, depth: int) -> Any:
         self._count(value)
         if depth > _MAX_DEPTH or self._written > _MAX_WRITTEN or self._repeated > _MAX_REPEATED:
-            raise Unsafe("a value contains itself, or is nested too deeply or repeated too often")
+            raise UnsafeError("a value contains itself, or is nested too deeply or repeated too often")
         if value is None or isinstance(value, bool):
             return value
         write = _writer(type(value))
         if write is None:
-            raise Unsupported(f"{kind_of(value)} cannot be a value of a checkpoint")
+            raise UnsupportedError(f"{kind_of(value)} cannot be a value of a checkpoint")
         return write(value, lambda inner: self.encode(inner, depth + 1))
 
     def _count(self, value: Value) -> None:
@@ -93,7 +93,9 @@ Inner = Callable[[Value], Any]
 
 def _str(value: str, inner: Inner) -> Any:
     if not value.isascii() and _SURROGATES.search(value):
-        raise Unsupported("a text has a character as two surrogates, which JSON cannot distinguish from the character")
+        raise UnsupportedError(
+            "a text has a character as two surrogates, which JSON cannot distinguish from the character"
+        )
     return str(value)
 
 
@@ -159,7 +161,7 @@ def _array(value: Any, inner: Inner) -> Any:
     dtype: DType = array.dtype
     named = DTYPES.get(dtype.name) == dtype
     if not named and not _is_simple(dtype):
-        raise Unsupported(f"NumPy values of type {dtype} cannot be stored in a checkpoint")
+        raise UnsupportedError(f"NumPy values of type {dtype} cannot be stored in a checkpoint")
     fields: dict[str, Any] = {"dtype": dtype.name if named else dtype.str, "data": _text(array.tobytes())}
     return {"$array": fields | ({"shape": list(value.shape)} if isinstance(value, np.ndarray) else {})}
 

@@ -223,7 +223,8 @@ class Checkpoint(Mapping[str, Parameter]):
     def select(self, only: Sequence[str] = (), skip: Sequence[str] = ()) -> "Checkpoint":
         """The parameters whose names match one of `only` (all, if empty) and none of `skip`. Extras stay.
 
-        Patterns are regular expressions, searched anywhere in a name. Raises `NotFound` for one that matches nothing.
+        Patterns are regular expressions, searched anywhere in a name. Raises `NotFoundError` for one that matches
+        nothing.
         """
         from ckpt_formats.core import edits
 
@@ -238,7 +239,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def cast(self, dtype: str) -> "Checkpoint":
         """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
 
-        Raises `Unsupported` if `dtype` is no floating-point type.
+        Raises `UnsupportedError` if `dtype` is no floating-point type.
         """
         from ckpt_formats.core import edits
 
@@ -247,7 +248,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
-        Raises `NotFound` for a name that no parameter has, `Unsupported` if two would get the same name.
+        Raises `NotFoundError` for a name that no parameter has, `UnsupportedError` if two would get the same name.
         """
         from ckpt_formats.core import edits
 
@@ -256,7 +257,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
         """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 
-        Raises `NotFound` for a name that no parameter has, `Unsupported` for another shape.
+        Raises `NotFoundError` for a name that no parameter has, `UnsupportedError` for another shape.
         """
         from ckpt_formats.core import edits
 

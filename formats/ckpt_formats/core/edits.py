@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
-from ckpt_formats.core.errors import NotFound, Unsupported
+from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -63,7 +63,7 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
     for pattern in (*only, *skip):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in source.parameters):
-            raise NotFound(
+            raise NotFoundError(
                 f"no parameter matches `{printable(pattern)}`",
                 where=source.path,
                 hint="`ckpt inspect` lists their names.",
@@ -96,7 +96,7 @@ def cast(source: Checkpoint, name: str) -> Checkpoint:
     """See `Checkpoint.cast`."""
     dtype = DTYPES.get(SHORT_NAMES.get(name, name))
     if dtype is None or not is_float(dtype):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
         )
     parameters = {n: _cast(parameter, dtype) for n, parameter in source.parameters.items()}
@@ -121,13 +121,15 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
         chosen = dict(names)
         for name in chosen:
             if name not in source.parameters and name not in source.aliases:
-                raise NotFound(f"no parameter is called `{printable(name)}`", hint="`ckpt inspect` lists their names.")
+                raise NotFoundError(
+                    f"no parameter is called `{printable(name)}`", hint="`ckpt inspect` lists their names."
+                )
     new = {name: chosen.get(name, name) for name in source.parameters}
     aliases = {chosen.get(alias, alias): new[name] for alias, name in source.aliases.items()}
     seen: set[str] = set()
     for name in (*new.values(), *(chosen.get(alias, alias) for alias in source.aliases)):
         if name in seen:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"two parameters would be called `{printable(name)}`",
                 where=source.path,
                 hint="Names must stay different: `ckpt inspect` lists those of now.",
@@ -152,13 +154,13 @@ def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     for key, given in arrays.items():
         name, values = source.aliases.get(key, key), np.array(given, order="C")
         if name not in parameters:
-            raise NotFound(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
+            raise NotFoundError(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
         parameter = parameters[name]
         if values.shape != parameter.weight.shape:
             shapes = f"{list(parameter.weight.shape)}, not {list(values.shape)}"
-            raise Unsupported(f"`{printable(name)}` has the shape {shapes}")
+            raise UnsupportedError(f"`{printable(name)}` has the shape {shapes}")
         if values.dtype not in DTYPES.values():
-            raise Unsupported(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
+            raise UnsupportedError(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
         values.flags.writeable = False
         parameters[name] = replace(parameter, states={MODEL: Tensor.of(ArrayBlob(values))}, values={})
         digests[name] = f"{values.dtype} {blake2b(values.tobytes(), digest_size=16).hexdigest()}"

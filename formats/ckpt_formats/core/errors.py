@@ -1,15 +1,15 @@
 """The errors of this program: one class for each kind that a user can act upon.
 
     CkptError
-    ├── NotFound       nothing is here, or nothing that a format recognises
-    ├── Unsupported    recognised, but this version cannot do it
-    ├── Unsafe         refused: it would run code, leave a folder or exhaust the machine
-    ├── Corrupt        the bytes contradict each other
-    ├── Incomplete     something is missing
-    ├── BadRules       the rules do not fit the tensors
-    └── OutputError    the target cannot be written
-        ├── Locked     another process is writing it
-        └── NoSpace    the disk is full
+    ├── NotFoundError      nothing is here, or nothing that a format recognises
+    ├── UnsupportedError   recognised, but this version cannot do it
+    ├── UnsafeError        refused: it would run code, leave a folder or exhaust the machine
+    ├── CorruptError       the bytes contradict each other
+    ├── IncompleteError    something is missing
+    ├── RulesError         the rules do not fit the tensors
+    └── OutputError        the target cannot be written
+        ├── LockedError    another process is writing it
+        └── NoSpaceError   the disk is full
 
 Only `ckpt_cli.main` makes messages and exit codes of them.
 """
@@ -37,27 +37,27 @@ class CkptError(Exception):
         return self.what if self.where is None else f"{self.where}: {self.what}"
 
 
-class NotFound(CkptError):
+class NotFoundError(CkptError):
     """There is nothing at this path, or nothing that any format recognises."""
 
 
-class Unsupported(CkptError):
+class UnsupportedError(CkptError):
     """Recognised, but outside what this version does."""
 
 
-class Unsafe(CkptError):
+class UnsafeError(CkptError):
     """Refused, because it would be dangerous to do what the file asks for."""
 
 
-class Corrupt(CkptError):
+class CorruptError(CkptError):
     """The bytes contradict each other or their checksum."""
 
 
-class Incomplete(CkptError):
+class IncompleteError(CkptError):
     """A file, rank or block that the checkpoint needs is absent."""
 
 
-class BadRules(CkptError):
+class RulesError(CkptError):
     """The rules do not state how a tensor is sharded, or contradict its shapes."""
 
 
@@ -65,11 +65,11 @@ class OutputError(CkptError):
     """The target cannot be written."""
 
 
-class Locked(OutputError):
+class LockedError(OutputError):
     """Another process is writing the same target."""
 
 
-class NoSpace(OutputError):
+class NoSpaceError(OutputError):
     """The disk that holds the target is full."""
 
 
@@ -86,11 +86,12 @@ def at_tensor(name: str) -> Iterator[None]:
 
 @contextmanager
 def form_of(what: str, where: Path) -> Iterator[None]:
-    """Within, Python's errors for a tree of an unexpected form become `Corrupt`. `what`: the kind of checkpoint."""
+    """Within, Python's errors for a tree of an unexpected form become `CorruptError`. `what`: the kind of
+    checkpoint."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the files lack the form of {what}: {flaw(error)}",
             where=where,
             hint="Run again with -v to see where reading stopped.",

@@ -27,7 +27,7 @@ from isal import isal_zlib
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.coverage import Piece
-from ckpt_formats.core.errors import Corrupt, NotFound, Unsafe
+from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.evidence import Evidence, evidence_of, joined
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
@@ -152,7 +152,8 @@ class Reader:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
-        if another file is at its path later, reading raises `Corrupt`. `band`: one that it shares with other readers.
+        if another file is at its path later, reading raises `CorruptError`. `band`: one that it shares with other
+        readers.
         `planned`: what it will read of objects in stores, so that it is requested before.
         """
         self._planned = planned
@@ -184,7 +185,7 @@ class Reader:
     def read_into(self, path: Path, offset: int, out: memoryview, seal: Seal | None = None) -> None:
         """Fill `out` with the bytes of a file from `offset` on, which are in the range of `seal`, if one is given.
 
-        `out`: (nbytes,) uint8. Raises `Corrupt` if the file ends too early, `NotFound` if it cannot be read.
+        `out`: (nbytes,) uint8. Raises `CorruptError` if the file ends too early, `NotFoundError` if it cannot be read.
         """
         done, view = 0, out
         try:
@@ -192,7 +193,7 @@ class Reader:
             while done < len(out):
                 got = self._read_planned(path, offset + done, view) or file.read_into(offset + done, view)
                 if got == 0:
-                    raise Corrupt(
+                    raise CorruptError(
                         f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
                         where=path,
                         hint="It was truncated, or is still being written: copy it again.",
@@ -325,19 +326,19 @@ def max_workers() -> int:
 def open_to_read(path: Path, identities: Identities | None = None) -> LocalFile | ObjectFile:
     """Open a regular file to read, and record its identity (see `identity.recording`).
 
-    Raises `NotFound` if it cannot be read or is no regular file (a pipe would block), `Corrupt` if it is not the file
-    that was opened before.
+    Raises `NotFoundError` if it cannot be read or is no regular file (a pipe would block), `CorruptError` if it is not
+    the file that was opened before.
     """
     try:
         file = open_file(path)
     except OSError as error:
         raise unreadable(error, path) from error
     except ValueError as error:
-        raise NotFound("no file can have this name: it holds a NUL character") from error
+        raise NotFoundError("no file can have this name: it holds a NUL character") from error
     try:
         result = file.status
         if not stat.S_ISREG(result.st_mode):
-            raise NotFound("is not a regular file", where=path)
+            raise NotFoundError("is not a regular file", where=path)
         note(path, result, identities or {})
     except BaseException:
         file.close()
@@ -351,10 +352,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """A range of a file. Raises `Corrupt` if the file ends before, and as `open_to_read`."""
+    """A range of a file. Raises `CorruptError` if the file ends before, and as `open_to_read`."""
     with open_regular(path) as file:
         if stream_nbytes(file) < offset + nbytes:
-            raise Corrupt(f"the file ends before byte {offset + nbytes:,}", where=path, hint="It was truncated.")
+            raise CorruptError(f"the file ends before byte {offset + nbytes:,}", where=path, hint="It was truncated.")
         try:
             file.seek(offset)
             return file.read(nbytes)
@@ -363,11 +364,11 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def read_whole(path: Path, max_nbytes: int) -> bytes:
-    """All bytes of a file. Raises `Unsafe` if there are more than `max_nbytes`, and as `open_to_read`."""
+    """All bytes of a file. Raises `UnsafeError` if there are more than `max_nbytes`, and as `open_to_read`."""
     with open_regular(path) as file:
         nbytes = stream_nbytes(file)
         if nbytes > max_nbytes:
-            raise Unsafe(f"has {nbytes:,} bytes: it would exhaust memory", where=path)
+            raise UnsafeError(f"has {nbytes:,} bytes: it would exhaust memory", where=path)
         try:
             return file.read(nbytes)
         except OSError as error:
@@ -415,14 +416,14 @@ _HINTS = {
 }
 
 
-def unreadable(error: OSError, path: Path) -> Corrupt | NotFound:
+def unreadable(error: OSError, path: Path) -> CorruptError | NotFoundError:
     """The error for a file that the system did not let us read, with the reason."""
     if isinstance(path, StorePath):
-        return NotFound(f"cannot be read: {error.strerror}", where=path)
+        return NotFoundError(f"cannot be read: {error.strerror}", where=path)
     if error.errno == errno.EIO:
-        return Corrupt("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
+        return CorruptError("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0
-    return NotFound(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
+    return NotFoundError(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
 
 
 class _RunningLeaves:

@@ -198,7 +198,7 @@ class WritableFormat(Format):
 
     @abstractmethod
     def plan(self, source: Checkpoint) -> Plan:
-        """The files to write. Raises `Unsupported` for tensors that the format cannot hold."""
+        """The files to write. Raises `UnsupportedError` for tensors that the format cannot hold."""
 
     @abstractmethod
     def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
@@ -233,7 +233,7 @@ class WritableFormat(Format):
 def identified(read: Callable[[], Checkpoint]) -> Checkpoint:
     """The result of `read`, with the identities of all files in which the checkpoint is.
 
-    Raises `Corrupt` if one of them was changed meanwhile.
+    Raises `CorruptError` if one of them was changed meanwhile.
     """
     with recording() as identities:
         checkpoint = read()

@@ -7,7 +7,7 @@ Formulas come from untrusted files, so the language has nothing else.
 import re
 from collections.abc import Mapping
 
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import RulesError
 
 Formula = int | str
 
@@ -24,7 +24,7 @@ def is_formula(value: object) -> bool:
 
 
 def evaluate(formula: Formula, sizes: Mapping[str, int], whose: str) -> int:
-    """The value of a formula. `whose`: the rule, for the message. Raises `BadRules` for a size that is not known.
+    """The value of a formula. `whose`: the rule, for the message. Raises `RulesError` for a size that is not known.
 
     >>> evaluate("heads * 64 + 2", {"heads": 8}, "a rule")
     514
@@ -37,7 +37,7 @@ def evaluate(formula: Formula, sizes: Mapping[str, int], whose: str) -> int:
         for factor in map(str.strip, term.split("*")):
             if not factor.isdecimal() and factor not in sizes:
                 known = f"known are {', '.join(sorted(sizes))}" if sizes else "this checkpoint states none"
-                raise BadRules(f"{whose} needs the size `{factor}` of the model; {known}")
+                raise RulesError(f"{whose} needs the size `{factor}` of the model; {known}")
             product = min(product * (int(factor) if factor.isdecimal() else sizes[factor]), _MAX_RESULT)
         total += product
     return total

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,19 +76,23 @@ def in_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def note(path: Path, result: os.stat_result, known: Identities) -> None:
-    """Record a file that was opened. Raises `Corrupt` if it is not the same as in `known`, or as when first opened."""
+    """Record a file that was opened.
+
+    Raises `CorruptError` if it is not the same as in `known`, or as when first opened.
+    """
     now = Identity.of(result)
     if known.get(path, now) != now or any(record.setdefault(path, now) != now for record in _RECORDS.get()):
         raise _changed(path)
 
 
 def changes(identities: Identities) -> Iterator[CkptError]:
-    """An error for each file that is not the one that was opened: `Corrupt`, or `Incomplete` if it is missing."""
+    """An error for each file that is not the one that was opened: `CorruptError`, or `IncompleteError` if it is
+    missing."""
     for path, before in identities.items():
         try:
             now = Identity.of(path.stat())
         except OSError as error:
-            yield Incomplete(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
+            yield IncompleteError(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
             continue
         if now != before:
             yield _changed(path)
@@ -103,5 +107,5 @@ def check_unchanged(identities: Identities) -> None:
         raise errors[0]
 
 
-def _changed(path: Path) -> Corrupt:
-    return Corrupt("was changed or replaced while it was read", where=path, hint=_HINT)
+def _changed(path: Path) -> CorruptError:
+    return CorruptError("was changed or replaced while it was read", where=path, hint=_HINT)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
@@ -76,7 +76,7 @@ class Rule:
         return re.fullmatch(self.pattern, name) is not None
 
     def sized(self, sizes: Mapping[str, int]) -> "Rule":
-        """The same rule with numbers for its formulas. Raises `BadRules` for a size that is not known."""
+        """The same rule with numbers for its formulas. Raises `RulesError` for a size that is not known."""
         formulas = (self.length, self.units, *(() if isinstance(self.fused, int) else self.fused))
         if not any(isinstance(formula, str) for formula in formulas):
             return self
@@ -110,14 +110,14 @@ class Layout:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def rule(self, name: str) -> Rule:
-        """The rule of a parameter. Raises `BadRules` if there is none: a layout is never guessed."""
+        """The rule of a parameter. Raises `RulesError` if there is none: a layout is never guessed."""
         matching = self.matching(name)
         if matching:
             # The padding of a table may be stated by another rule than its sharding.
             first = matching[0].sized(self.sizes)
             rows = next((rule.vocabulary for rule in matching if rule.vocabulary is not None), None)
             return first if rows == first.vocabulary else replace(first, vocabulary=rows)
-        raise BadRules(
+        raise RulesError(
             f"no rule states how tensor `{name}` is sharded over tensor-parallel ranks",
             hint=f"Give one with --rules FILE, for example:  [[rule]]  match = '{re.escape(name)}'  axis = 0",
         )
@@ -134,7 +134,7 @@ class Layout:
         return {}
 
     def check(self, name: str, shape: Shape) -> None:
-        """Raise `BadRules` if the length of a full tensor contradicts the model's sizes."""
+        """Raise `RulesError` if the length of a full tensor contradicts the model's sizes."""
         if self.matching(name):
             _check_length(name, shape, self.rule(name), 1)
 
@@ -145,11 +145,11 @@ class Layout:
 def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
     """The full tensor, from its shards by tensor-parallel rank. Lazy: no values are read.
 
-    Raises `BadRules` if the shards' shapes contradict the rule.
+    Raises `RulesError` if the shards' shapes contradict the rule.
     """
     if rule.how in ("replicated", "averaged", "first", "unique"):
         if any(shard.shape != shards[0].shape for shard in shards):
-            raise BadRules(f"tensor `{name}` should be complete on every rank ({rule}), but its shapes differ")
+            raise RulesError(f"tensor `{name}` should be complete on every rank ({rule}), but its shapes differ")
         if rule.how == "replicated":
             merged = with_replicas(shards)
         elif rule.how == "unique":
@@ -172,7 +172,7 @@ def merge(name: str, shards: Sequence[Tensor], rule: Rule) -> Tensor:
     if rule.vocabulary is None or not merged.shape:
         return merged
     if rule.vocabulary > merged.shape[0]:
-        raise BadRules(f"tensor `{name}` has {merged.shape[0]} rows, fewer than its vocabulary of {rule.vocabulary}")
+        raise RulesError(f"tensor `{name}` has {merged.shape[0]} rows, fewer than its vocabulary of {rule.vocabulary}")
     return merged.crop(slab(merged.shape, 0, 0, rule.vocabulary))
 
 
@@ -180,7 +180,7 @@ def split(name: str, tensor: Tensor, rule: Rule, ranks: int, rows: int | None = 
     """The shards of a full tensor by tensor-parallel rank: the inverse of `merge`. Lazy.
 
     `rows` is the number of rows of a vocabulary's table with its padding; None: the smallest
-    number that divides. Raises `BadRules` if the tensor does not divide.
+    number that divides. Raises `RulesError` if the tensor does not divide.
     """
     if rule.how == "unique":
         from ckpt_formats.core.views import unstacked
@@ -216,16 +216,16 @@ def is_even(rule: Rule) -> bool:
 def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlock, ...]]:
     """The blocks of each rank's shard of a tensor of this shape, padding included.
 
-    Raises `BadRules` if the tensor does not divide.
+    Raises `RulesError` if the tensor does not divide.
     """
     _check_division(name, shape, rule, ranks)
     if rule.how in _COPIES:
         return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
-        raise BadRules(f"every rank has its own tensor `{name}`: their tensors are no blocks of one")
+        raise RulesError(f"every rank has its own tensor `{name}`: their tensors are no blocks of one")
     if rule.how == "blocks":
         if rule.shape != shape or len(rule.blocks) != ranks:
-            raise BadRules(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
+            raise RulesError(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")
         return list(rule.blocks)
     table = _widths(name, shape, rule, ranks)
     return [tuple(place(shape, rule.axis, table, rank)) for rank in range(ranks)]
@@ -233,7 +233,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
 
 def _check_unique(name: str, tensor: Tensor, ranks: int) -> None:
     if not tensor.shape or tensor.shape[0] != ranks:
-        raise BadRules(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
+        raise RulesError(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
 
 
 def _with_padding(tensor: Tensor, rule: Rule, ranks: int, rows: int | None) -> Tensor:
@@ -250,9 +250,9 @@ def _check_division(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
 
 
 def _widths(name: str, shape: Shape, rule: Rule, ranks: int) -> list[list[int]]:
-    """The length of each fused part on each rank. Raises `BadRules` if the tensor does not divide."""
+    """The length of each fused part on each rank. Raises `RulesError` if the tensor does not divide."""
     if not 0 <= rule.axis < len(shape):
-        raise BadRules(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to shard along")
+        raise RulesError(f"tensor `{name}` of shape {list(shape)} has no axis {rule.axis} to shard along")
     length = shape[rule.axis]
     # Widths are for one number of ranks; over another number, the same parts are split evenly.
     fused = tuple(sum(row) for row in rule.widths) or _fused_parts(name, rule)
@@ -264,7 +264,7 @@ def _widths(name: str, shape: Shape, rule: Rule, ranks: int) -> list[list[int]]:
         else [[length_of_part // ranks] * ranks for length_of_part in parts]
     )
     if sum(parts) != length or [sum(row) for row in table] != parts:
-        raise BadRules(
+        raise RulesError(
             f"tensor `{name}`: axis {rule.axis} of length {length} ({rule}) does not divide over {ranks} ranks"
         )
     return table
@@ -273,22 +273,24 @@ def _widths(name: str, shape: Shape, rule: Rule, ranks: int) -> list[list[int]]:
 def lengths(name: str, rule: Rule, shard_lengths: Sequence[int]) -> list[list[int]]:
     """The length of each fused part on each rank, from the length of each rank's shard along the axis.
 
-    Raises `BadRules` if they contradict the rule.
+    Raises `RulesError` if they contradict the rule.
     """
     ranks, fused = len(shard_lengths), _fused_parts(name, rule)
     if rule.widths:
         table = [list(widths) for widths in rule.widths]
     elif isinstance(fused, int):
         if any(n % fused for n in shard_lengths):
-            raise BadRules(f"tensor `{name}`: a shard of length {list(shard_lengths)} cannot hold {fused} equal parts")
+            raise RulesError(
+                f"tensor `{name}`: a shard of length {list(shard_lengths)} cannot hold {fused} equal parts"
+            )
         table = [[n // fused for n in shard_lengths] for _ in range(fused)]
     else:
         if any(n % ranks for n in fused):
-            raise BadRules(f"tensor `{name}`: parts of length {list(fused)} do not divide over {ranks} ranks")
+            raise RulesError(f"tensor `{name}`: parts of length {list(fused)} do not divide over {ranks} ranks")
         table = [[n // ranks] * ranks for n in fused]
     sums = [sum(column) for column in zip(*table, strict=True)] if all(len(row) == ranks for row in table) else None
     if sums != list(shard_lengths):
-        raise BadRules(
+        raise RulesError(
             f"tensor `{name}`: shards of length {list(shard_lengths)} along axis {rule.axis} "
             f"contradict its rule ({rule})"
         )
@@ -311,23 +313,23 @@ def _fused_parts(name: str, rule: Rule) -> int | tuple[int, ...]:
         return rule.fused
     known = tuple(n for n in rule.fused if isinstance(n, int))
     if len(known) != len(rule.fused):
-        raise BadRules(f"tensor `{name}`: its rule has formulas, but nothing states the sizes of the model ({rule})")
+        raise RulesError(f"tensor `{name}`: its rule has formulas, but nothing states the sizes of the model ({rule})")
     return known
 
 
 def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
-    """Raise `BadRules` if the full tensor's length contradicts the model's sizes, or if a unit would be split."""
+    """Raise `RulesError` if the full tensor's length contradicts the model's sizes, or if a unit would be split."""
     if not 0 <= rule.axis < len(shape):
         return
     length, units = shape[rule.axis], rule.units
     if isinstance(rule.length, int) and rule.length != length:
-        raise BadRules(
+        raise RulesError(
             f"tensor `{name}` has length {length} along axis {rule.axis}, but by the model's sizes it is {rule.length}",
             hint="The arguments in the checkpoint contradict its tensors, or the rule is wrong. "
             f"It is from {rule.origin}; your own rules, with --rules, come before it.",
         )
     if isinstance(units, int) and (units < 1 or length % units or (units % ranks and ranks % units)):
-        raise BadRules(
+        raise RulesError(
             f"tensor `{name}`: {units} units (heads or groups of them) along axis {rule.axis} of length {length} "
             f"do not divide over {ranks} ranks",
             hint="Choose a degree that divides them.",
@@ -337,12 +339,12 @@ def _check_length(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
 def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, list[tuple[ShardBlock, ...]]]:
     if rule.how == "blocks":
         if rule.shape is None or len(rule.blocks) != len(shapes):
-            raise BadRules(f"tensor `{name}`: its rule lists {len(rule.blocks)} ranks, there are {len(shapes)}")
+            raise RulesError(f"tensor `{name}`: its rule lists {len(rule.blocks)} ranks, there are {len(shapes)}")
         return rule.shape, list(rule.blocks)
     axis = rule.axis
     rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if any(not 0 <= axis < len(shape) for shape in shapes) or len(rests) != 1:
-        raise BadRules(
+        raise RulesError(
             f"tensor `{name}`: shards of shapes {[list(s) for s in shapes]} cannot be concatenated along axis {axis}"
         )
     table = lengths(name, rule, [shape[axis] for shape in shapes])

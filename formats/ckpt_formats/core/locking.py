@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_formats.core.errors import Locked, NoSpace, OutputError
+from ckpt_formats.core.errors import LockedError, NoSpaceError, OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
-def lock(file: Path, error_if_locked: Locked, required: bool = True) -> Iterator[None]:
+def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Iterator[None]:
     """Within, hold the lock of a file, which is created if it does not exist.
 
     Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is
@@ -41,7 +41,7 @@ def lock(file: Path, error_if_locked: Locked, required: bool = True) -> Iterator
 
 def unwritable(error: OSError, place: Path) -> OutputError:
     """The error for a target that the system did not let us write, with the reason."""
-    kind = NoSpace if error.errno in FULL else OutputError
+    kind = NoSpaceError if error.errno in FULL else OutputError
     return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
-from ckpt_formats.core.errors import Incomplete
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
@@ -24,7 +24,8 @@ _OF_THE_MODEL = frozenset((MODEL, MASTER))
 def check_states(
     parameters: Mapping[str, Parameter], groups: Sequence[Group], where: Path, *, even: bool
 ) -> Iterator[Notice]:
-    """Raise `Incomplete` if a parameter lacks states that others of its group have; yield notices of what is unsure.
+    """Raise `IncompleteError` if a parameter lacks states that others of its group have; yield notices of what is
+    unsure.
 
     A parameter without any state gives only a notice, because an optimizer makes no state
     for a parameter that never had a gradient. If `even`, the engine has all states for all
@@ -43,7 +44,7 @@ def check_states(
         if any(states for by_name in kinds.values() for states in by_name.values()):
             without += (name for by_name in kinds.values() for name, states in by_name.items() if not states)
     if without and even:
-        raise Incomplete(
+        raise IncompleteError(
             f"the optimizer has no states of {_some(without)}, but of others in the same group",
             where=where,
             hint="Files are missing, or are of another save: copy all files of one step again.",
@@ -73,7 +74,7 @@ def _poorer_groups(parameters: Mapping[str, Parameter], groups: Sequence[Group])
 
 
 def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) -> Iterator[Notice]:
-    """Raise `Incomplete` for a missing state that is common or that most parameters have; else yield a notice."""
+    """Raise `IncompleteError` for a missing state that is common or that most parameters have; else yield a notice."""
     counts = Counter(states for states in states_by_name.values() if states)
     holders: Counter[str] = Counter()
     for states, count in counts.items():
@@ -88,7 +89,7 @@ def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) 
         if all(state.startswith(_BLOCKWISE) for state in lacking):
             continue
         if any(state in _COMMON or 2 * holders[state] > len(states_by_name) for state in lacking):
-            raise Incomplete(
+            raise IncompleteError(
                 f"`{printable(name)}` has no {' and no '.join(f'`{printable(state)}`' for state in lacking)}, which "
                 "other "
                 f"parameters of optimizer group {number} have",

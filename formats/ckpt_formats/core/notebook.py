@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
 
@@ -147,16 +147,18 @@ class NotebookProgress:
     """
 
     def __init__(self, label: str = "") -> None:
-        """Show an empty bar. Raises `Unsupported` outside of a notebook."""
+        """Show an empty bar. Raises `UnsupportedError` outside of a notebook."""
         self._label = label
         self._begin, self._shown = time.monotonic(), 0.0
         try:
             from IPython.core.getipython import get_ipython
             from IPython.display import display
         except ImportError as error:
-            raise Unsupported("there is no IPython here", hint="Only a notebook shows this progress bar.") from error
+            raise UnsupportedError(
+                "there is no IPython here", hint="Only a notebook shows this progress bar."
+            ) from error
         if get_ipython() is None:
-            raise Unsupported("this is no notebook", hint="Pass a function of your own as `progress=`.")
+            raise UnsupportedError("this is no notebook", hint="Pass a function of your own as `progress=`.")
         self._handle = display(_Html(self._html(0, 0)), display_id=True)
 
     def __call__(self, done: int, total: int) -> None:

@@ -26,7 +26,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_formats.core.errors import BadRules, Unsafe
+from ckpt_formats.core.errors import RulesError, UnsafeError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.formula import is_formula
 from ckpt_formats.core.layout import ParallelGroup, Partitioning, Rule
@@ -66,7 +66,7 @@ def rule_set(name: str) -> tuple[Rule, ...]:
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """The rules of a TOML file, in order, or of a shipped set. Raises `BadRules` naming the rule that is wrong."""
+    """The rules of a TOML file, in order, or of a shipped set. Raises `RulesError` naming the rule that is wrong."""
     if not path.exists() and str(path) in shipped():
         return rule_set(str(path))
     return _read(path, str(path))
@@ -82,10 +82,10 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
     except OSError as error:
         raise unreadable(error, path) from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, and numbers without end
-        raise BadRules(f"not a TOML file: {error}", where=path) from None
+        raise RulesError(f"not a TOML file: {error}", where=path) from None
     unknown = set(tables) - {"rule"}
     if unknown or not isinstance(tables.get("rule"), list):
-        raise BadRules("expected only [[rule]] tables", where=path, hint="See docs/rules.md for the language.")
+        raise RulesError("expected only [[rule]] tables", where=path, hint="See docs/rules.md for the language.")
     return tuple(_rule(table, f"{origin}, rule {i}") for i, table in enumerate(tables["rule"], 1))
 
 
@@ -94,20 +94,20 @@ def safe_pattern(pattern: str, origin: str) -> str:
 
     Rules are stored in checkpoints, so they are untrusted input: a choice within a
     repeat can take time exponential in the length of a name, and many repeats in a
-    row nearly as much. Raises `BadRules` for what is no regular expression, `Unsafe`
+    row nearly as much. Raises `RulesError` for what is no regular expression, `UnsafeError`
     for one that could take too long.
     """
     if len(pattern) > _MAX_PATTERN:
-        raise Unsafe(f"a name pattern of {len(pattern)} characters", where=origin)
+        raise UnsafeError(f"a name pattern of {len(pattern)} characters", where=origin)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = regex_parser.parse(pattern)
             re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise BadRules(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
+        raise RulesError(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
     if _count_backtracks(parsed) > _MAX_BACKTRACKS:
-        raise Unsafe(
+        raise UnsafeError(
             f"the pattern `{pattern}` has too many choices: a match may take too long",
             where=origin,
             hint="Write it without a repeat within a repeat.",
@@ -117,30 +117,30 @@ def safe_pattern(pattern: str, origin: str) -> str:
 
 def _rule(table: Any, where: str) -> Rule:
     if not isinstance(table, dict) or not isinstance(table.get("match"), str):
-        raise BadRules(
+        raise RulesError(
             "a rule needs `match`, a regular expression",
             where=where,
             hint="Such as: match = 'mlp\\.up\\.weight$', and axis = 0.",
         )
     if unknown := set(table) - _KEYS:
-        raise BadRules(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
+        raise RulesError(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
     how = table.get("how", "sharded")
     if how not in get_args(Partitioning) or how == "blocks":
-        raise BadRules(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)
+        raise RulesError(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)
     axis, fused, vocabulary = table.get("axis", 0), table.get("fused", 1), table.get("vocabulary")
     widths = table.get("widths", [])
     if not _natural(axis) or not (vocabulary is None or _natural(vocabulary)):
-        raise BadRules("`axis` and `vocabulary` are whole numbers from 0", where=where)
+        raise RulesError("`axis` and `vocabulary` are whole numbers from 0", where=where)
     if not (_natural(fused) and fused) and not (isinstance(fused, list) and fused and all(map(is_formula, fused))):
-        raise BadRules("`fused` is a count of parts, or the list of their lengths", where=where)
+        raise RulesError("`fused` is a count of parts, or the list of their lengths", where=where)
     for key in ("length", "units", "when"):
         if not is_formula(table.get(key, 0)) or (key == "when" and not isinstance(table.get(key, ""), str)):
-            raise BadRules(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
+            raise RulesError(f"`{key}` is a formula of sizes, such as 'heads * head_dim + 2'", where=where)
     over, padded = table.get("over", "tensor"), table.get("padded", False)
     if over not in get_args(ParallelGroup) or not isinstance(padded, bool):
-        raise BadRules("`over` is tensor or expert, `padded` is true or false", where=where)
+        raise RulesError("`over` is tensor or expert, `padded` is true or false", where=where)
     if not isinstance(widths, list) or not all(isinstance(w, list) and all(map(_natural, w)) for w in widths):
-        raise BadRules("`widths` is a list of lists: for each part, its lengths on each rank", where=where)
+        raise RulesError("`widths` is a list of lists: for each part, its lengths on each rank", where=where)
     return Rule(
         safe_pattern(table["match"], where),
         how,

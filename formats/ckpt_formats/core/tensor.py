@@ -19,7 +19,7 @@ from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.indexing import block_of_key
@@ -382,7 +382,7 @@ class Tensor(Blob):
     def read_into(self, out: Array, reader: Reader) -> None:
         """Fill `out`: an array of this shape and dtype. Blocks without a fragment stay as they are: check `problems`.
 
-        Raises `Corrupt` if a replica holds other bits.
+        Raises `CorruptError` if a replica holds other bits.
         """
         for fragment in self.fragments:
             fragment.blob.read_into(out[fragment.box.index], reader)
@@ -442,18 +442,18 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
 def checked_read(tensor: Tensor) -> Array:
     """All values of a tensor, in memory, of any shape and dtype.
 
-    Raises `Incomplete` if blocks of it are missing, `Corrupt` if replicas differ. Checksums that cover more than the
-    tensor's own bytes are not verified; `ckpt verify` does that.
+    Raises `IncompleteError` if blocks of it are missing, `CorruptError` if replicas differ. Checksums that cover more
+    than the tensor's own bytes are not verified; `ckpt verify` does that.
     """
     for problem in tensor.problems():
-        raise Incomplete(problem)
+        raise IncompleteError(problem)
     return read(tensor)
 
 
-def replicas_differ(tensor: Tensor, replica: Tensor) -> Corrupt:
+def replicas_differ(tensor: Tensor, replica: Tensor) -> CorruptError:
     """Two copies that should be equal are not: name the files of both."""
     first, second = ({str(raw.path) for f in t.fragments for raw in f.blob.sources()} for t in (tensor, replica))
-    return Corrupt(
+    return CorruptError(
         f"replicas of one tensor differ: {', '.join(sorted(first))} against {', '.join(sorted(second))}",
         hint='If they are meant to differ, say with --rules which counts: how = "first" or "averaged".',
     )

@@ -59,7 +59,7 @@ class Transfer:
         """The values of one block: an array of the same shape as the block, and of the tensor's dtype.
 
         It is valid until the next call for the same `slot`. `counted` is false for bytes that are no
-        progress of the work: a sample, a base. Raises `Corrupt` if a replica of the tensor has other bits.
+        progress of the work: a sample, a base. Raises `CorruptError` if a replica of the tensor has other bits.
         """
         return self._read(tensor if box.shape == tensor.shape else tensor.crop(box), slot, counted)
 

@@ -7,7 +7,7 @@ from math import prod
 from types import EllipsisType
 
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, slab
 from ckpt_formats.core.tensor import (
@@ -208,7 +208,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 def _transposed(blob: Blob) -> FileBlob:
     if not isinstance(blob, FileBlob):
-        raise Unsupported("a matrix that does not lie plainly in a file cannot be transposed")
+        raise UnsupportedError("a matrix that does not lie plainly in a file cannot be transposed")
     return FileBlob(blob.path, blob.offset, blob.shape[::-1], blob.dtype, blob.strides[::-1], blob.seal)
 
 

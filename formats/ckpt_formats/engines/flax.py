@@ -12,7 +12,7 @@ from ckpt_formats.containers.msgpack import MAX_DEPTH, array_pieces, map_header,
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -62,10 +62,12 @@ class Flax(WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         file = path / FILE if path.is_dir() else path
         if path.is_dir() and (path / INDEX).is_file():
-            raise Unsupported("a model of Flax in several files is not read", where=path, hint="Name one of its files.")
+            raise UnsupportedError(
+                "a model of Flax in several files is not read", where=path, hint="Name one of its files."
+            )
         root, nbytes = read_tree(file)
         if not isinstance(root, dict) or not root:
-            raise Corrupt("holds no nested dicts of arrays", where=file)
+            raise CorruptError("holds no nested dicts of arrays", where=file)
         step = root.get("step")
         extras: dict[str, Value] = {key: root.pop(key) for key in (_OPTIMIZER,) if key in root}
         leaves = list(_leaves(root, ()))
@@ -149,11 +151,11 @@ def _separator_of(paths: Sequence[tuple[str, ...]], file: Path) -> str:
         return ""
     if not any("/" in key for key in keys):
         return "/"
-    raise Unsupported("has keys with `.` and keys with `/`, so names of tensors would not be unique", where=file)
+    raise UnsupportedError("has keys with `.` and keys with `/`, so names of tensors would not be unique", where=file)
 
 
 def _tree(parameters: Sequence[Parameter], separator: str) -> Tree:
-    """The parameters in nested dicts. Raises `Unsupported` if one would be a dict as well, or lies too deep."""
+    """The parameters in nested dicts. Raises `UnsupportedError` if one would be a dict as well, or lies too deep."""
     tree: Tree = {}
     for parameter in parameters:
         name = parameter.name
@@ -162,12 +164,12 @@ def _tree(parameters: Sequence[Parameter], separator: str) -> Tree:
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner
         if isinstance(inner, Parameter) or keys[-1] in inner:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` would be a tensor and a dict of tensors",
                 hint="Choose another separator, or rename it.",
             )
         if len(keys) > MAX_DEPTH - 2:
-            raise Unsupported(f"`{printable(name[:200])}` has too many parts for nested dicts")
+            raise UnsupportedError(f"`{printable(name[:200])}` has too many parts for nested dicts")
         inner[keys[-1]] = parameter
     return tree
 

@@ -20,7 +20,7 @@ from ckpt_formats.containers.safetensors_shards import (
 )
 from ckpt_formats.containers.shard_index import index_text, numbered_names
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, OriginalForm, Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
@@ -55,7 +55,7 @@ class Safetensors(WritableFormat):
         single = path.name.endswith(SUFFIX) and path.is_file()
         weights = read_weights(*shard_paths(path), with_states=single)
         if single and weights.has_blocks:
-            raise Unsupported(
+            raise UnsupportedError(
                 "has blocks of tensors: it is the file of one rank of several",
                 where=path,
                 hint=f"Name the folder: {printable(str(path.parent))}",
@@ -93,7 +93,7 @@ class Safetensors(WritableFormat):
         with_states = self._writes_states(form)
         if with_states:
             if not self.single_file:
-                raise Unsupported(
+                raise UnsupportedError(
                     "optimizer states go into a single file of safetensors, not into a folder",
                     hint="End the target's name in .safetensors.",
                 )

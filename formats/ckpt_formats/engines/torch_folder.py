@@ -16,7 +16,7 @@ from typing import Literal
 from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported, form_of
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, form_of
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -67,7 +67,7 @@ class TorchFolder(Format):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         paths = list(islice(filter(_is_torch, (path / name for name in names_in(path))), _MAX_FILES + 1))
         if len(paths) > _MAX_FILES:
-            raise NotFound(f"has more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
+            raise NotFoundError(f"has more than {_MAX_FILES} files of torch: {_listed(paths)}", where=path, hint=_NAME)
         with form_of("a folder of files of torch", path):
             files = [_File(file, _kind_of(file)) for file in map(open_file, paths)]
             return _checkpoint(path, files, options)
@@ -154,9 +154,12 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
 
 
 def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File:
-    """The file of the model. Raises `NotFound` or `Unsupported` if there are several, `Incomplete` if there is none."""
+    """The file of the model.
+
+    Raises `NotFoundError` or `UnsupportedError` if there are several, `IncompleteError` if there is none.
+    """
     if not models:
-        raise Incomplete(
+        raise IncompleteError(
             f"no file contains a model, only {_listed([file.path for file in files])}",
             where=path,
             hint="Copy the model's file into the folder.",
@@ -165,17 +168,19 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     if len(models) == 1:
         return models[0]
     if sum(1 for file in paths if _OF_META.fullmatch(file.name)) > 1:
-        raise Unsupported(
+        raise UnsupportedError(
             f"a model of Meta's is split over {len(models)} files by tensor parallelism: {_listed(paths)}",
             where=path,
             hint="These files cannot be merged here. Use transformers' convert_llama_weights_to_hf.py.",
         )
     if all(_OF_A_RANK.fullmatch(file.stem) for file in paths):
-        raise Unsupported(f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME)
+        raise UnsupportedError(
+            f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME
+        )
     usual = [file for name in _USUAL for file in models if file.path.stem.lower() == name]
     forms = Counter(_form(file) for file in paths)
     if not usual or max(forms.values()) > 1:
-        raise NotFound(f"has {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
+        raise NotFoundError(f"has {len(models)} models: {_listed(paths)}", where=path, hint=_NAME)
     return usual[0]
 
 
@@ -219,7 +224,7 @@ def _has_weights(root: Value) -> bool:
 def _tree(file: TorchFile) -> dict[str, Value]:
     tree = {str(key): value for key, value in file.root.items()}
     if len(tree) < len(file.root):
-        raise Corrupt("two keys of the file differ only in their type", where=file.path)
+        raise CorruptError("two keys of the file differ only in their type", where=file.path)
     return tree
 
 

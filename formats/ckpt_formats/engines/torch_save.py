@@ -30,7 +30,7 @@ from ckpt_formats.core.checkpoint import (
     Role,
     SourceFile,
 )
-from ckpt_formats.core.errors import Corrupt, NotFound, Unsupported, flaw
+from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsupportedError, flaw
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
@@ -107,7 +107,7 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
         other_states = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
         if clashing := sorted(parameter.values.keys() & (masters.keys() | other_states.keys())):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` has a state and a value that are both called `{printable(clashing[0])}`"
             )
         items = {**masters, **other_states, **{key: plain(value) for key, value in parameter.values.items()}}
@@ -162,7 +162,7 @@ class _ItemEncoder:
         self._parameters = parameters
 
     def __call__(self, value: Value) -> Value:
-        encode(value)  # raises `Unsafe` for a value that contains itself
+        encode(value)  # raises `UnsafeError` for a value that contains itself
         return self._plain(value)
 
     def _plain(self, value: Value) -> Value:
@@ -219,7 +219,7 @@ def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
         origin = Origin(stated["engine"], stated["version"], stated["step"], decode(stated["layout"], path))
         aliases = {str(alias): str(name) for alias, name in record["aliases"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the file has not the form in which ckpt writes files of torch.save: {flaw(error)}", where=path
         ) from None
     return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
@@ -262,13 +262,13 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
     items, notices = as_root(file.root)
     root: dict[str, Value] = {str(key): value for key, value in items.items()}
     if len(root) < len(items):
-        raise Corrupt("two keys of the file differ only in their type", where=file.path)
+        raise CorruptError("two keys of the file differ only in their type", where=file.path)
     root = whole_tree(root, file.path)
     attributes = attributes_of(file.root)
     state = training_state(root, file.path, options.order, options.orders, further_extras=attributes)
     if not state.parameters:
         losses = "".join(f"; {notice}" for notice in state.notices if notice.weight is Weight.LOST)
-        raise NotFound(f"a file without a tensor is no checkpoint{losses}", where=file.path)
+        raise NotFoundError(f"a file without a tensor is no checkpoint{losses}", where=file.path)
     without = check_weights(state, root, file.path)
     origin = Origin("torch", None, state.step, {"keys": state.keys.to_json()})
     return Checkpoint(

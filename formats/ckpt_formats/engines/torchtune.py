@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
-from ckpt_formats.core.errors import BadRules, Incomplete, Unsupported, form_of
+from ckpt_formats.core.errors import IncompleteError, RulesError, UnsupportedError, form_of
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -117,14 +117,14 @@ def _number(name: str) -> int:
 
 
 def _folder_of(path: Path, epochs: Value) -> Path:
-    """The folder of the epoch to which the recipe's state belongs. Raises `Incomplete` if it is missing."""
+    """The folder of the epoch to which the recipe's state belongs. Raises `IncompleteError` if it is missing."""
     numbers = {int(match[1]): path / name for name in names_in(path) if (match := _EPOCH.fullmatch(name))}
     numbers = {number: folder for number, folder in numbers.items() if folder.is_dir()}
     if not numbers:
-        raise Incomplete("there is a state of the recipe, but no folder of an epoch with the model", where=path)
+        raise IncompleteError("there is a state of the recipe, but no folder of an epoch with the model", where=path)
     last = epochs - 1 if is_natural(epochs) and epochs else max(numbers)
     if last not in numbers:
-        raise Incomplete(
+        raise IncompleteError(
             f"the recipe's state belongs to epoch {last}, but its folder is missing",
             where=path,
             hint=f"Name the folder of an epoch to read only its model: {numbers[max(numbers)].name}",
@@ -148,7 +148,7 @@ def _with_optimizer(base: Checkpoint, optimizer: Mapping[str, Value]) -> Checkpo
         )
         heads = _heads(config)
         reordered = {name: _in_files_order(parameter, heads) for name, parameter in state_read.parameters.items()}
-    except (Unsupported, BadRules):
+    except (UnsupportedError, RulesError):
         return None
     if not state_read.groups:
         return None
@@ -192,12 +192,15 @@ def _heads(config: Value) -> Mapping[str, int]:
     queries = config.get("num_attention_heads")
     keys = config.get("num_key_value_heads", queries)
     if not isinstance(queries, int) or not isinstance(keys, int):
-        raise Unsupported("the configuration does not state the number of heads")
+        raise UnsupportedError("the configuration does not state the number of heads")
     return {"q": queries, "k": keys}
 
 
 def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter:
-    """The parameter with the rows of its states in the order of the file. Raises `Unsupported` for other shapes."""
+    """The parameter with the rows of its states in the order of the file.
+
+    Raises `UnsupportedError` for other shapes.
+    """
     match = _PERMUTED.fullmatch(parameter.name)
     if match is None or not heads:
         return parameter
@@ -206,7 +209,7 @@ def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter
     for name, state in parameter.states.items():
         if name != MODEL and state.size > 1:
             if state.shape != shape:
-                raise Unsupported(f"state {name} of `{parameter.name}` has another shape than the parameter")
+                raise UnsupportedError(f"state {name} of `{parameter.name}` has another shape than the parameter")
             state = _even_rows_first(state, heads[match[1]])
         states[name] = state
     return replace(parameter, states=states)
@@ -215,7 +218,7 @@ def _in_files_order(parameter: Parameter, heads: Mapping[str, int]) -> Parameter
 def _even_rows_first(tensor: Tensor, heads: int) -> Tensor:
     """The rows of each head reordered: the even rows, then the odd ones. `tensor`: (rows, ...)."""
     if heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
-        raise Unsupported(f"{list(tensor.shape[:1])} rows cannot be those of {heads} heads")
+        raise UnsupportedError(f"{list(tensor.shape[:1])} rows cannot be those of {heads} heads")
     rows = tensor.shape[0] // heads
     each: Sequence[Tensor] = [rows_of(tensor, [(i * rows, (i + 1) * rows)]) for i in range(heads)]
     return stacked([strided(head, start, 2) for head in each for start in (0, 1)])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.table import Table
@@ -46,12 +46,12 @@ _PLAIN: dict[str, Any] = {
 def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architecture:
     """The architecture that a config.json describes.
 
-    Raises: Incomplete or Corrupt if an entry is missing or not valid, Unsupported for a model that Megatron cannot
-    compute.
+    Raises: IncompleteError or CorruptError if an entry is missing or not valid, UnsupportedError for a model that
+    Megatron cannot compute.
     """
     for key, plain in _PLAIN.items():
         if config.get(key, plain) not in (plain, None):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"config.json states {key} {printable(str(config[key]))[:60]}, which Megatron does not support",
                 where=where,
             )
@@ -64,9 +64,9 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
         value = entry(field)
         value = default if value is None else value
         if value is None:
-            raise Incomplete(f"config.json does not state the model's {field}", where=where)
+            raise IncompleteError(f"config.json does not state the model's {field}", where=where)
         if not is_natural(value) or not value:
-            raise Corrupt(
+            raise CorruptError(
                 f"config.json states {field} {printable(str(value))[:60]}: it must be a positive integer", where=where
             )
         return cast(int, value)
@@ -74,19 +74,19 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
     heads, hidden = number("heads"), number("hidden")
     groups, head_dim = number("groups", heads), number("head_dim", hidden // heads or None)
     if heads % groups:
-        raise Corrupt(
+        raise CorruptError(
             f"config.json states {heads} attention heads, which cannot be divided into {groups} groups", where=where
         )
     activation = _ACTIVATIONS.get(str(entry("activation")))
     if activation is None or (activation == "silu") != table.gated:
-        raise Unsupported(
+        raise UnsupportedError(
             f"config.json states the activation {printable(str(entry('activation')))[:60]}, which is not supported",
             where=where,
         )
     theta, scaling = (None, None) if table.learned_positions else _rotary(config, table, where)
     window = entry("window")
     if window is not None and (not is_natural(window) or not window):
-        raise Corrupt(
+        raise CorruptError(
             f"config.json states a sliding window of {printable(str(window))[:60]}, which is not a positive integer",
             where=where,
         )
@@ -116,12 +116,12 @@ def of_config(config: Mapping[str, Any], table: Table, where: Path) -> Architect
 def to_config(model: Architecture, table: Table, flags: Mapping[str, bool], dtype: str | None) -> dict[str, Any]:
     """The config.json of a model of this family; `flags` are the entries that its names depend on.
 
-    Raises `Unsupported` if transformers' models of the family cannot compute the model.
+    Raises `UnsupportedError` if transformers' models of the family cannot compute the model.
     """
     if "head_dim" not in table.config and model.head_dim * model.heads != model.hidden:
-        raise Unsupported(f"{model.heads} heads of {model.head_dim} do not give the hidden size {model.hidden}")
+        raise UnsupportedError(f"{model.heads} heads of {model.head_dim} do not give the hidden size {model.hidden}")
     if table.sizes["groups"] == table.sizes["heads"] and model.groups != model.heads:
-        raise Unsupported(f"the family {table.family} has no groups of heads that share keys and values")
+        raise UnsupportedError(f"the family {table.family} has no groups of heads that share keys and values")
     fields = {**table.count, **table.sizes, **table.config}
     values: dict[str, Any] = {
         "layer": model.layers,
@@ -152,18 +152,18 @@ def _rotary(config: Mapping[str, Any], table: Table, where: Path) -> tuple[float
     """The base and the scaling of rotary frequencies, from the entries of transformers 4 or 5."""
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rotary, dict):
-        raise Corrupt("the rotary parameters of config.json are not a mapping", where=where)
+        raise CorruptError("the rotary parameters of config.json are not a mapping", where=where)
     theta = _real(
         rotary.get("rope_theta", config.get("rope_theta", table.absent.get("rope_theta"))), "rope_theta", where
     )
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unsupported("config.json states partial_rotary_factor, which is not supported", where=where)
+        raise UnsupportedError("config.json states partial_rotary_factor, which is not supported", where=where)
     if kind == "default":
         return theta, None
     if kind == "linear" or (kind == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())):
         return theta, Scaling(kind, _real(rotary.get("factor"), "factor of rope_scaling", where))
-    raise Unsupported(
+    raise UnsupportedError(
         f"config.json scales rotary frequencies by {printable(str(rotary))[:120]}, which Megatron does not support",
         where=where,
     )
@@ -178,9 +178,9 @@ def _scaled(scaling: Scaling | None) -> dict[str, Any] | None:
 def _real(value: Any, name: str, where: Path, default: float | None = None) -> float:
     value = default if value is None else value
     if value is None:
-        raise Incomplete(f"config.json does not state `{name}`", where=where)
+        raise IncompleteError(f"config.json does not state `{name}`", where=where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-        raise Corrupt(
+        raise CorruptError(
             f"config.json states {name} {printable(str(value))[:60]}, which is not a valid number", where=where
         )
     return float(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
@@ -39,7 +39,7 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
     args = source.extras.get(ARGUMENTS)
     record = args if isinstance(args, Record) else None
     if config is None and record is None:
-        raise Incomplete(
+        raise IncompleteError(
             "the model is not known: there are neither arguments of a Megatron run (`args`) nor a config.json",
             where=source.path,
             hint="Name the model's config.json with --config.",
@@ -53,11 +53,11 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
 def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> ModelDescription:
     """The model that a configuration describes: `config`, else the one in the checkpoint.
 
-    Raises `Incomplete` if there is none.
+    Raises `IncompleteError` if there is none.
     """
     known_config = config_of(source) if config is None else config
     if known_config is None:
-        raise Incomplete(
+        raise IncompleteError(
             "there is no config.json, so the model is not known",
             where=source.path,
             hint="Name the model's config.json, or the folder that contains it, with --config.",
@@ -81,7 +81,7 @@ def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) ->
     table = table_for(config)
     if table is None:
         kind = printable(str(config.get("model_type")))[:60]
-        raise Unsupported(f"the Megatron names of models of type {kind} are not known", where=where, hint=KNOWN)
+        raise UnsupportedError(f"the Megatron names of models of type {kind} are not known", where=where, hint=KNOWN)
     model = of_config(config, table, where)
     if record is None:
         return ModelDescription(model, table, config)
@@ -113,19 +113,20 @@ def _rows(source: Checkpoint, record: Record) -> int:
     table = source.parameters.get(_WORD_TABLE)
     rows = table.weight.shape[0] if table is not None and table.weight.shape else record.get("padded_vocab_size")
     if not isinstance(rows, int) or rows < 1:
-        raise Incomplete(f"`{_WORD_TABLE}` is missing", where=source.path)
+        raise IncompleteError(f"`{_WORD_TABLE}` is missing", where=source.path)
     return rows
 
 
 def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: Path) -> tuple[Family, Architecture]:
     """The one of several families that the arguments describe, and its model.
 
-    A Mistral has the tensors of a Llama, but a sliding window. Raises `Unsupported` if no or several families match.
+    A Mistral has the tensors of a Llama, but a sliding window. Raises `UnsupportedError` if no or several families
+    match.
     """
     attempts = [(family, _try_arguments(family, record, vocabulary, where)) for family in families]
     matches = [(family, model) for family, model in attempts if isinstance(model, Architecture)]
     if not matches:
-        raise next(error for _, error in attempts if isinstance(error, Unsupported))
+        raise next(error for _, error in attempts if isinstance(error, UnsupportedError))
     windowed = [match for match in matches if "window" in match[0].table.config]
     plain = [match for match in matches if match not in windowed]
     fitting = windowed if matches[0][1].window is not None else plain or windowed
@@ -133,12 +134,14 @@ def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: 
         return fitting[0]
     family_names = ", ".join(family.table.family for family, _ in matches)
     kinds = "those of several families" if fitting else "with a sliding window, those of"
-    raise Unsupported(f"the tensors are {kinds}: {family_names}", hint="Name the model's config.json with --config.")
+    raise UnsupportedError(
+        f"the tensors are {kinds}: {family_names}", hint="Name the model's config.json with --config."
+    )
 
 
-def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | Unsupported:
+def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | UnsupportedError:
     """The model that the arguments describe, or the error if it cannot be of this family."""
     try:
         return of_arguments(record, family.table, family.names, vocabulary, None, where)
-    except Unsupported as error:
+    except UnsupportedError as error:
         return error

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.names.table import NamePattern, Table
 from ckpt_formats.names.tables import tables
@@ -50,13 +50,13 @@ def pattern_of(name: str) -> str:
 def families_of(names: Iterable[str], aliases: Iterable[str] = (), *, partial: bool = False) -> list[Family]:
     """The families whose models have exactly these names; if `partial`, at least these.
 
-    Raises `Unsupported` if there is none.
+    Raises `UnsupportedError` if there is none.
     """
     present, tied = set(map(pattern_of, names)), set(map(pattern_of, aliases))
     fits = [_fit(table, present, tied) for table in tables()]
     families = [fit.family for fit in fits if not fit.surplus and (partial or not fit.missing)]
     if not families:
-        raise Unsupported(_none(min(fits, key=lambda fit: len(fit.missing) + len(fit.surplus))), hint=_HINT)
+        raise UnsupportedError(_none(min(fits, key=lambda fit: len(fit.missing) + len(fit.surplus))), hint=_HINT)
     return families
 
 

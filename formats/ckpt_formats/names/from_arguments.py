@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
@@ -74,26 +74,26 @@ class _ArgumentReader:
         return next((value for value in map(self.record.get, names) if value is not None), default)
 
     def number(self, field: str, *names: str, default: int | None = None) -> int:
-        """A positive integer, else the field of `other`, else `default`. Raises `Incomplete` or `Corrupt`."""
+        """A positive integer, else the field of `other`, else `default`. Raises `IncompleteError` or `CorruptError`."""
         value = self.get(*names)
         if value is None:
             value = getattr(self.other, field) if self.other is not None else default
         if value is None:
-            raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
+            raise IncompleteError(f"the arguments do not state `{names[0]}`", where=self.where, hint=_CONFIG_HINT)
         if not is_natural(value) or not value:
-            raise Corrupt(
+            raise CorruptError(
                 f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is not a positive integer",
                 where=self.where,
             )
         return cast(int, value)
 
     def real(self, field: str, *names: str, default: float) -> float:
-        """A number that is not negative, else the field of `other`, else `default`. Raises `Corrupt`."""
+        """A number that is not negative, else the field of `other`, else `default`. Raises `CorruptError`."""
         value = self.get(*names)
         if value is None:
             value = getattr(self.other, field) if self.other is not None else default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-            raise Corrupt(
+            raise CorruptError(
                 f"the argument `{names[0]}` is {printable(str(value))[:40]}, which is not a valid number",
                 where=self.where,
             )
@@ -107,8 +107,8 @@ def of_arguments(
 
     `names` are the patterns of its names; `other` is the architecture of its configuration, if there is one.
 
-    Raises: Unsupported for a model of no known family, Corrupt or Incomplete for arguments that are missing, not valid
-    or contradict the tensors.
+    Raises: UnsupportedError for a model of no known family, CorruptError or IncompleteError for arguments that are
+    missing, not valid or contradict the tensors.
     """
     arguments = _ArgumentReader(record, other, where)
     _check_plain(arguments, _PLAIN)
@@ -122,7 +122,9 @@ def of_arguments(
     groups = arguments.number("groups", "num_query_groups", default=heads) if grouped or by_config else heads
     chosen = arguments.number("chosen", "moe_router_topk", default=2) if experts else None
     if experts and arguments.get("moe_router_pre_softmax") and chosen != experts:
-        raise Unsupported("moe_router_pre_softmax: Mixtral's router chooses experts before the softmax", where=where)
+        raise UnsupportedError(
+            "moe_router_pre_softmax: Mixtral's router chooses experts before the softmax", where=where
+        )
     _check_norm(arguments, table)
     theta, scaling = (None, None) if _learned(arguments, table) else _rotary(arguments)
     untied = arguments.get("untie_embeddings_and_output_weights")
@@ -170,7 +172,7 @@ def _check_plain(arguments: _ArgumentReader, plain: Mapping[str, Value]) -> None
             isinstance(stated, (list, tuple)) and stated and all(item == plain_value for item in stated)
         )  # for each layer
         if stated is not None and stated is not False and stated != plain_value and not listed:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the run's arguments state {name} {printable(str(stated))[:60]}, which no known family of models has",
                 where=arguments.where,
                 hint=f"{KNOWN} Other formats keep Megatron's names.",
@@ -178,7 +180,7 @@ def _check_plain(arguments: _ArgumentReader, plain: Mapping[str, Value]) -> None
 
 
 def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> None:
-    """Raise `Unsupported` if the layers do not have the tensors that the arguments state.
+    """Raise `UnsupportedError` if the layers do not have the tensors that the arguments state.
 
     The names alone are not enough, because tensors may have been left out.
     """
@@ -194,7 +196,7 @@ def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> N
     }
     for part, value in expected.items():
         if value is not None and bool(value) != any(part in name for name in names):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"by the run's arguments the model has {'' if value else 'no '}`{part}`, but the tensors are those of "
                 f"another {table.family} model",
                 where=arguments.where,
@@ -205,7 +207,7 @@ def _check_names(arguments: _ArgumentReader, table: Table, names: set[str]) -> N
 def _check_norm(arguments: _ArgumentReader, table: Table) -> None:
     norm = arguments.get("normalization")
     if norm is not None and str(norm).lower() != ("layernorm" if table.layer_norm else "rmsnorm"):
-        raise Unsupported(
+        raise UnsupportedError(
             f"the arguments state {printable(str(norm))[:40]}, but the family {table.family} has another norm",
             where=arguments.where,
         )
@@ -218,7 +220,7 @@ def _learned(arguments: _ArgumentReader, table: Table) -> bool:
     if embedding_type is None and (arguments.other is not None or table.learned_positions):
         return table.learned_positions
     if embedding_type != ("learned_absolute" if table.learned_positions else "rope"):
-        raise Unsupported(
+        raise UnsupportedError(
             f"the arguments state position_embedding_type {printable(str(embedding_type))[:40]}, "
             f"but the tensors are of {table.family}",
             where=arguments.where,
@@ -231,7 +233,7 @@ def _rotary(arguments: _ArgumentReader) -> tuple[float, Scaling | None]:
     theta = arguments.real("theta", "rotary_base", default=10000.0)
     linear, llama3 = arguments.get("rotary_seq_len_interpolation_factor"), arguments.get("use_rope_scaling")
     if linear is not None and llama3:
-        raise Unsupported("the arguments state two scalings of rotary frequencies", where=arguments.where)
+        raise UnsupportedError("the arguments state two scalings of rotary frequencies", where=arguments.where)
     if linear is not None:
         return theta, Scaling("linear", arguments.real("", "rotary_seq_len_interpolation_factor", default=1.0))
     if llama3:
@@ -244,7 +246,7 @@ def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
     if gated is None:
         gated = arguments.get("glu_activation") == "swiglu" or (arguments.other is not None and table.gated)
     if bool(gated) != table.gated:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the arguments state swiglu {bool(gated)}, but the tensors are of {table.family}: no known family has "
             "both",
             where=arguments.where,
@@ -256,7 +258,7 @@ def _activation(arguments: _ArgumentReader, table: Table) -> Activation:
     if arguments.other is not None:
         return arguments.other.activation
     if arguments.get("openai_gelu"):
-        raise Unsupported(
+        raise UnsupportedError(
             "the run's arguments state openai_gelu, which Megatron core's layers ignore, but older layers use",
             where=arguments.where,
             hint=_CONFIG_HINT,
@@ -271,7 +273,7 @@ def _window(arguments: _ArgumentReader) -> int | None:
     if isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not is_natural(window[0]) or window[1] != 0:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the arguments state a sliding window of {printable(str(window))[:40]}, which is not supported",
             where=arguments.where,
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
@@ -88,7 +88,7 @@ def is_legacy(name: str) -> bool:
 def to_core(source: Checkpoint) -> Checkpoint:
     """A checkpoint of the older models under Megatron core's names.
 
-    Raises `Unsupported` for tensors that GPT models of Megatron core do not have.
+    Raises `UnsupportedError` for tensors that GPT models of Megatron core do not have.
     """
     version = source.extras.get(VERSION, 0)
     version = float(version) if isinstance(version, (int, float)) else 0.0
@@ -96,7 +96,7 @@ def to_core(source: Checkpoint) -> Checkpoint:
     for name in _own_names(source):
         new = core_name(name)
         if new is None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` is not a tensor of Megatron's older GPT models",
                 hint="Leave it out with --skip.",
             )
@@ -108,12 +108,15 @@ def to_core(source: Checkpoint) -> Checkpoint:
 
 
 def to_legacy(source: Checkpoint) -> Checkpoint:
-    """A checkpoint of Megatron core's plain layers under the older names. Raises `Unsupported` for newer tensors."""
+    """A checkpoint of Megatron core's plain layers under the older names.
+
+    Raises `UnsupportedError` for newer tensors.
+    """
     changes = []
     for name in _own_names(source):
         old = legacy_name(name)
         if old is None:
-            raise Unsupported(f"`{printable(name)}` is a tensor that Megatron's older models do not have")
+            raise UnsupportedError(f"`{printable(name)}` is a tensor that Megatron's older models do not have")
         changes.append(TensorRename((name,), (old,), tuple))
     renamed = apply_renames(source, changes)
     aliases = {
@@ -136,7 +139,7 @@ def _heads(source: Checkpoint) -> int:
 def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Queries, keys and values in the order of version 2: (rows, ...) as in `tensors[0]`."""
     if not heads:
-        raise Unsupported("the run's arguments do not state the number of attention heads")
+        raise UnsupportedError("the run's arguments do not state the number of attention heads")
     (tensor,) = tensors
     blocks = tensor if version < 1 else stacked([strided(tensor, i, 3) for i in range(3)])
     return (TRANSFORMS["qkv_blocks"].join([blocks], ModelSizes(heads, heads, 0)),)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Group, Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.text import printable
@@ -18,14 +18,17 @@ class TensorRename:
     old: tuple[str, ...]
     new: tuple[str, ...]
     make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-    """The tensors of `new` from those of `old`. Only moves elements. Raises `Unsupported` for unsuitable shapes."""
+    """The tensors of `new` from those of `old`. Only moves elements.
+
+    Raises `UnsupportedError` for unsuitable shapes.
+    """
 
 
 def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: Iterable[str] = ()) -> Checkpoint:
     """The checkpoint with all renames. Parameters that are not renamed come last, unchanged.
 
     The others are in the order of `order`, and then of the renames. A rename of which parameters are missing is
-    ignored. Raises `Unsupported` if parameters that become one have different states, values or groups.
+    ignored. Raises `UnsupportedError` if parameters that become one have different states, values or groups.
     """
     renames = [rename for rename in changes if all(name in source.parameters for name in rename.old)]
     parameters: dict[str, Parameter] = {}
@@ -33,9 +36,9 @@ def apply_renames(source: Checkpoint, changes: Iterable[TensorRename], order: It
         parameters |= _new_parameters(change, [source.parameters[name] for name in change.old])
     renamed = set(chain.from_iterable(rename.old for rename in renames))
     if twice := [name for name in parameters if name in source.parameters and name not in renamed]:
-        raise Unsupported(f"two tensors would have the name `{printable(twice[0])}`")
+        raise UnsupportedError(f"two tensors would have the name `{printable(twice[0])}`")
     if len(parameters) < sum(len(rename.new) for rename in renames):
-        raise Unsupported("two tensors of the source are the same tensor of the model, under two names")
+        raise UnsupportedError("two tensors of the source are the same tensor of the model, under two names")
     parameters = {name: parameters.pop(name) for name in order if name in parameters} | parameters
     parameters |= {name: parameter for name, parameter in source.parameters.items() if name not in renamed}
     by_old = {name: rename for rename in renames for name in rename.old}
@@ -72,7 +75,7 @@ def _new_parameters(change: TensorRename, parameters: Sequence[Parameter]) -> di
     first = parameters[0]
     for other in parameters[1:]:
         if (other.role, other.states.keys(), other.values) != (first.role, first.states.keys(), first.values):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(first.name)}` and `{printable(other.name)}` are one tensor in Megatron, but their "
                 f"states or values differ: {_summary(first)} and {_summary(other)}"
             )
@@ -90,14 +93,14 @@ def _new_tensors(change: TensorRename, state: str, parameters: Sequence[Paramete
     if all(tensor.shape == () for tensor in tensors):  # a counter, such as Adam's step, must be equal
         return (with_replicas(tensors),) * len(change.new)
     if any(tensor.shape != one.weight.shape for tensor, one in zip(tensors, parameters, strict=True)):
-        raise Unsupported(
+        raise UnsupportedError(
             f"the state {printable(state)} of {title} has another shape than the weight: it cannot be changed with it",
             hint="Leave the optimizer out with --model-only.",
         )
     try:
         return change.make(tensors)
-    except Unsupported as error:
-        raise Unsupported(f"{title} ({printable(state)}): {error.what}", hint=error.hint) from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{title} ({printable(state)}): {error.what}", hint=error.hint) from error
 
 
 def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place: Mapping[str, int]) -> Group:
@@ -110,7 +113,7 @@ def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place:
             names[name] = None
             continue
         if outside := [other for other in change.old if other not in members]:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` and `{printable(outside[0])}` are one tensor in Megatron, but only the first is "
                 f"in optimizer group {number}"
             )

@@ -2,7 +2,7 @@
 
 import re
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.formula import evaluate
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.text import printable
@@ -25,7 +25,7 @@ _PADDED = re.compile(_SHAPES[0][0])
 
 
 def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, source_name: str) -> None:
-    """Raise `Corrupt` if a tensor does not have the shape of the model's architecture.
+    """Raise `CorruptError` if a tensor does not have the shape of the model's architecture.
 
     `name` is its name in Megatron's plain layers, `source_name` the name for messages. `padded` allows more rows in
     tables of the vocabulary.
@@ -45,7 +45,7 @@ def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, s
     expected = tuple(evaluate(formula, sizes, f"the shape of `{name}`") for formula in formulas)
     longer = padded and _PADDED.fullmatch(name) and shape[1:] == expected[1:] and shape[:1] > expected[:1]
     if shape != expected and not longer:
-        raise Corrupt(
+        raise CorruptError(
             f"`{printable(source_name)}` has the shape {list(shape)}, but the model's sizes give {list(expected)}",
             hint="The configuration or the arguments contradict the tensors: name the right config.json with --config.",
         )

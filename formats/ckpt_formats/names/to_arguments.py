@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.names.architecture import Architecture
 from ckpt_formats.names.table import Table
@@ -15,12 +15,12 @@ _TWINS = {"norm_epsilon": "layernorm_epsilon"}
 def to_arguments(model: Architecture, table: Table, names: set[str], dtype: str | None) -> dict[str, Value]:
     """The arguments of a model; `names` are the patterns of its Megatron names.
 
-    Raises `Unsupported` for a combination of biases that Megatron does not have.
+    Raises `UnsupportedError` for a combination of biases that Megatron does not have.
     """
     experts, rotary = model.experts is not None, model.theta is not None
     biased = {kind for kind in ("linear_qkv", "linear_proj", "linear_fc1") if any(f"{kind}.bias" in n for n in names)}
     if biased not in ({"linear_qkv", "linear_proj", "linear_fc1"}, {"linear_qkv"}, set()):
-        raise Unsupported(
+        raise UnsupportedError(
             f"the model has biases only for {', '.join(sorted(biased))}: Megatron's layers have them everywhere "
             "(add_bias_linear), or only for queries, keys and values (add_qkv_bias)"
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.names.views import padded, rows_of, stacked, transposed
 
@@ -29,7 +29,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Transform:
-    """A reversible change of shape. Both functions raise `Unsupported` for unsuitable shapes."""
+    """A reversible change of shape. Both functions raise `UnsupportedError` for unsuitable shapes."""
 
     count: int
     """The number of Hugging Face tensors that one Megatron tensor contains."""
@@ -45,7 +45,7 @@ def _qkv(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     """The queries (heads * width, ...), keys and values (groups * width, ...) of a fused matrix or bias."""
     each = sizes.heads // sizes.groups if sizes.groups and sizes.heads % sizes.groups == 0 else 0
     if not each or not tensor.shape or tensor.shape[0] % (sizes.groups * (each + 2)):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{tensor.shape[:1]} rows are not queries, keys and values of {sizes.heads} heads in {sizes.groups} groups"
         )
     width = tensor.shape[0] // (sizes.groups * (each + 2))
@@ -61,7 +61,7 @@ def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     q, k, v = tensors
     uneven = any(not tensor.shape or tensor.shape[0] % max(sizes.groups, 1) for tensor in tensors)
     if uneven or k.shape != v.shape or q.shape[0] * sizes.groups != k.shape[0] * sizes.heads:
-        raise Unsupported(
+        raise UnsupportedError(
             f"shapes {[list(t.shape) for t in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
         )
     return stacked(
@@ -75,27 +75,27 @@ def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
 
 def _split_halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] % 2:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be divided into two halves")
+        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} cannot be divided into two halves")
     half = tensor.shape[0] // 2
     return rows_of(tensor, [(0, half)]), rows_of(tensor, [(half, 2 * half)])
 
 
 def _join_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     if tensors[0].shape != tensors[1].shape:
-        raise Unsupported(f"shapes {[list(tensor.shape) for tensor in tensors]} are not those of two halves")
+        raise UnsupportedError(f"shapes {[list(tensor.shape) for tensor in tensors]} are not those of two halves")
     return stacked(tensors)
 
 
 def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] % count:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be divided into {count} equal parts")
+        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} cannot be divided into {count} equal parts")
     step = tensor.shape[0] // count
     return tuple(rows_of(tensor, [(i * step, (i + 1) * step)]) for i in range(count))
 
 
 def _true_rows(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
     if not tensor.shape or tensor.shape[0] < sizes.vocabulary:
-        raise Unsupported(f"a table of shape {list(tensor.shape)} has too few rows for {sizes.vocabulary} tokens")
+        raise UnsupportedError(f"a table of shape {list(tensor.shape)} has too few rows for {sizes.vocabulary} tokens")
     return (rows_of(tensor, [(0, sizes.vocabulary)]),)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Incomplete, Unsupported
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -52,8 +52,8 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     `config` is the model's configuration; by default it is the checkpoint's own, or created from the run's arguments.
     `partial` allows missing tensors.
 
-    Raises: Unsupported for a model of no known family, Corrupt if tensors, arguments and configuration contradict each
-    other, Incomplete if something is missing.
+    Raises: UnsupportedError for a model of no known family, CorruptError if tensors, arguments and configuration
+    contradict each other, IncompleteError if something is missing.
     """
     source = _without(to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
@@ -129,9 +129,9 @@ def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, 
     """The model's rows. That of the second name of a tied tensor is included only if the source has the alias."""
     lines, tie = description.table.lines(description.config), description.table.tie(description.config)
     if lines is None:
-        raise Incomplete("config.json does not state the number of layers", where=source.path)
+        raise IncompleteError("config.json does not state the number of layers", where=source.path)
     if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{own.pop()}` is a separate tensor, but the model's configuration ties it to the embeddings",
             where=source.path,
         )
@@ -145,7 +145,7 @@ def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, 
 def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
     surplus = [name for name, parameter in source.parameters.items() if parameter.role != "extra" and name not in known]
     if surplus:
-        raise Unsupported(
+        raise UnsupportedError(
             f"a model of the family {family} has no {_listed(surplus)}",
             where=source.path,
             hint="Leave them out with --skip, or name the right config.json with --config.",
@@ -154,7 +154,7 @@ def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
 
 def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
     if missing:
-        raise Incomplete(
+        raise IncompleteError(
             f"tensors of the model are missing: {_listed(missing)}",
             where=source.path,
             hint="Is the configuration the model's own? Are files missing?",
@@ -167,9 +167,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
-    """The aliases under the new names. Raises `Unsupported` for a name that the model does not have."""
+    """The aliases under the new names. Raises `UnsupportedError` for a name that the model does not have."""
     if strange := [name for pair in source.aliases.items() for name in pair if name not in new]:
-        raise Unsupported(f"`{printable(strange[0])}` is tied, but is not a name of the model", where=source.path)
+        raise UnsupportedError(f"`{printable(strange[0])}` is tied, but is not a name of the model", where=source.path)
     return {new[alias]: new[name] for alias, name in source.aliases.items()}
 
 

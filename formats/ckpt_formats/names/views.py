@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import Array, Blob, Fragment, Tensor, ZeroBlob, read
@@ -75,9 +75,12 @@ class SqueezedBlob(Blob):
 
 
 def unstacked(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The `count` tensors of shape (...) in a stack of shape (count, ...). Raises `Unsupported` for another shape."""
+    """The `count` tensors of shape (...) in a stack of shape (count, ...).
+
+    Raises `UnsupportedError` for another shape.
+    """
     if tensor.shape[:1] != (count,):
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} is not a stack of {count}")
+        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} is not a stack of {count}")
     return tuple(Tensor.of(SqueezedBlob(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
 
 
@@ -94,10 +97,10 @@ def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors concatenated along the first axis. Raises `Unsupported` if other axes or dtypes differ."""
+    """Tensors concatenated along the first axis. Raises `UnsupportedError` if other axes or dtypes differ."""
     first = tensors[0]
     if any((tensor.shape[1:], tensor.dtype) != (first.shape[1:], first.dtype) for tensor in tensors):
-        raise Unsupported(f"tensors of shapes {[list(tensor.shape) for tensor in tensors]} cannot be concatenated")
+        raise UnsupportedError(f"tensors of shapes {[list(tensor.shape) for tensor in tensors]} cannot be concatenated")
     shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     fragments: list[Fragment] = []
     at = 0
@@ -108,16 +111,16 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """The transposed matrix, (m, n) for (n, m). Raises `Unsupported` if it is not a matrix."""
+    """The transposed matrix, (m, n) for (n, m). Raises `UnsupportedError` if it is not a matrix."""
     if len(tensor.shape) != 2:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
+        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
     return Tensor.of(TransposedBlob(tensor, Box.whole(tensor.shape)))
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """A tensor with rows of zeros appended, so that it has `rows` rows."""
     if not tensor.shape or rows < tensor.shape[0]:
-        raise Unsupported(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
+        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} cannot be padded to {rows} rows")
     zeros = ZeroBlob((rows - tensor.shape[0], *tensor.shape[1:]), tensor.dtype)
     return stacked([tensor, Tensor.of(zeros)]) if zeros.shape[0] else tensor
 
@@ -151,7 +154,10 @@ class StridedBlob(Blob):
 
 
 def strided(tensor: Tensor, start: int, step: int) -> Tensor:
-    """Every `step`-th row of a tensor, beginning with `start`. Raises `Unsupported` if the rows are not divisible."""
+    """Every `step`-th row of a tensor, beginning with `start`.
+
+    Raises `UnsupportedError` if the rows are not divisible.
+    """
     if not tensor.shape or tensor.shape[0] % step:
-        raise Unsupported(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by {step}")
+        raise UnsupportedError(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by {step}")
     return Tensor.of(StridedBlob(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))

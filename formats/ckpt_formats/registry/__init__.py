@@ -7,7 +7,7 @@ The order is the order of detection: specific formats first.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from ckpt_formats.core.format import Format, WritableFormat
@@ -40,7 +40,7 @@ def format_named(name: str) -> "Format":
 
 
 def writable(name: str, **options: object) -> "WritableFormat":
-    """The format of this name, for writing. Raises `Unsupported` if it can only be read, or lacks an option."""
+    """The format of this name, for writing. Raises `UnsupportedError` if it can only be read, or lacks an option."""
     from dataclasses import fields, replace
 
     from ckpt_formats.core.format import WritableFormat
@@ -50,9 +50,9 @@ def writable(name: str, **options: object) -> "WritableFormat":
         hint = "Convert to `universal`, which holds everything."
         if name == "chain":
             hint = "`ckpt append CHAIN CHECKPOINT` writes chains."
-        raise Unsupported(f"{name} can be read, not written", hint=hint)
+        raise UnsupportedError(f"{name} can be read, not written", hint=hint)
     known = [field.name for field in fields(format)]
     listed = ", ".join(known) or "none"
     if unknown := [option for option in options if option not in known]:
-        raise Unsupported(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
+        raise UnsupportedError(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
     return replace(format, **options)

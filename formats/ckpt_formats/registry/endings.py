@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
@@ -43,11 +43,11 @@ _OF_OTHERS = {
 def format_of_ending(target: Path) -> str | None:
     """The format that the target's ending says; None if it says none: then the target is a folder.
 
-    Raises `Unsupported` for the ending of a format that ckpt does not write.
+    Raises `UnsupportedError` for the ending of a format that ckpt does not write.
     """
     ending = target.suffix.lower()
     if ending in _OF_OTHERS:
-        raise Unsupported(
+        raise UnsupportedError(
             f"{ending} is the ending of {_OF_OTHERS[ending]}, which ckpt does not write",
             where=printable(str(target)),
             hint=f"Known endings: {', '.join(ENDINGS)}; a name without one is a folder. --to names a format.",

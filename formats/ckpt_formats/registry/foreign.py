@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import STARTS
-from ckpt_formats.core.errors import CkptError, Unsupported
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
 
@@ -40,20 +40,20 @@ _OF_TORCH = (".tar", ".pickle")
 
 
 def check_file(path: Path) -> None:
-    """Raise `Unsupported` for a file of another framework."""
+    """Raise `UnsupportedError` for a file of another framework."""
     head = _head(path)
     if path.suffix.lower() in _OF_TORCH and head.startswith(STARTS):
         return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
     kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
     if kind is not None:
-        raise Unsupported(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))
+        raise UnsupportedError(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))
 
 
 def check_folder(path: Path, names: Iterable[str]) -> None:
-    """Raise `Unsupported` for a folder with files of other frameworks. Call it if no reader knows the folder."""
+    """Raise `UnsupportedError` for a folder with files of other frameworks. Call it if no reader knows the folder."""
     for name in sorted(names):
         if (kind := _kind_of(name)) is not None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{printable(name)} is {kind}, which is not read",
                 where=printable(str(path)),
                 hint=_HINTS.get(kind, _HINT),

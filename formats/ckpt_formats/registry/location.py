@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.core.errors import CkptError, Incomplete, NotFound
+from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice
@@ -27,7 +27,10 @@ class Located(NamedTuple):
 
 
 def locate(path: Path) -> Located:
-    """The checkpoint to which a path leads. Raises `NotFound`, `Incomplete` or `Unsupported` if there is none."""
+    """The checkpoint to which a path leads.
+
+    Raises `NotFoundError`, `IncompleteError` or `UnsupportedError` if there is none.
+    """
     if (state := _state_of_chain(path)) is not None:
         return state
     _check_there(path)
@@ -87,7 +90,7 @@ def _models_in(path: Path, format: Format) -> list[Path]:
     if len(files) > 1 and not any(map(_SHARD.search, names)):
         try:
             format.read(path, ReadOptions())
-        except NotFound:  # which is meant is not said
+        except NotFoundError:  # which is meant is not said
             return files
         except CkptError:
             pass
@@ -95,7 +98,10 @@ def _models_in(path: Path, format: Format) -> list[Path]:
 
 
 def detect(path: Path) -> Format:
-    """The format of the checkpoint at this path, or in it. Raises `NotFound`, `Incomplete` or `Unsupported`."""
+    """The format of the checkpoint at this path, or in it.
+
+    Raises `NotFoundError`, `IncompleteError` or `UnsupportedError`.
+    """
     return locate(path).format
 
 
@@ -108,7 +114,7 @@ def _of_file(path: Path) -> Format:
 
 
 def _of_folder(path: Path) -> Format | None:
-    """The format of a folder; None if it has none. Raises `Incomplete` if it is the rest of another checkpoint."""
+    """The format of a folder; None if it has none. Raises `IncompleteError` if it is the rest of another checkpoint."""
     format, names = _first(path), set(names_in(path))
     check_traces(path, names, None if format is None else format.name)
     if format is not None:
@@ -134,17 +140,17 @@ def _check_there(path: Path) -> None:
     try:
         path.stat()
     except FileNotFoundError:
-        raise NotFound("there is nothing at this path", where=printable(str(path)), hint=_meant(path)) from None
+        raise NotFoundError("there is nothing at this path", where=printable(str(path)), hint=_meant(path)) from None
     except OSError as error:
-        raise NotFound(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
+        raise NotFoundError(f"cannot be read: {error.strerror}", where=printable(str(path))) from error
     if any(part.endswith(PARTIAL) for part in path.absolute().parts):
-        raise NotFound(
+        raise NotFoundError(
             "not a checkpoint, but the unfinished output of an interrupted run",
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
     if isinstance(path, StorePath) and is_unfinished(path):
-        raise Incomplete(
+        raise IncompleteError(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),
             hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {path}",
@@ -168,8 +174,8 @@ def _unknown(path: Path) -> CkptError:
     return _not_known(path, _listing(path))
 
 
-def _not_known(path: Path, listing: str) -> NotFound:
-    return NotFound(
+def _not_known(path: Path, listing: str) -> NotFoundError:
+    return NotFoundError(
         f"not a checkpoint of a known format{listing}",
         where=printable(str(path)),
         hint=f"{_FOLDER if path.is_dir() else ''}`ckpt formats` lists what is read.",

@@ -107,7 +107,7 @@ def _read(located: Located, options: ReadOptions) -> Checkpoint:
 
 
 def _check_folders(checkpoint: Checkpoint, located: Located) -> None:
-    """Raise `Incomplete` if files were read from a folder with traces of another engine."""
+    """Raise `IncompleteError` if files were read from a folder with traces of another engine."""
     folders = dict.fromkeys(shard.path.parent for shard in checkpoint.files)
     for folder in [folder for folder in folders if folder != located.path][:_MAX_FOLDERS]:
         if folder.is_relative_to(located.path):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_formats.core.errors import Incomplete, NotFound
+from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.notices import Notice, Weight
@@ -33,8 +33,8 @@ _NUMBERS = re.compile(r"\d{1,15}")
 def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path, Notice] | None:
     """The checkpoint that is meant, and a notice about the choice; None if the folder contains none.
 
-    Raises `NotFound` if there are several and nothing states which one, or if a pointer is not a file;
-    `Incomplete` if a pointer names none of them.
+    Raises `NotFoundError` if there are several and nothing states which one, or if a pointer is not a file;
+    `IncompleteError` if a pointer names none of them.
     """
     inside = all_inside(path, is_checkpoint)
     if not inside:
@@ -44,7 +44,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
         pointer, name = pointed
         chosen = next((folder for folder in inside if _matches_pointer(folder.name, name)), None)
         if chosen is None:
-            raise Incomplete(
+            raise IncompleteError(
                 f"`{pointer}` names {printable(name)!r}, which is not one of the checkpoints here: {_shown(inside)}",
                 where=printable(str(path)),
                 hint="Name one of them.",
@@ -59,7 +59,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
         newest = inside[-1]
         text = f"of {len(inside)} checkpoints here, {printable(newest.name)} is read, the newest"
         return newest, Notice(text, weight=Weight.UNSURE)
-    raise NotFound(
+    raise NotFoundError(
         f"holds {len(inside)} checkpoints: {_shown(inside)}",
         where=printable(str(path)),
         hint="Name one of them; `ckpt inspect` lists them all.",

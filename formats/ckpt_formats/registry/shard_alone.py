@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Incomplete, Unsupported
+from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -24,12 +24,12 @@ _MAX_INDICES = 16
 
 
 def check_alone(path: Path) -> None:
-    """Raise `Unsupported` for a file of one rank of several, which is not a checkpoint by itself."""
+    """Raise `UnsupportedError` for a file of one rank of several, which is not a checkpoint by itself."""
     named = f"{path.absolute().parent.name}/{path.name}"
     for pattern, engine in _RANK_FILES:
         if re.fullmatch(pattern, path.name) or re.fullmatch(pattern, named):
             folder = path.parent if "/" not in pattern else path.absolute().parent.parent
-            raise Unsupported(
+            raise UnsupportedError(
                 f"one of several files of a checkpoint of {engine}",
                 where=printable(str(path)),
                 hint=f"Name the folder: {printable(str(folder))}",
@@ -37,7 +37,7 @@ def check_alone(path: Path) -> None:
     if _META.fullmatch(path.name):
         others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
         if others != ["consolidated.00.pth"]:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"one of {len(others)} files into which tensor parallelism split a model of Meta's",
                 where=printable(str(path)),
                 hint="ckpt does not join them; transformers' convert_llama_weights_to_hf.py does.",
@@ -45,7 +45,7 @@ def check_alone(path: Path) -> None:
 
 
 def check_whole_of_meta(checkpoint: Checkpoint) -> None:
-    """Raise `Incomplete` for one of several files of a model of Meta's: its shapes contradict each other."""
+    """Raise `IncompleteError` for one of several files of a model of Meta's: its shapes contradict each other."""
     if not any(_META.fullmatch(shard.path.name) for shard in checkpoint.files):
         return
     embedding, norm = checkpoint.parameters.get("tok_embeddings.weight"), checkpoint.parameters.get("norm.weight")
@@ -55,7 +55,7 @@ def check_whole_of_meta(checkpoint: Checkpoint) -> None:
         return
     is_narrow = embedding.weight.shape[1] < norm.weight.shape[0]
     if is_narrow or (isinstance(rows, int) and embedding.weight.shape[0] < rows):
-        raise Incomplete(
+        raise IncompleteError(
             f"one of several files into which tensor parallelism split a model of Meta's: `tok_embeddings.weight` has "
             f"the shape {list(embedding.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
             where=checkpoint.path,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import CkptError, Incomplete
+from ckpt_formats.core.errors import CkptError, IncompleteError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.text import printable
@@ -51,23 +51,23 @@ class Trace:
 
 
 def check_traces(path: Path, names: Names, format: str | None) -> None:
-    """Raise `Incomplete` for a folder that another format would read if it were complete.
+    """Raise `IncompleteError` for a folder that another format would read if it were complete.
 
     `format` is the format that detects the folder now.
     """
     for trace in TRACES:
         if format not in trace.formats and (missing := trace.find_missing(path, names)) is not None:
-            raise Incomplete(
+            raise IncompleteError(
                 f"an incomplete checkpoint of {trace.engine}: {missing}", where=printable(str(path)), hint=trace.hint
             )
 
 
 def check_run(path: Path, names: Names) -> None:
-    """Raise `Incomplete` for a folder with files that a trainer of Hugging Face writes, but without a model."""
+    """Raise `IncompleteError` for a folder with files that a trainer of Hugging Face writes, but without a model."""
     left = sorted(name for name in names if _RUN_FILE.fullmatch(name))
     if left:
         file = "adapter_model.safetensors" if left[0] == "adapter_config.json" else "model.safetensors"
-        raise Incomplete(
+        raise IncompleteError(
             f"an incomplete checkpoint of Hugging Face's libraries: {printable(left[0])} is here, but no model",
             where=printable(str(path)),
             hint=f"Copy the file of the model, such as {file}, into the folder.",
@@ -149,8 +149,8 @@ _AROUND_A_STEP = Trace(
 
 
 def check_around(path: Path, names: Names, format: str) -> None:
-    """Raise `Incomplete` if a format would read only the files around the folder of a DeepSpeed step."""
+    """Raise `IncompleteError` if a format would read only the files around the folder of a DeepSpeed step."""
     if format not in _AROUND_A_STEP.formats and (missing := _AROUND_A_STEP.find_missing(path, names)) is not None:
-        raise Incomplete(
+        raise IncompleteError(
             f"an incomplete checkpoint of DeepSpeed: {missing}", where=printable(str(path)), hint=_AROUND_A_STEP.hint
         )

@@ -8,7 +8,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile import CompactRecord, Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.core.checkpoint import MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
@@ -26,7 +26,7 @@ def names_for_tensors(value: Value, name: str, parameters: dict[str, Parameter])
 
     Adds the tensors to `parameters`, with the role `extra`. `name` is the place of the
     value, such as `lr_scheduler`; a tensor is named by its place, such as `rng/cpu`. A tensor
-    in several places becomes one parameter. Raises `Unsafe` for a value that is nested too deeply.
+    in several places becomes one parameter. Raises `UnsafeError` for a value that is nested too deeply.
     """
     if type(value) in _ATOMS:
         return value
@@ -80,7 +80,7 @@ class _Visitor:
         if id(value) in self._done:
             return self._done[id(value)][1]
         if depth > _MAX_DEPTH:
-            raise Unsafe(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
+            raise UnsafeError(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
         result = self._rebuild(value, name, depth + 1)
         if result is not value:
             self._done[id(value)] = (value, result)

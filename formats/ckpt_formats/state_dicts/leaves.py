@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 
@@ -41,9 +41,9 @@ def is_extra_state(name: str) -> bool:
 
 
 def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:
-    """The tensors with their dotted names. Raises `Corrupt` if dicts are nested too deeply."""
+    """The tensors with their dotted names. Raises `CorruptError` if dicts are nested too deeply."""
     if depth > _MAX_DEPTH:
-        raise Corrupt("dicts are nested too deeply to be a model")
+        raise CorruptError("dicts are nested too deeply to be a model")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if is_extra_state(name):

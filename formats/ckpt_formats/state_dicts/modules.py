@@ -7,7 +7,7 @@ name, and with the attributes that its class sets. Source: torch/nn/modules/modu
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.values import Record, Value
 
 _TENSORS, _MODULES = ("_parameters", "_buffers"), "_modules"
@@ -39,7 +39,7 @@ def is_module(value: Value) -> bool:
 
 
 def read_module(record: Record, where: str) -> Module:
-    """The content of a module and its submodules. Raises `Unsafe` for too many names."""
+    """The content of a module and its submodules. Raises `UnsafeError` for too many names."""
     result = Module(record.cls.name)
     for name, module in _modules(record, where):
         result.modules.append(module)
@@ -53,7 +53,7 @@ def read_module(record: Record, where: str) -> Module:
             elif value is not None:
                 result.tensors[f"{prefix}{key}"] = value
         if len(result.tensors) > _MAX_NAMES:
-            raise Unsafe(f"a pickled module has more than {_MAX_NAMES:,} names for its tensors", where=where)
+            raise UnsafeError(f"a pickled module has more than {_MAX_NAMES:,} names for its tensors", where=where)
         attributes.update((key, value) for key, value in _state(module).items() if key not in _INTERNAL and value != {})
         result.attributes[name] = Record(module.cls, state=attributes or None)
     return result
@@ -67,7 +67,7 @@ def _modules(record: Record, where: str) -> Iterator[tuple[str, Record]]:
         name, module, above = pending.pop()
         count += 1
         if count > _MAX_NAMES:
-            raise Unsafe(f"a pickled module has more than {_MAX_NAMES:,} submodules", where=where)
+            raise UnsafeError(f"a pickled module has more than {_MAX_NAMES:,} submodules", where=where)
         yield name, module
         prefix, path = f"{name}." if name else "", (*above, id(module))
         pending += [

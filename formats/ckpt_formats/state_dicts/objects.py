@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.containers.torchfile import TensorRef
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -71,12 +71,12 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
 def open_objects(root: Mapping[str, Value], where: str) -> OpenedObjects:
     """The tree with a state dict in the place of every object. A tree without objects stays the same.
 
-    Raises `Incomplete` for tensors without values.
+    Raises `IncompleteError` for tensors without values.
     """
     opening = _Opening(where)
     opened_root: dict[str, Value] = opening.value(dict(root), "", 0)
     if opening.empty:
-        raise Incomplete(
+        raise IncompleteError(
             f"has no data for {len(opening.empty)} of its tensors, such as `{opening.empty[0]}`: they were on the "
             "device `meta`, or had no shape yet",
             where=where,
@@ -182,7 +182,7 @@ class _Opening:
                 parts = dict(_flatten_parts(str(key), {str(i): part for i, part in enumerate(item)}))
             for name, part in parts.items():
                 if name in result or (name is not key and name in before):
-                    raise Corrupt(
+                    raise CorruptError(
                         f"two tensors are called `{printable(f'{path}.{name}' if path else name)}`", where=self._where
                     )
                 result[name] = part

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import TypeVar
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
@@ -103,7 +103,7 @@ def match_optimizers(
 
     `names`: the names of all tensors of the model. `trainable`: the tensors that an optimizer may have, without
     `aliases`, in the model's order. `in_order`: this is known to be the order in which the model registers them.
-    Raises `BadRules` for an order that is impossible.
+    Raises `RulesError` for an order that is impossible.
     """
     _check_places(orders, optimizers)
     matched = MatchedOptimizer()
@@ -118,7 +118,7 @@ def _check_places(orders: ParameterOrders, optimizers: Sequence[Optimizer]) -> N
     for place in orders.by_place:
         if place not in places:
             places_text = ", ".join(map(printable, places)) or "none"
-            raise BadRules(
+            raise RulesError(
                 f"there is no optimizer at `{printable(place)}` to order",
                 hint=f"Optimizers of this checkpoint: {places_text}.",
             )
@@ -177,7 +177,7 @@ def _titles(
     with_numbers = [one for one in keyed if one.numbers]
     if orders.only and len(with_numbers) > 1 and not orders.by_place:
         places = ", ".join(printable(one.optimizer.title) for one in with_numbers)
-        raise BadRules(
+        raise RulesError(
             f"{len(with_numbers)} optimizers number their parameters, so --param-order must name one of: {places}",
             hint="Write --param-order PLACE=FILE, once for each.",
         )
@@ -275,19 +275,19 @@ def _unwrapped(name: str) -> str:
 
 
 def _by_order(keyed: _KeyedStates, trainable: Sequence[NamedTensor], order: Sequence[str]) -> dict[Value, str]:
-    """The names in the order that the user gives. Raises `BadRules` if a name or a shape does not fit."""
+    """The names in the order that the user gives. Raises `RulesError` if a name or a shape does not fit."""
     shapes = {named.name: named.tensor.shape for named in trainable}
     for key in keyed.keys:
         if not isinstance(key, int) or not 0 <= key < len(order):
-            raise BadRules(f"the optimizer has a parameter {printable(str(key))}, but the order names {len(order)}")
+            raise RulesError(f"the optimizer has a parameter {printable(str(key))}, but the order names {len(order)}")
         name = order[key]
         if name not in shapes:
-            raise BadRules(
+            raise RulesError(
                 f"the order states that the optimizer's parameter {key} is `{printable(name)}`, which does not exist"
             )
         for state, leaf in keyed.states.get(key, {}).items():
             if isinstance(leaf, Leaf) and leaf.shape and not is_state_of(str(state), leaf.shape, shapes[name]):
-                raise BadRules(
+                raise RulesError(
                     f"the order states that the optimizer's parameter {key} is `{printable(name)}`, of shape "
                     f"{list(shapes[name])}, but its {printable(str(state))} has {list(leaf.shape)}"
                 )

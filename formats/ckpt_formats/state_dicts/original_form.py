@@ -23,7 +23,7 @@ from pathlib import Path
 from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef, TorchFile, emit, load_pickle, tensor_of
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import CkptError, Corrupt, flaw
+from ckpt_formats.core.errors import CkptError, CorruptError, flaw
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.state_dicts.extras import map_leaves, tensors_for_names
 from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, find_shared, names_by_place, place
@@ -87,7 +87,8 @@ def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapp
 def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
     """The tree with its tensors, to write it; None if the checkpoint has other or further tensors now.
 
-    Raises `Corrupt` for a form that `form_of` never returns, `Unsafe` if the file would name what is not allowed.
+    Raises `CorruptError` for a form that `form_of` never returns, `UnsafeError` if the file would name what is not
+    allowed.
     """
     try:
         _check_names([form["tree"], form["views"]], source.path)
@@ -96,7 +97,7 @@ def tree_of(form: Mapping[str, Value], source: Checkpoint) -> Value:
         return None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         why = f"its description of the original file is not one that ckpt writes: {flaw(error)}"
-        raise Corrupt(why, where=source.path) from None
+        raise CorruptError(why, where=source.path) from None
 
 
 def _rebuild(form: Mapping[str, Value], source: Checkpoint) -> Value:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.core.errors import BadRules
+from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape, slabs
 from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
@@ -201,7 +201,7 @@ def in_order(
     """An assignment in the order that the user gives: the parameters of all groups, one group after another.
 
     Names that the module does not have belong to other ranks, and so do names after the last parameter,
-    unless `skips` is true. Raises `BadRules` if a name, a shape or values do not fit.
+    unless `skips` is true. Raises `RulesError` if a name, a shape or values do not fit.
     """
     tensors = {one.name: one.tensor for one in module}
     names = [name for name in order if name in tensors]
@@ -211,11 +211,11 @@ def in_order(
             at = 0
             while at < group.end:
                 if len(matches) == len(names):
-                    raise BadRules(f"the order has too few names for group {number} of the optimizer", where=where)
+                    raise RulesError(f"the order has too few names for group {number} of the optimizer", where=where)
                 name = names[len(matches)]
                 end = group.after(at, tensors[name], reader)
                 if end is None:
-                    raise BadRules(
+                    raise RulesError(
                         f"by the order, `{printable(name)}` is next in group {number} of the optimizer, but "
                         f"its shape {list(tensors[name].shape)} or its values are not those at {at:,}",
                         where=where,
@@ -224,7 +224,7 @@ def in_order(
                 at = end
     if skips and len(matches) < len(names):
         unused = printable(names[len(matches)])
-        raise BadRules(f"the order names `{unused}`, but the optimizer has no more parameters", where=where)
+        raise RulesError(f"the order names `{unused}`, but the optimizer has no more parameters", where=where)
     return matches
 
 

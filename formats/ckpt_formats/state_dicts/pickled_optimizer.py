@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import Leaf, place
 
@@ -43,7 +43,7 @@ class PickledOptimizer:
     def fill(self, names: Mapping[Any, str], open_value: Callable[[Value, str], Value], where: str) -> list[Value]:
         """Fill the state dict: parameters by name if all have one, else by number, as in `state_dict()`.
 
-        `open_value` replaces objects in a value. Returns the parameters if they have no names. Raises `Corrupt`.
+        `open_value` replaces objects in a value. Returns the parameters if they have no names. Raises `CorruptError`.
         """
         groups: list[dict[Value, Value]] = self.record.state["param_groups"]
         members = {id(one): one for group in groups for one in group["params"]}
@@ -58,7 +58,7 @@ class PickledOptimizer:
             keys.get(id(key), key): open_value(state, f"{self.path}.state") for key, state in stored_states.items()
         }
         if len(states) < len(stored_states):
-            raise Corrupt("two parameters of a pickled optimizer have one name", where=where)
+            raise CorruptError("two parameters of a pickled optimizer have one name", where=where)
         listed = [
             {
                 **{key: open_value(option, f"{self.path}.param_groups") for key, option in group.items()},

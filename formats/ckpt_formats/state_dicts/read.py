@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
@@ -46,8 +46,8 @@ def training_state(
 
     `order` lists the names of the parameters for the only optimizer that numbers them, `orders` for optimizers by
     their places. `further_extras` are entries that become extras, whatever they look like. `in_order`: it is known
-    that the model's names are in the order in which it registers them. Raises `Corrupt` if two tensors have one
-    name, `BadRules` for impossible orders.
+    that the model's names are in the order in which it registers them. Raises `CorruptError` if two tensors have one
+    name, `RulesError` for impossible orders.
     """
     if has_record(root):
         rest = {key: value for key, value in root.items() if key != KEY}
@@ -95,7 +95,7 @@ def training_state(
 
 
 def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) -> tuple[Notice, ...]:
-    """Notices for a tree without a model. Raises `Unsupported` if it has no optimizer either."""
+    """Notices for a tree without a model. Raises `UnsupportedError` if it has no optimizer either."""
     if any(parameter.role != "extra" for parameter in state.parameters.values()):
         return ()
     if optimizers := optimizers_in(root):
@@ -105,7 +105,7 @@ def check_weights(state: TrainingState, root: Mapping[str, Value], where: Path) 
         )
         return (Notice(text, tuple(one.title for one in optimizers if one.title), Weight.LOST),)
     entries = ", ".join(f"{printable(key)} ({kind_of(value)})" for key, value in list(root.items())[:5]) or "nothing"
-    raise Unsupported(
+    raise UnsupportedError(
         f"contains no weights of a model by their names: its entries are {entries}",
         where=where,
         hint="Name the file with the model: a dict of tensors by name, or a module.",
@@ -205,8 +205,8 @@ def _leaves_by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf
     leaves: dict[str, Leaf] = {}
     for name, leaf in named_leaves(model):
         if name in leaves:
-            raise Corrupt(f"two tensors are called `{printable(name)}`", where=where)
+            raise CorruptError(f"two tensors are called `{printable(name)}`", where=where)
         leaves[name] = leaf
         if len(leaves) > _MAX_NAMES:
-            raise Unsafe(f"the file has more than {_MAX_NAMES:,} names for its tensors", where=where)
+            raise UnsafeError(f"the file has more than {_MAX_NAMES:,} names for its tensors", where=where)
     return leaves

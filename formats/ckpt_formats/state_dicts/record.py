@@ -17,7 +17,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt, flaw
+from ckpt_formats.core.errors import CorruptError, flaw
 from ckpt_formats.core.tensor import DerivedBlob, Fragment, Tensor
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
@@ -66,11 +66,11 @@ def has_record(root: Mapping[str, Value]) -> bool:
 
 
 def with_record(state: TrainingState, entry: Mapping[str, Value], where: Path) -> TrainingState:
-    """The state of the rest of the tree, completed with the facts of the record. Raises `Corrupt`."""
+    """The state of the rest of the tree, completed with the facts of the record. Raises `CorruptError`."""
     try:
         content = json.loads(entry["record"])
         if content["version"] != _VERSION:
-            raise Corrupt(f"has a record of version {content['version']!r:.20}, which is unknown", where=where)
+            raise CorruptError(f"has a record of version {content['version']!r:.20}, which is unknown", where=where)
         tensors = {name: _leaf(leaf) for name, leaf in entry.get("tensors", {}).items()}
         copies = {name: _leaf(leaf) for name, leaf in entry.get("copies", {}).items()}
         origin = _origin(content["origin"], state.keys, where)
@@ -86,7 +86,7 @@ def with_record(state: TrainingState, entry: Mapping[str, Value], where: Path) -
         groups = tuple(Group(decode(options, where), _texts(names)) for options, names in content["groups"])
         extras = {**state.extras, **decode(content["extras"], where)}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"its record is not one that ckpt writes: {flaw(error)}", where=where) from None
+        raise CorruptError(f"its record is not one that ckpt writes: {flaw(error)}", where=where) from None
     return replace(
         state,
         parameters=parameters,

@@ -33,7 +33,7 @@ class SideFile:
 def plan_run_files(source: Checkpoint, own: re.Pattern[str]) -> tuple[tuple[FilePlan, ...], Checkpoint]:
     """The files that lie beside the checkpoint, and the checkpoint without these extras.
 
-    `own`: the names of the engine's own files and folders there. Raises `Unsupported` for values that torch cannot
+    `own`: the names of the engine's own files and folders there. Raises `UnsupportedError` for values that torch cannot
     store.
     """
     files = {

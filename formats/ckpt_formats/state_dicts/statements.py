@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
@@ -25,14 +25,14 @@ class Statement:
 
 
 def check_agreement(statements: Iterable[Statement], folder: Path, hint: str = MIXED) -> None:
-    """Raise `Corrupt` if two places state different values for the same fact."""
+    """Raise `CorruptError` if two places state different values for the same fact."""
     first: dict[str, Statement] = {}
     for one in statements:
         if one.value is None:
             continue
         other = first.setdefault(one.fact, one)
         if other.value != one.value:
-            raise Corrupt(
+            raise CorruptError(
                 f"{one.fact} is {_short(other.value)} in {other.where} but {_short(one.value)} in {one.where}",
                 where=folder,
                 hint=hint,

@@ -14,7 +14,7 @@ from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.safetensors_shards import OPTIMIZER_KEY
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 
@@ -24,18 +24,20 @@ _ROLES = ("frozen", "buffer")
 
 
 def as_weights(source: Checkpoint) -> Iterator[Parameter]:
-    """All states of the model's parameters as weights of their own. Raises `Unsupported` for names that clash."""
+    """All states of the model's parameters as weights of their own. Raises `UnsupportedError` for names that clash."""
     for name, parameter in source.parameters.items():
         if parameter.role == "extra":
             continue
         if name.startswith(PREFIX):
-            raise Unsupported(f"the parameter `{printable(name)}` has a name like that of a state", where=source.path)
+            raise UnsupportedError(
+                f"the parameter `{printable(name)}` has a name like that of a state", where=source.path
+            )
         yield replace(parameter, states={MODEL: parameter.weight}, values={})
         for state, tensor in parameter.states.items():
             if tensor is parameter.weight:
                 continue
             if "." in state:
-                raise Unsupported(f"the state `{printable(state)}` has a name with a dot", where=source.path)
+                raise UnsupportedError(f"the state `{printable(state)}` has a name with a dot", where=source.path)
             yield Parameter(f"{PREFIX}{state}.{name}", "parameter", {MODEL: tensor})
 
 
@@ -55,7 +57,7 @@ def metadata_of(source: Checkpoint) -> dict[str, str]:
 def parameters_of(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: Path
 ) -> tuple[dict[str, Parameter], tuple[Group, ...], int | None]:
-    """The parameters with their states, the groups and the step. Raises `Corrupt` if the metadata do not fit."""
+    """The parameters with their states, the groups and the step. Raises `CorruptError` if the metadata do not fit."""
     facts = parse_json_object(metadata[KEY].encode("utf-8", "surrogatepass"), path)
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -65,54 +67,56 @@ def parameters_of(
         if key.startswith(PREFIX):
             state, _, name = key.removeprefix(PREFIX).partition(".")
             if name not in states or state in states[name]:
-                raise Corrupt(f"`{printable(key)}` is a state of no parameter in the file", where=path)
+                raise CorruptError(f"`{printable(key)}` is a state of no parameter in the file", where=path)
             states[name][state] = tensor
     values, roles = (_mapping(facts, key, states, path) for key in ("values", "roles"))
     for name in _names(facts.get("masters"), states, path):
         if MASTER in states[name]:
-            raise Corrupt(f"`{printable(name)}` has two masters", where=path)
+            raise CorruptError(f"`{printable(name)}` has two masters", where=path)
         states[name] = {MASTER if state == MODEL else state: one for state, one in states[name].items()}
     parameters = {name: Parameter(name, "parameter", own) for name, own in states.items()}
     for name, role in roles.items():
         if role not in _ROLES:
-            raise Corrupt(f"`{printable(name)}` has no known role", where=path)
+            raise CorruptError(f"`{printable(name)}` has no known role", where=path)
         parameters[name] = replace(parameters[name], role=role)
     for name, own in values.items():
         found = decode(own, path)
         if not isinstance(found, dict):
-            raise Corrupt(f"the values of `{printable(name)}` are no object", where=path)
+            raise CorruptError(f"the values of `{printable(name)}` are no object", where=path)
         parameters[name] = replace(parameters[name], values=found)
     return parameters, tuple(_groups(facts.get("groups"), states, path)), _step(facts.get("step"), path)
 
 
 def _groups(rows: Any, known: Mapping[str, Any], path: Path) -> Iterator[Group]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise Corrupt("the groups of the optimizer are no list of objects", where=path)
+        raise CorruptError("the groups of the optimizer are no list of objects", where=path)
     for row in rows:
         options = decode(row.get("options"), path)
         if not isinstance(options, dict):
-            raise Corrupt("the options of a group are no object", where=path)
+            raise CorruptError("the options of a group are no object", where=path)
         yield Group(options, tuple(_names(row.get("names"), known, path)))
 
 
 def _mapping(facts: Mapping[str, Any], key: str, known: Mapping[str, Any], path: Path) -> dict[str, Any]:
     found = facts.get(key)
     if not isinstance(found, dict):
-        raise Corrupt(f"the entry `{key}` of {KEY} is no object", where=path)
+        raise CorruptError(f"the entry `{key}` of {KEY} is no object", where=path)
     _names(list(found), known, path)
     return found
 
 
 def _names(found: Any, known: Mapping[str, Any], path: Path) -> list[str]:
     if not isinstance(found, list):
-        raise Corrupt(f"{KEY} has no list of names where one belongs", where=path)
+        raise CorruptError(f"{KEY} has no list of names where one belongs", where=path)
     for name in found:
         if not isinstance(name, str) or name not in known:
-            raise Corrupt(f"{KEY} names a parameter that is not in the file: {printable(str(name)[:80])}", where=path)
+            raise CorruptError(
+                f"{KEY} names a parameter that is not in the file: {printable(str(name)[:80])}", where=path
+            )
     return found
 
 
 def _step(found: Any, path: Path) -> int | None:
     if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 62):
-        raise Corrupt(f"the step in {KEY} is no step", where=path)
+        raise CorruptError(f"the step in {KEY} is no step", where=path)
     return found

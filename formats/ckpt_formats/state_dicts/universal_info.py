@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.layout import Partitioning, Rule, ShardBlock
 from ckpt_formats.core.rules import safe_pattern
@@ -21,17 +21,17 @@ ORIGIN = "universal_checkpoint_info"
 
 
 def rules_of(info: Mapping[str, Value], where: Path) -> tuple[Rule, ...]:
-    """The rules in order of priority. Raises `Corrupt` if the entry is not of the known form."""
+    """The rules in order of priority. Raises `CorruptError` if the entry is not of the known form."""
     try:
         return tuple(_rules(info, where))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise Corrupt(f"{ORIGIN} is not of the known form: {error}", where=where) from None
+        raise CorruptError(f"{ORIGIN} is not of the known form: {error}", where=where) from None
 
 
 def _rules(info: Mapping[str, Value], where: Path) -> Iterator[Rule]:
     origin = f"{where.name}: {ORIGIN}"
     for pattern, reason in dict(info.get("autotp_unsupported_parameter_patterns") or {}).items():
-        raise Unsupported(f"DeepSpeed marked `{pattern}` as not convertible: {reason}", where=where)
+        raise UnsupportedError(f"DeepSpeed marked `{pattern}` as not convertible: {reason}", where=where)
     for pattern, mapped in dict((info.get("affine_map") or {}).get("params") or {}).items():
         yield _affine(_prefix(pattern, origin), mapped, origin)
     vocabulary = {_prefix(p, origin) for p in info.get("vocabulary_parameter_patterns") or ()}
@@ -101,13 +101,13 @@ def _affine(pattern: str, mapped: Mapping[str, Any], origin: str) -> Rule:
 
 def _shard_block(piece: Mapping[str, Any], shard: Shape, full: Shape) -> ShardBlock:
     if piece.get("scale", 1) != 1:
-        raise Unsupported("affine_map: a piece is scaled, which optimizer states cannot follow")
+        raise UnsupportedError("affine_map: a piece is scaled, which optimizer states cannot follow")
     size = _shape(piece["shape"])
     return ShardBlock(_box(size, piece["dest"], shard), _box(size, piece["source"], full))
 
 
 def _box(size: Shape, view: Any, tensor: Shape) -> Box:
-    """The block of a C-ordered tensor that a strided view covers. Raises `Unsupported` if it is not a block."""
+    """The block of a C-ordered tensor that a strided view covers. Raises `UnsupportedError` if it is not a block."""
     offset, strides = view
     expected = c_strides(tensor, 1)
     if (
@@ -115,7 +115,7 @@ def _box(size: Shape, view: Any, tensor: Shape) -> Box:
         or len(size) != len(tensor)
         or any(s != e for s, e, n in zip(strides, expected, size, strict=True) if n > 1)
     ):
-        raise Unsupported("affine_map: a piece is not a block of its tensor")
+        raise UnsupportedError("affine_map: a piece is not a block of its tensor")
     start = []
     for stride in expected:
         start.append(offset // stride if stride else 0)

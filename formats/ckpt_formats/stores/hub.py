@@ -22,7 +22,14 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.repetition import Repetition, Transient
@@ -91,19 +98,19 @@ class HubRepository(ListedStore):
         if status == 206:
             total = headers.get("Content-Range", "").rpartition("/")[2]
             if total.isdigit() and int(total) != size:
-                raise Corrupt(f"has {int(total):,} bytes, and {size:,} by the listing of its commit", where=where)
+                raise CorruptError(f"has {int(total):,} bytes, and {size:,} by the listing of its commit", where=where)
             return
         if status == 200 and int(headers.get("Content-Length") or -1) == size <= _WHOLE:
             return  # a small file may be answered as a whole
         if status == 200:
-            raise Unsupported("the server does not answer ranges of files", where=where)
+            raise UnsupportedError("the server does not answer ranges of files", where=where)
         if status in (429, 503) or status >= 500:
             raise Transient(f"the hub answers with status {status}", status in (429, 503), _retry_after(headers))
         if status in (401, 403):
-            raise NotFound("the hub refuses to give the file", where=where, hint=_LOG_IN)
+            raise NotFoundError("the hub refuses to give the file", where=where, hint=_LOG_IN)
         if status == 404:
-            raise Incomplete("is not in the repository any more", where=where)
-        raise Corrupt(f"the hub answers with status {status}", where=where)
+            raise IncompleteError("is not in the repository any more", where=where)
+        raise CorruptError(f"the hub answers with status {status}", where=where)
 
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         api = HfApi(token=False if self.anonymous else None)
@@ -120,7 +127,7 @@ class HubRepository(ListedStore):
 def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = False) -> StorePath:
     """The path of a file or folder in a repository; the revision is a branch, a tag or a commit, "" the default one.
 
-    Raises `NotFound` if the hub cannot be reached, or refuses.
+    Raises `NotFoundError` if the hub cannot be reached, or refuses.
     """
     where = f"{_url(kind, name)}{'@' if revision else ''}{revision}"
     api, repeated = HfApi(token=False if anonymous else None), Repetition()
@@ -147,7 +154,7 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
         info = retried(lambda: api.repo_info(name, revision=revision or None, repo_type=kind, timeout=_TIMEOUT))
         commit = str(info.sha)
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
-            raise NotFound("the hub does not say which commit the revision is", where=where)
+            raise NotFoundError("the hub does not say which commit the revision is", where=where)
         root = key
         objects = retried(lambda: _listed(api, kind, name, commit, root))
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
@@ -156,21 +163,21 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
     except HfHubHTTPError as error:
         raise _refused(error, where, revision) from None
     except HFValidationError:
-        raise NotFound("is not the name of a repository", where=where) from None
+        raise NotFoundError("is not the name of a repository", where=where) from None
     except OSError as error:
-        raise NotFound(f"the hub cannot be read: {error.strerror}", where=where) from None
+        raise NotFoundError(f"the hub cannot be read: {error.strerror}", where=where) from None
     return StorePath(HubRepository(kind, name, commit, objects, root, anonymous), key)
 
 
 def _listed(api: HfApi, kind: str, name: str, commit: str, key: str) -> dict[str, StoredObject]:
-    """The files below a path, or that file itself. Raises `Unsafe` if there are too many."""
+    """The files below a path, or that file itself. Raises `UnsafeError` if there are too many."""
     objects: dict[str, StoredObject] = {}
     try:
         for one in api.list_repo_tree(name, key or None, recursive=True, revision=commit, repo_type=kind):
             if isinstance(one, RepoFile):
                 objects[one.path] = _described(one)
                 if len(objects) > _MAX_FILES:
-                    raise Unsafe(
+                    raise UnsafeError(
                         f"there are more than {_MAX_FILES:,} files below this path",
                         where=f"{_url(kind, name)}/{key}",
                         hint="Name the folder of one checkpoint.",
@@ -196,16 +203,16 @@ def _refused(error: HfHubHTTPError, where: str, revision: str) -> CkptError:
     status = error.response.status_code
     if isinstance(error, GatedRepoError):
         hint = f"Ask for access on its page. {_LOG_IN}"
-        return NotFound("the repository gives access to those only who asked for it", where=where, hint=hint)
+        return NotFoundError("the repository gives access to those only who asked for it", where=where, hint=hint)
     if isinstance(error, RevisionNotFoundError):
-        return NotFound(f"the repository has no revision {revision}", where=where)
+        return NotFoundError(f"the repository has no revision {revision}", where=where)
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
-        return NotFound("there is no such repository, or it is private", where=where, hint=_LOG_IN)
-    return NotFound(f"the hub refuses: status {status}", where=where)
+        return NotFoundError("there is no such repository, or it is private", where=where, hint=_LOG_IN)
+    return NotFoundError(f"the hub refuses: status {status}", where=where)
 
 
-def _offline(where: str) -> NotFound:
-    return NotFound("the hub is not asked, because HF_HUB_OFFLINE is set", where=where)
+def _offline(where: str) -> NotFoundError:
+    return NotFoundError("the hub is not asked, because HF_HUB_OFFLINE is set", where=where)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

@@ -71,7 +71,7 @@ class ListedStore(ABC):
 
     @abstractmethod
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """A range of an object. Raises `Corrupt`, `Incomplete` or `OSError`."""
+        """A range of an object. Raises `CorruptError`, `IncompleteError` or `OSError`."""
 
     @abstractmethod
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:

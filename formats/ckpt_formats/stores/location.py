@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ckpt_formats.core.errors import NotFound, Unsupported
+from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 
@@ -27,8 +27,8 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     `anonymous`: without credentials, for what is public.
 
     Raises:
-        Unsupported: The URL is of a store that ckpt does not know, or the package for it is not installed.
-        NotFound: The store cannot be reached, or refuses.
+        UnsupportedError: The URL is of a store that ckpt does not know, or the package for it is not installed.
+        NotFoundError: The store cannot be reached, or refuses.
     """
     if isinstance(place, Path):
         return place
@@ -37,7 +37,7 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
         return Path(place)
     kind, parts = scheme[1].lower(), place[scheme.end() :].split("/")
     if ".." in parts or "." in parts:
-        raise NotFound("no object has a part `..` or `.` in its key", where=printable(place))
+        raise NotFoundError("no object has a part `..` or `.` in its key", where=printable(place))
     if kind == "hf":
         return _hub_path(place, parts, anonymous)
     count = _CONTAINER_PARTS.get(kind)
@@ -76,13 +76,13 @@ def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:
     return open_hub(repository, f"{owner}/{name}", unquote(revision), key, anonymous)
 
 
-def _unknown(place: str) -> Unsupported:
-    return Unsupported("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_READ}.")
+def _unknown(place: str) -> UnsupportedError:
+    return UnsupportedError("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_READ}.")
 
 
-def _missing(error: ModuleNotFoundError, extra: str, place: str) -> Unsupported:
+def _missing(error: ModuleNotFoundError, extra: str, place: str) -> UnsupportedError:
     what = "repositories of the Hugging Face Hub" if extra == "hf" else "object stores"
-    return Unsupported(
+    return UnsupportedError(
         f"{what} need the package {error.name}",
         where=printable(place),
         hint=f"Install it: pip install 'ckpt-suite[{extra}]'.",
@@ -93,16 +93,16 @@ def target_path(place: Path | str) -> Path:
     """The path of what is written: in the file system, or in a store. Raises as `source_path`."""
     scheme = None if isinstance(place, Path) else _SCHEME.match(place)
     if scheme is not None and scheme[1].lower() not in _WRITABLE:
-        raise Unsupported(
+        raise UnsupportedError(
             "ckpt does not write there", where=printable(str(place)), hint=f"Name a local path, or {_FORMS}."
         )
     return source_path(place)
 
 
 def local_path(text: str) -> Path:
-    """The path of a chain whose log is followed. Raises `Unsupported` for a URL: it must be in the file system."""
+    """The path of a chain whose log is followed. Raises `UnsupportedError` for a URL: it must be in the file system."""
     if is_url(text):
-        raise Unsupported(
+        raise UnsupportedError(
             "must be in the file system: the log of a run is followed only there",
             where=printable(text),
             hint="Name the folder of the chain. From a store, copy it first: ckpt copy URL FOLDER.",

@@ -18,13 +18,15 @@ from typing import Any
 import obstore
 from obstore.exceptions import (
     BaseError,
-    NotFoundError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
+from obstore.exceptions import (
+    NotFoundError as NoObjectError,
+)
 
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
@@ -67,19 +69,19 @@ class ObjectStore(ListedStore):
         return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
 
     def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """A range of an object. Raises `Transient`, `Corrupt`, `Incomplete` or `OSError`."""
+        """A range of an object. Raises `Transient`, `CorruptError`, `IncompleteError` or `OSError`."""
         where = f"{self._url}/{key}"
         options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}
         try:
             data = memoryview(obstore.get(self._client, key, options=options).bytes())
         except PreconditionError:
-            raise Corrupt(
+            raise CorruptError(
                 "was changed or replaced while it was read",
                 where=where,
                 hint="Read it when no process writes it any more.",
             ) from None
-        except (NotFoundError, FileNotFoundError):
-            raise Incomplete("was removed while it was read", where=where) from None
+        except (NoObjectError, FileNotFoundError):
+            raise IncompleteError("was removed while it was read", where=where) from None
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, error_text(error), where) from None
         except (BaseError, OSError) as error:
@@ -98,9 +100,9 @@ class ObjectStore(ListedStore):
 
 
 def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
-    """The path of an object or of a folder of objects. Raises `NotFound` if the store cannot be read."""
+    """The path of an object or of a folder of objects. Raises `NotFoundError` if the store cannot be read."""
     for _ in range(_ATTEMPTS - 1):
-        with suppress(Corrupt, Incomplete):  # it was replaced since it was listed
+        with suppress(CorruptError, IncompleteError):  # it was replaced since it was listed
             return _open_once(url, key, anonymous)
     return _open_once(url, key, anonymous)
 
@@ -122,7 +124,7 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
 
 
 def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
-    """The objects below a key, or that of the key itself. Raises `Unsafe` if there are too many."""
+    """The objects below a key, or that of the key itself. Raises `UnsafeError` if there are too many."""
     pause = _FIRST_PAUSE
     for _ in range(_ATTEMPTS - 1):
         try:
@@ -140,13 +142,13 @@ def _listed_once(client: Any, url: str, key: str) -> dict[str, StoredObject]:
     for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
         objects |= {meta["path"]: described(meta) for meta in page}
         if len(objects) > _MAX_OBJECTS:
-            raise Unsafe(
+            raise UnsafeError(
                 f"there are more than {_MAX_OBJECTS:,} objects below this path",
                 where=f"{url}/{key}",
                 hint="Name the folder of one checkpoint.",
             )
     if not objects and key:
-        with suppress(NotFoundError, FileNotFoundError):  # then there is nothing at this path, as its status says
+        with suppress(NoObjectError, FileNotFoundError):  # then there is nothing at this path, as its status says
             objects[key] = described(obstore.head(client, key))
     return objects
 
@@ -189,7 +191,7 @@ def _of_boto3() -> Any:
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ModuleNotFoundError as error:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the profiles of AWS need the package {error.name}",
             hint="Install it (pip install 'ckpt-suite[aws]'), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         ) from None
@@ -197,7 +199,7 @@ def _of_boto3() -> Any:
 
 
 class store_errors:
-    """Within, what the store refuses becomes `NotFound`."""
+    """Within, what the store refuses becomes `NotFoundError`."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -207,9 +209,11 @@ class store_errors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-            raise NotFound(f"the store refuses: {error_text(error)}", where=self._where, hint=_CREDENTIALS) from None
+            raise NotFoundError(
+                f"the store refuses: {error_text(error)}", where=self._where, hint=_CREDENTIALS
+            ) from None
         if isinstance(error, (BaseError, OSError)):
-            raise NotFound(f"the store cannot be read: {error_text(error)}", where=self._where) from None
+            raise NotFoundError(f"the store cannot be read: {error_text(error)}", where=self._where) from None
 
 
 def error_text(error: BaseException) -> str:

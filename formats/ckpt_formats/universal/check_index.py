@@ -1,7 +1,7 @@
 """Check the columns of an index before they are used: it may be hostile.
 
-Everything is checked in columns, so that a million states take about a second. Raises `Corrupt`, which names the first
-row that is wrong.
+Everything is checked in columns, so that a million states take about a second. Raises `CorruptError`, which names the
+first row that is wrong.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.entry import ALIGNMENT, DIGEST
@@ -49,7 +49,7 @@ class Owner:
 
 
 def check(index: Index, packs: Sequence[Pack], path: Path) -> None:
-    """Raise `Corrupt` unless all columns fit each other, the tables, and the packs."""
+    """Raise `CorruptError` unless all columns fit each other, the tables, and the packs."""
     _Check(index, packs, path).run()
 
 
@@ -71,16 +71,16 @@ class _Check:
 
     def _true(self, right: bool, message: str) -> None:
         if not right:
-            raise Corrupt(f"the index is not valid: {message}", where=self.path)
+            raise CorruptError(f"the index is not valid: {message}", where=self.path)
 
     def _all(self, right: Array, message: str, table: str = "state") -> None:
-        """Raise `Corrupt` unless all rows are right; the message names the parameter of the first that is not."""
+        """Raise `CorruptError` unless all rows are right; the message names the parameter of the first that is not."""
         if not right.all():
             row = int(np.flatnonzero(~right)[0])
             number = int(self.index.columns[f"{table}.parameter"][row]) if table != "parameter" else row
             name = self.index.names[number]
             state = f" {self.index.tables.states[int(self._column('state.name')[row])]}" if table == "state" else ""
-            raise Corrupt(f"the index is not valid: `{printable(name)}`{state}: {message}", where=self.path)
+            raise CorruptError(f"the index is not valid: `{printable(name)}`{state}: {message}", where=self.path)
 
     def _column(self, name: str) -> Array:
         return self.index.columns[name]
@@ -106,7 +106,7 @@ class _Check:
         try:
             count = len(self.index.names)
         except UnicodeDecodeError:
-            raise Corrupt("the index is not valid: a name is not UTF-8", where=self.path) from None
+            raise CorruptError("the index is not valid: a name is not UTF-8", where=self.path) from None
         self._true(len(self.index.numbers) == count, "a parameter's name twice")
 
     def _numbers(self) -> None:

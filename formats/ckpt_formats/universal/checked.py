@@ -5,7 +5,7 @@ from functools import cached_property
 
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FlatRangeBlob, Tensor
@@ -15,7 +15,7 @@ from ckpt_formats.universal.chunked import is_digest, read_block
 _HINT = "Name the checkpoint that was appended last; or leave out `parent` (--parent): then the chain is replayed."
 
 
-class StateDiffers(Corrupt):
+class StateDiffers(CorruptError):
     """A chunk of a state has other values than the known ones."""
 
 

@@ -19,7 +19,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Leaves, Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
@@ -48,22 +48,25 @@ class ChunkStore:
         return self.chunks.total_nbytes
 
     def chunk(self, index: int, reader: Reader) -> memoryview:
-        """The bytes of a chunk, valid until this thread asks for the next one. Raises `Corrupt` if they are damaged."""
+        """The bytes of a chunk, valid until this thread asks for the next one.
+
+        Raises `CorruptError` if they are damaged.
+        """
         begin, nbytes = int(self.chunks.starts[index]), int(self.chunks.nbytes[index])
         # With the last chunk comes the filling, which its checksum covers.
         length = nbytes if index + 1 < self.count else self.nbytes - begin
         data = thread_buffer("stored", length)
         reader.read_into(self.path, self.offset + begin, data.data)
         if xxhash.xxh3_64_intdigest(data.data) != int(self.chunks.stored[index]):
-            raise Corrupt(
+            raise CorruptError(
                 f"{self.label}: chunk {index} of {self.count}: its {length:,} bytes do not fit their checksum",
                 where=self.path,
                 hint=_HINT,
             )
         return data[:nbytes].data
 
-    def corrupt(self, index: int, codec: str, why: str) -> Corrupt:
-        return Corrupt(
+    def corrupt(self, index: int, codec: str, why: str) -> CorruptError:
+        return CorruptError(
             f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{codec}`: {why}",
             where=self.path,
             hint=_HINT,
@@ -102,7 +105,10 @@ class ChunkedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def values(self, index: int, reader: Reader) -> Array:
-        """A chunk, decoded and checked: (size) of the dtype; valid until the next one is cached. Raises `Corrupt`."""
+        """A chunk, decoded and checked: (size) of the dtype; valid until the next one is cached.
+
+        Raises `CorruptError`.
+        """
         start, stop = self.chunking.range(index)
         nbytes = (stop - start) * self.dtype.itemsize
         decoded = reader.cached_or_filled(

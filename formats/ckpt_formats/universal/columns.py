@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes, parse_json_object
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
 
 _TAGS = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
@@ -32,23 +32,23 @@ def dump(columns: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
 def load(data: bytes, types: Mapping[str, str], path: Path) -> dict[str, Array]:
     """The columns in the bytes of a file: (rows,) or (rows, width) uint8, ..., uint64. They share its memory.
 
-    `types`: the NumPy type of each column that must be there, such as `<u4`. Raises `Corrupt`.
+    `types`: the NumPy type of each column that must be there, such as `<u4`. Raises `CorruptError`.
     """
     nbytes = int.from_bytes(data[:8], "little")
     if not 2 <= nbytes <= len(data) - 8:
-        raise Corrupt(f"not an index: a header of {nbytes} bytes in {len(data)}", where=path)
+        raise CorruptError(f"not an index: a header of {nbytes} bytes in {len(data)}", where=path)
     header = parse_json_object(data[8 : 8 + nbytes], path)
     header.pop("__metadata__", None)
     if missing := sorted(set(types) ^ set(header)):
-        raise Corrupt(f"the index is not valid: column {missing[0]!r:.60} is missing or unknown", where=path)
+        raise CorruptError(f"the index is not valid: column {missing[0]!r:.60} is missing or unknown", where=path)
     begin, columns, at = 8 + nbytes, {}, 0
     for name, slot in sorted(header.items(), key=_first_offset):
         column = _column(data, begin, slot, types[name])
         if column is None or slot["data_offsets"][0] != at:
-            raise Corrupt(f"the index is not valid: the entry of column {name!r:.60}", where=path)
+            raise CorruptError(f"the index is not valid: the entry of column {name!r:.60}", where=path)
         columns[name], at = column, slot["data_offsets"][1]
     if begin + at != len(data):
-        raise Corrupt(f"the index has {len(data)} bytes, its header describes {begin + at}", where=path)
+        raise CorruptError(f"the index has {len(data)} bytes, its header describes {begin + at}", where=path)
     return columns
 
 

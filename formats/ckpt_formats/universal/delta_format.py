@@ -8,7 +8,7 @@ from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.encoding import AUTO
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.transfer import Transfer
@@ -44,7 +44,7 @@ class Delta(ChainMember):
 
     def plan(self, source: Checkpoint) -> Plan:
         if self.single_file:
-            raise Unsupported("a delta is a folder", hint="Give a target whose name does not end in .ucp.")
+            raise UnsupportedError("a delta is a folder", hint="Give a target whose name does not end in .ucp.")
         plan = super().plan(source)
         return replace(plan, files=tuple(self._file(file, source) for file in plan.files))
 

@@ -12,7 +12,7 @@ from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -95,7 +95,7 @@ def write_coded(
     """Write the chunks of a state at the end of a pack.
 
     `passing` receives the values of each chunk, a vector, and their flat range. If `check`, each chunk is
-    decoded again and compared. Raises `Unsupported` if the codec cannot encode a chunk.
+    decoded again and compared. Raises `UnsupportedError` if the codec cannot encode a chunk.
     """
     tensor, digests = parameter.states[state], bytearray()
     source, chunks = _ChunkSource.of(parameter, state, choice), ChunkAppender(out)
@@ -126,7 +126,7 @@ def _candidates(parameter: Parameter, state: str, coding: EncodingOptions) -> It
     own = () if coding.codec is None else (from_config(dict(coding.codec)),)
     for codec in (*own, *candidate_codecs(parameter.role, state, tensor.dtype, coding.level)):
         if not codec.lossless:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"codec {codec.name} would change the values", where=f"tensor {printable(parameter.name)}"
             )
         base = None if codec.context is None else parameter.states.get(codec.context)
@@ -165,7 +165,9 @@ def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: P
     try:
         return choice.codec.encode_into(values, base, thread_buffer("coded", encode_bound(values.nbytes)))
     except NotApplicable as error:  # although it could encode the chunks by which it was chosen
-        raise Unsupported(f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}") from None
+        raise UnsupportedError(
+            f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}"
+        ) from None
 
 
 def _check(choice: CodecChoice, data: Bytes, values: Array, base: Array | None, where: str) -> None:

@@ -11,7 +11,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -115,7 +115,10 @@ class Universal(WritableFormat):
 
     @property
     def encoding(self) -> EncodingOptions | None:
-        """The options of `codec`, `level`, `check`; None without a codec. Raises `Unsupported` for an unknown codec."""
+        """The options of `codec`, `level`, `check`; None without a codec.
+
+        Raises `UnsupportedError` for an unknown codec.
+        """
         if self.codec is None:
             return None
         return EncodingOptions.of(self.codec, self.level, self.check)
@@ -222,7 +225,7 @@ class Universal(WritableFormat):
 def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
     """The checkpoint that is the last of a lineage. What another one had `loaded` is shared with it.
 
-    Raises `Incomplete` or `Corrupt` if a file of the lineage is missing or has another length.
+    Raises `IncompleteError` or `CorruptError` if a file of the lineage is missing or has another length.
     """
     parameters: Mapping[str, Parameter] = _NO_PARAMETERS
     files = list[SourceFile]()
@@ -279,7 +282,7 @@ def _write_single_file(folder: Path, result: Manifest) -> None:
 
 
 def _check_header(source: Checkpoint) -> None:
-    """Raise `Unsupported` if the header of a single file would be larger than other programs read."""
+    """Raise `UnsupportedError` if the header of a single file would be larger than other programs read."""
     from ckpt_formats.universal.write_single_file import MAX_HEADER
 
     entries = sum(
@@ -288,7 +291,7 @@ def _check_header(source: Checkpoint) -> None:
         for state in parameter.states
     )
     if entries > MAX_HEADER:
-        raise Unsupported(
+        raise UnsupportedError(
             "one file cannot hold so many states: its header would be too large for the safetensors library",
             hint="Give a target whose name does not end in .ucp: it will be a folder.",
         )
@@ -315,7 +318,7 @@ def _text_nbytes(text: str) -> int:
 
 
 def _packs_of(ancestor: Ancestor) -> tuple[SourceFile, ...]:
-    """The packs of a checkpoint. Raises `Incomplete` or `Corrupt` if one is missing or has another length."""
+    """The packs of a checkpoint. Raises `IncompleteError` or `CorruptError` if one is missing or has another length."""
     if is_single(ancestor.folder):  # `manifest.load` has compared its length
         return (SourceFile(ancestor.folder, ancestor.folder.stat().st_size, "all"),)
     files = ancestor.manifest.files(ancestor.folder)
@@ -330,7 +333,7 @@ def _pack_length(ancestor: Ancestor, path: Path, number: int) -> int:
     pack = ancestor.manifest.packs[number]
     try:
         return _length(path, pack.nbytes, "pack")
-    except (Incomplete, Corrupt) as error:
+    except (IncompleteError, CorruptError) as error:
         if pack.owner is None:
             raise
         index = ancestor.manifest.entries
@@ -357,15 +360,15 @@ def _length(path: Path, stated: int, what: str) -> int:
     try:
         nbytes = path.stat().st_size
     except FileNotFoundError:
-        raise Incomplete(f"a {what} of the checkpoint is missing", where=path) from None
+        raise IncompleteError(f"a {what} of the checkpoint is missing", where=path) from None
     except OSError as error:
         raise unreadable(error, path) from error
     if nbytes != stated:
-        raise Corrupt(f"the {what} has {nbytes} bytes, the manifest says {stated}", where=path)
+        raise CorruptError(f"the {what} has {nbytes} bytes, the manifest says {stated}", where=path)
     return nbytes
 
 
-def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
+def _changed(result: Manifest, source: Checkpoint) -> CorruptError:
     """The error for values that are not those that were once written. It names the first state that differs."""
     differing = (
         (entry.name, name)
@@ -374,7 +377,7 @@ def _changed(result: Manifest, source: Checkpoint) -> Corrupt:
         if source.digests.get((entry.name, name)) not in (None, state.digest)
     )
     name, state = next(differing, ("the checkpoint", "as a whole"))
-    return Corrupt(
+    return CorruptError(
         f"{printable(name)}/{state}: the values that are decoded do not fit their checksum", where=source.path
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_formats.core.checkpoint import Parameter, SourceFile
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.manifest import Manifest, Parent
@@ -67,7 +67,7 @@ def once(known: dict[Path, T | CkptError], key: Path, make: Callable[[], T]) -> 
 def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
     """The checkpoint in a folder and all its ancestors, the base first.
 
-    Raises `Incomplete` if a parent is missing, `Corrupt` if another checkpoint is in its place.
+    Raises `IncompleteError` if a parent is missing, `CorruptError` if another checkpoint is in its place.
     """
     loaded = loaded or Loaded()
     stated = loaded.manifest(manifest.manifest_path(folder))
@@ -78,7 +78,7 @@ def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
         assert child.manifest.parent is not None  # `manifest.load` checks it
         above, stated = _parent(child.folder, child.manifest.parent, loaded)
         if above.resolve() in seen:
-            raise Corrupt("it is its own ancestor", where=above)
+            raise CorruptError("it is its own ancestor", where=above)
         seen.add(above.resolve())
         ancestors.append(Ancestor(above, stated, needed & stated.entries.numbers.keys()))
     return tuple(ancestors[::-1])
@@ -116,13 +116,13 @@ def _parent(folder: Path, parent: Parent, loaded: Loaded) -> tuple[Path, Manifes
         if (above / manifest.NAME).is_file():
             raise
         is_removed = folder.parent != stated_path.parent and bool(loaded.members(stated_path.parent))
-        raise Incomplete(
+        raise IncompleteError(
             f"the parent of {folder.name}, {parent.content[:24]}…, is missing",
             where=above,
             hint=_REMOVED if is_removed else _HINT,
         ) from error
     if stated.content != parent.content:
-        raise Corrupt(
+        raise CorruptError(
             f"the wrong parent: {folder.name} is stored against {parent.content[:24]}…, and this is "
             f"{stated.content[:24]}…",
             where=above,

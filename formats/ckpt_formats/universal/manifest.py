@@ -19,7 +19,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
@@ -162,8 +162,8 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
 def load(path: Path) -> Manifest:
     """Read and check a manifest, and the index beside it: in its folder, or in the same file.
 
-    Raises `Corrupt`, `Incomplete` if the index is missing, or `Unsupported` for a version that this program does not
-    know.
+    Raises `CorruptError`, `IncompleteError` if the index is missing, or `UnsupportedError` for a version that this
+    program does not know.
     """
     if is_single(path):
         last = last_entries(path)
@@ -183,10 +183,10 @@ def _manifest(
     """
     check = FieldReader(path)
     if fields.get("format") != "ckpt-universal":
-        raise Corrupt("not the manifest of a universal checkpoint", where=path)
+        raise CorruptError("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
     if not is_natural(version) or version != VERSION:
-        raise Unsupported(
+        raise UnsupportedError(
             f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
         )
     origin = check.mapping(fields, "origin")
@@ -291,7 +291,7 @@ def _index(data: bytes | None, stated: Any, tables: Tables, packs: tuple[Pack, .
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
     data = _index_file(path, nbytes) if data is None else data
     if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
-        raise Corrupt("the index does not fit its checksum: it was damaged or edited", where=path)
+        raise CorruptError("the index does not fit its checksum: it was damaged or edited", where=path)
     index = Index(columns.load(data, TYPES, path), tables)
     check_index(index, packs, path)
     return index
@@ -299,11 +299,13 @@ def _index(data: bytes | None, stated: Any, tables: Tables, packs: tuple[Pack, .
 
 def _index_file(path: Path, nbytes: int) -> bytes:
     if not path.exists():
-        raise Incomplete("the index of the checkpoint is missing", where=path)
+        raise IncompleteError("the index of the checkpoint is missing", where=path)
     try:
         return read_whole(path, min(nbytes, _MAX_BYTES))
-    except Unsafe:
-        raise Corrupt(f"the index is longer than the {nbytes} bytes that the manifest states", where=path) from None
+    except UnsafeError:
+        raise CorruptError(
+            f"the index is longer than the {nbytes} bytes that the manifest states", where=path
+        ) from None
 
 
 def _parent(fields: Any, check: FieldReader) -> Parent | None:

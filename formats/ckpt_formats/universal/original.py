@@ -13,7 +13,7 @@ from ckpt_formats.containers.safetensors import parse_json
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import OriginalForm
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_range
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.single_file import FileRange
@@ -33,7 +33,7 @@ def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | 
         return fields, None
     fields["form"], data = None, None
     with suppress(
-        Unsafe, Unsupported
+        UnsafeError, UnsupportedError
     ):  # without a form that is too large or too deep, the file cannot be restored as it was
         data = json.dumps(encode(original.form()), separators=(",", ":"), allow_nan=False).encode()
         fields["form"] = {"nbytes": len(data), "checksum": hash_text(xxhash.xxh3_128_intdigest(data))}
@@ -41,7 +41,7 @@ def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | 
 
 
 def load(fields: Mapping[str, Any], check: FieldReader, at: FileRange | None) -> OriginalForm | None:
-    """The original form by the manifest's field. Its bytes are read when the form is asked for. Raises `Corrupt`.
+    """The original form by the manifest's field. Its bytes are read when the form is asked for. Raises `CorruptError`.
 
     `at`: where these are, if they are anywhere; with the length -1 for a file of its own.
     """
@@ -80,7 +80,7 @@ def _form(seal: Seal | None) -> Value:
         return None
     data = read_range(seal.path, seal.offset, seal.nbytes)
     if xxhash.xxh3_128_intdigest(data) != seal.digest:
-        raise Corrupt("the form of the original file does not fit its checksum", where=seal.path)
+        raise CorruptError("the form of the original file does not fit its checksum", where=seal.path)
     return decode(parse_json(data, seal.path, finite=True), seal.path)
 
 

@@ -16,7 +16,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, ErrorFigures, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.errors import Unsupported, at_tensor
+from ckpt_formats.core.errors import UnsupportedError, at_tensor
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -145,10 +145,10 @@ def write_pack(
 
 
 def check_storable(parameter: Parameter) -> None:
-    """Raise `Unsupported` for states that a safetensors file cannot store."""
+    """Raise `UnsupportedError` for states that a safetensors file cannot store."""
     for state, tensor in parameter.states.items():
         if tensor.dtype.name not in SAFETENSORS_TAGS:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"tensor `{printable(parameter.name)}`: its state `{printable(state)}` is of type "
                 f"{tensor.dtype.name}, which "
                 "safetensors, and so the universal format, does not have",
@@ -157,9 +157,9 @@ def check_storable(parameter: Parameter) -> None:
 
 
 def check_state_names(parameters: Iterable[Parameter]) -> None:
-    """Raise `Unsupported` for more names of states than the index can number."""
+    """Raise `UnsupportedError` for more names of states than the index can number."""
     if len({state for parameter in parameters for state in parameter.states}) > _MAX_STATE_NAMES:
-        raise Unsupported(
+        raise UnsupportedError(
             f"more than {_MAX_STATE_NAMES:,} names of states, which the universal format cannot number",
             hint="Leave tensors out with --skip, or convert to torch.",
         )

@@ -12,7 +12,7 @@ import xxhash
 from ckpt_formats.containers.safetensors import MAX_HEADER, parse_json_object
 from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Contradiction, Reader
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.index import CODED, DERIVED
@@ -142,7 +142,7 @@ def _parsed(path: Path, raw: bytearray, slots: list[_Slot], is_own: bool) -> Con
         return Contradiction(path, "the header has another length than the manifest states")
     try:
         header = parse_json_object(bytes(raw[8:]), path)
-    except Corrupt as error:
+    except CorruptError as error:
         return Contradiction(path, f"the header is not valid: {error.what}")
     entries = [
         (name, {"dtype": tag, "shape": shape, "data_offsets": [begin, end]}, parameter)

@@ -11,7 +11,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Leaves, Seal
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -34,7 +34,7 @@ _Codec = TypeVar("_Codec", Codec, "DeltaCodec")
 def read_parameter(files: PackFiles, entry: ParameterEntry, parent: Parameter | None = None) -> Parameter:
     """The parameter of an entry, with lazy tensors; `parent` is that of the same name in the parent checkpoint.
 
-    Raises `Unsupported` for a codec that does not exist, `Corrupt` if a delta does not fit the parent.
+    Raises `UnsupportedError` for a codec that does not exist, `CorruptError` if a delta does not fit the parent.
     """
     replay = None if entry.delta is None else _replay(files, entry, entry.delta, parent)
     blobs: dict[str, Blob] = {}
@@ -80,12 +80,12 @@ def _blob(files: PackFiles, entry: ParameterEntry, name: str, state: StateEntry,
     if state.extent is None:
         assert base is not None  # `check_index` checks it
         if codec.name != _ROUNDED or not can_derive(base.dtype, dtype):
-            raise Corrupt(
+            raise CorruptError(
                 f"`{printable(entry.name)}`: {name!r} is not stored, and cannot be derived", where=files.checkpoint
             )
         return DerivedBlob(codec, base, dtype)
     if codec.name == _ROUNDED:
-        raise Corrupt(
+        raise CorruptError(
             f"`{printable(entry.name)}`: {name!r} is stored, but a rounded copy has no bytes", where=files.checkpoint
         )
     store = _store(files, entry, name, state)
@@ -131,7 +131,7 @@ def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: 
     parent_states = {name: _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
     for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
-            raise Corrupt(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=store.path)
+            raise CorruptError(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=store.path)
     digests = {name: entry.states[name].digests for name in delta.states}
     return StoredDelta(store, shape, form, digests, codec, parent_states)
 
@@ -139,7 +139,9 @@ def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: 
 def _parent_blob(parent: Parameter | None, state: str, path: Path, entry: ParameterEntry) -> Blob:
     tensor = None if parent is None else parent.states.get(state)
     if tensor is None:
-        raise Corrupt(f"`{entry.name}`: its delta is against a {state!r} that the parent does not have", where=path)
+        raise CorruptError(
+            f"`{entry.name}`: its delta is against a {state!r} that the parent does not have", where=path
+        )
     return tensor.fragments[0].blob
 
 
@@ -147,4 +149,4 @@ def _codec(files: PackFiles, entry: ParameterEntry, make: Callable[[], _Codec]) 
     try:
         return make()
     except CodecError as error:
-        raise Unsupported(f"`{entry.name}`: {error}", where=files.checkpoint) from None
+        raise UnsupportedError(f"`{entry.name}`: {error}", where=files.checkpoint) from None

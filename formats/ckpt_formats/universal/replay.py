@@ -63,7 +63,7 @@ class StoredDelta:
         return deltas[::-1]
 
     def values(self, index: int, reader: Reader) -> StateArrays:
-        """A chunk of all states, decoded and checked. Raises `Corrupt`."""
+        """A chunk of all states, decoded and checked. Raises `CorruptError`."""
         packed = reader.cached_or((self, index), lambda: _packed(self._replayed(index, reader)))
         start, stop = self.chunking.range(index)
         states, at = {}, 0
@@ -89,7 +89,10 @@ class StoredDelta:
         return states
 
     def decoded(self, index: int, earlier: StateArrays, reader: Reader) -> StateArrays:
-        """A chunk of all states, checked: each (size) of its dtype. `earlier`: that of the parent. Raises `Corrupt`."""
+        """A chunk of all states, checked: each (size) of its dtype. `earlier`: that of the parent.
+
+        Raises `CorruptError`.
+        """
         start, stop = self.chunking.range(index)
         form = self.chunking.chunk_shape(stop - start)
         before = {
@@ -124,7 +127,7 @@ class StatesReplay(Protocol):
     def chunking(self) -> Chunking: ...
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
-        """A chunk of all states: each (size) of its dtype in `form`. Raises `Corrupt`."""
+        """A chunk of all states: each (size) of its dtype in `form`. Raises `CorruptError`."""
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges that a block of the states comes from."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import open_regular, read_range
 from ckpt_formats.core.open_file import stream_nbytes
 
@@ -30,7 +30,7 @@ class FileRange:
         return self.offset + self.nbytes
 
     def read(self) -> bytes:
-        """The bytes. Raises `Corrupt` if the file ends before."""
+        """The bytes. Raises `CorruptError` if the file ends before."""
         return read_range(self.path, self.offset, self.nbytes)
 
 
@@ -59,12 +59,12 @@ def is_single(path: Path) -> bool:
 
 
 def last_entries(path: Path) -> LastEntries:
-    """Read the first bytes of a file. Raises `Corrupt` unless the entries follow one another up to its end."""
+    """Read the first bytes of a file. Raises `CorruptError` unless the entries follow one another up to its end."""
     with open_regular(path) as file:
         nbytes, head = stream_nbytes(file), file.read(_HEAD_NBYTES)
     match = _HEAD.match(head[8:].decode("latin-1"))
     if match is None:
-        raise Corrupt("not a universal checkpoint in one file, or its first bytes are damaged", where=path)
+        raise CorruptError("not a universal checkpoint in one file, or its first bytes are damaged", where=path)
     numbers = [None if number is None else int(number) for number in match.groups()]
     index, manifest, original = (
         None if offset is None or length is None else FileRange(path, offset, length)
@@ -74,7 +74,7 @@ def last_entries(path: Path) -> LastEntries:
     assert manifest is not None
     in_order = index.end == manifest.offset and (original is None or original.end == index.offset)
     if not in_order or manifest.end != nbytes:
-        raise Corrupt(
+        raise CorruptError(
             f"the file has {nbytes:,} bytes, its first bytes describe {manifest.end:,}",
             where=path,
             hint="It was truncated, appended to or damaged.",

@@ -108,7 +108,7 @@ class Tables:
 
     @classmethod
     def of_json(cls, fields: Any, check: FieldReader) -> "Tables":
-        """The tables in the fields of a manifest. Raises `Corrupt`."""
+        """The tables in the fields of a manifest. Raises `CorruptError`."""
         states = check.texts(check.sequence(fields, "states"), "states")
         dtypes = check.texts(check.sequence(fields, "dtypes"), "dtypes")
         check.true(len(set(states)) == len(states), "states: a name twice")

@@ -10,7 +10,7 @@ from ckpt_codecs.delta import StatePair
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.core.checkpoint import MASTER
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.check_index import OVERHEAD
@@ -75,7 +75,7 @@ def _decoded(plan: DeltaPlan, data: bytes, change: StatePair, where: str) -> dic
     try:
         decoded = plan.codec.decode(data, change.before, shape, form)
     except CodecError as error:
-        raise Unsupported(f"codec {plan.codec.name} cannot decode what it encoded: {error}", where=where) from None
+        raise UnsupportedError(f"codec {plan.codec.name} cannot decode what it encoded: {error}", where=where) from None
     return {state: np.ascontiguousarray(decoded[state]) for state in change.after}
 
 

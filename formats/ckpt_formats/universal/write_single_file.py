@@ -11,7 +11,7 @@ import xxhash
 
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
 from ckpt_formats.containers.sealed_json import hash_text
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import write_all
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.check_index import Pack
@@ -148,5 +148,5 @@ def _copy(piece: FileRange, out: BinaryIO) -> None:
                 write_all(out, data)  # raises the error again if the disk is full
                 done = len(data)
             if not done:
-                raise Corrupt("the file ends too early", where=piece.path)
+                raise CorruptError("the file ends too early", where=piece.path)
             at += done

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ckpt_formats.core.errors import OutputError, Unsupported
+from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
 
@@ -71,8 +71,8 @@ class Cluster(Protocol):
 def connect(url: str) -> Cluster:
     """The cluster at a URL: `dask://HOST:PORT`, `ray://HOST:PORT`, `ray://auto` or `ray://`.
 
-    Raises `Unsupported` if it is none, if the package is not installed, or if the workers have another version of ckpt
-    or none; `OutputError` if nobody answers.
+    Raises `UnsupportedError` if it is none, if the package is not installed, or if the workers have another version of
+    ckpt or none; `OutputError` if nobody answers.
     """
     kind, separator, _ = url.partition("://")
     try:
@@ -86,12 +86,12 @@ def connect(url: str) -> Cluster:
             return RayCluster(url)
     except ModuleNotFoundError as error:
         extra = kind.partition("+")[0]
-        raise Unsupported(
+        raise UnsupportedError(
             f"this executor needs the package {error.name}",
             where=printable(url),
             hint=f"Install it, here and on all workers: pip install 'ckpt-suite[{extra}]'.",
         ) from None
-    raise Unsupported(
+    raise UnsupportedError(
         "is no executor that ckpt knows",
         where=printable(url),
         hint="It is dask://HOST:PORT, ray://HOST:PORT, or ray:// for a cluster that runs here.",
@@ -99,19 +99,19 @@ def connect(url: str) -> Cluster:
 
 
 def check_workers(url: str, versions: Iterable[str]) -> None:
-    """Raise `Unsupported` unless the workers have this version of ckpt."""
+    """Raise `UnsupportedError` unless the workers have this version of ckpt."""
     for version in versions:
         if version != VERSION:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"a worker has ckpt {version}, and this machine ckpt {VERSION}",
                 where=printable(url),
                 hint="Install the same version on all machines.",
             )
 
 
-def no_ckpt(url: str, reason: object) -> Unsupported:
+def no_ckpt(url: str, reason: object) -> UnsupportedError:
     """The error for workers that cannot import ckpt."""
-    return Unsupported(
+    return UnsupportedError(
         f"a worker cannot import ckpt: {reason}", where=printable(url), hint=f"Install ckpt {VERSION} on all workers."
     )
 

@@ -11,7 +11,7 @@ from ray import exceptions
 
 from ckpt.pipeline.cluster import RETRIES, Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 
 _ASK_EVERY = 1.0
 """Seconds between two questions to the cluster: who is there, and what has begun."""
@@ -56,7 +56,7 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             unreachable(url, error)
         except ImportError as error:  # Ray's client is an extra of Ray
-            raise Unsupported(
+            raise UnsupportedError(
                 f"Ray's client is not installed here: {error}",
                 where=url,
                 hint="pip install 'ray[client]', or run the command on a machine of the cluster, with ray://auto.",

@@ -24,7 +24,7 @@ from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import FileWork, check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Incomplete
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.seal_checks import SealChecks
@@ -50,7 +50,7 @@ def write_shard(
 ) -> "pipeline.Result":
     """Write a share of the planned files, and publish the target if all others are there. Else the result is `pending`.
 
-    With `COMMIT` as shard, only publish. Raises `Incomplete` then if files are missing.
+    With `COMMIT` as shard, only publish. Raises `IncompleteError` then if files are missing.
     """
     check_scales_out(plan, format)
     started, identities = time.monotonic(), pipeline.identities_of(source, format)
@@ -122,7 +122,7 @@ def is_published(target: Path, job_id: str) -> bool:
 def unfinished_job(target: Path) -> ShardJob | None:
     """The job whose shards write a target; None if the target is complete.
 
-    Raises `NotFound` if no shards write it, `OutputError` if those of several jobs do, `Corrupt`.
+    Raises `NotFoundError` if no shards write it, `OutputError` if those of several jobs do, `CorruptError`.
     """
     if not isinstance(target, StorePath):
         return folder.unfinished_job(target)
@@ -190,10 +190,10 @@ def _usable(receipts: Mapping[str, Receipt], checks: SealChecks, identities: Ide
 
 
 def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardStaging) -> str:
-    """Which files are missing, as a part of a sentence. Raises `Incomplete` if nobody else would write them."""
+    """Which files are missing, as a part of a sentence. Raises `IncompleteError` if nobody else would write them."""
     text = f"{len(missing)} of {len(files)} files are not written yet"
     if shard.only_commits:
-        raise Incomplete(
+        raise IncompleteError(
             f"{text}; the first is {printable(missing[0].file)}",
             where=stage.target,
             hint="Run the shards again that have not ended well; those that have ended write nothing again.",

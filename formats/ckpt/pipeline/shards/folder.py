@@ -27,7 +27,7 @@ from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
-from ckpt_formats.core.errors import NotFound, OutputError
+from ckpt_formats.core.errors import NotFoundError, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush, flush_all, rename_new
@@ -192,10 +192,10 @@ def unfinished_job(target: Path) -> ShardJob | None:
     return _job_in(unfinished[0])
 
 
-def no_shards(target: Path) -> NotFound:
+def no_shards(target: Path) -> NotFoundError:
     """The error for a target that is not there, and that no shards write."""
     hint = "Name the target of a command that was run with --shard."
-    return NotFound("no shards have written this target", where=target, hint=hint)
+    return NotFoundError("no shards have written this target", where=target, hint=hint)
 
 
 def is_published(target: Path, job_id: str) -> bool:
@@ -216,7 +216,7 @@ def sweep(place: Path) -> None:
 
 
 def _job_in(folder: Path) -> ShardJob:
-    """The job whose shards write in a folder. Raises `Corrupt`."""
+    """The job whose shards write in a folder. Raises `CorruptError`."""
     path = folder / JOB
     try:
         return ShardJob.from_json(path.read_bytes(), path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.pipeline.shard import Shard
-from ckpt_formats.core.errors import Corrupt, OutputError
+from ckpt_formats.core.errors import CorruptError, OutputError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
 
@@ -46,7 +46,7 @@ class ShardJob:
 
     @classmethod
     def from_json(cls, data: bytes, where: object) -> "ShardJob":
-        """Raises `Corrupt`."""
+        """Raises `CorruptError`."""
         try:
             fields: dict[str, Any] = json.loads(data)
             names = ("id", "written_by", "source", "target", "format", "folder", "started")
@@ -56,7 +56,7 @@ class ShardJob:
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             hint = "Run one of the shards again, or remove it to give up."
-            raise Corrupt("is not the description of a job of shards", where=str(where), hint=hint) from None
+            raise CorruptError("is not the description of a job of shards", where=str(where), hint=hint) from None
         return cls(command=words, files=files, **texts)
 
     def refused(self, target: Path, how_to_give_up: str) -> OutputError:

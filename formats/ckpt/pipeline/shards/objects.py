@@ -27,7 +27,7 @@ from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
 from ckpt.pipeline.store_attempts import SharedPrefix, StoreAttempt
 from ckpt.pipeline.store_staging import StoreStaging, is_stored, open_store, staged_folder
-from ckpt_formats.core.errors import CkptError, Incomplete, Locked
+from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.bucket import Bucket
@@ -117,7 +117,7 @@ class ShardObjects(ShardStaging):
                     staged = open_store(self.target, self.resources.scratch, self.resources.locks, single_file=False)
                     self._stage, holder = stack.enter_context(staged), None
                     break
-                except Locked as error:
+                except LockedError as error:
                     holder = error.what
                 if not wait or stop.wait(_POLL) or self.is_published():
                     break
@@ -135,7 +135,7 @@ class ShardObjects(ShardStaging):
         stage.begin(self.job.id, self.job.files)
         written = {receipt.file for receipt in stage.receipts(self.format)}
         if missing := [file for file in self.job.files if file not in written]:
-            raise Incomplete(
+            raise IncompleteError(
                 f"{len(missing)} files were removed since the shards have written them",
                 where=self.target / missing[0],
                 hint="Run the shards again.",
@@ -208,7 +208,10 @@ def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resou
 
 
 def unfinished_job(target: StorePath) -> ShardJob | None:
-    """The job whose shards write a target; None if the target is complete. Raises `NotFound` if nothing is there."""
+    """The job whose shards write a target; None if the target is complete.
+
+    Raises `NotFoundError` if nothing is there.
+    """
     bucket, key = Bucket(target.store.url), f"{staged_folder(target, single_file=False)}/job"
     read = bucket.read(key)
     if read is not None:

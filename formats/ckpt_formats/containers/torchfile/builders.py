@@ -1,7 +1,7 @@
 """Values for the few calls that every checkpoint contains. All other calls stay `Record`s.
 
 Each builder takes the arguments that the file gives, which may be anything,
-and returns a complete and checked value. Raises `Corrupt` or `Unsafe`.
+and returns a complete and checked value. Raises `CorruptError` or `UnsafeError`.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ckpt_formats.containers.torchfile.storages import (
     tensor_ref,
 )
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value
 
@@ -148,11 +148,11 @@ def build_bytes(cls: Global, args: Args, where: str) -> Value:
     if len(args) == 1 and type(args[0]) is bytes and cls.name == "bytes":
         return args[0]
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        raise Unsafe(f"the pickle calls {cls} for something other than bytes", where=where, hint=NOTHING_RAN)
+        raise UnsafeError(f"the pickle calls {cls} for something other than bytes", where=where, hint=NOTHING_RAN)
     try:
         return args[0].encode("latin-1")
     except UnicodeEncodeError:
-        raise Corrupt("a byte string contains characters that are no bytes", where=where) from None
+        raise CorruptError("a byte string contains characters that are no bytes", where=where) from None
 
 
 def build_bytearray(cls: Global, args: Args, where: str) -> Value:
@@ -182,10 +182,10 @@ def build_nested(cls: Global, args: Args, where: str) -> Value:
     if len(args) == 2 and type(args[0]) is Record and type(args[1]) is str and _is_member(args[1]):
         return Record(cls, args)  # a method of an object, such as a hook; a call of it is refused
     if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
-        raise Unsafe("the pickle takes an attribute of an object", where=where, hint=NOTHING_RAN)
+        raise UnsafeError("the pickle takes an attribute of an object", where=where, hint=NOTHING_RAN)
     outer, name = args
     if reason := nested_refusal(outer.module, outer.name, name):
-        raise Unsafe(f"the pickle names {outer}.{name:.80}, which {reason}", where=where, hint=NOTHING_RAN)
+        raise UnsafeError(f"the pickle names {outer}.{name:.80}, which {reason}", where=where, hint=NOTHING_RAN)
     return Global(outer.module, f"{outer.name}.{name}") if class_like(name) else Record(cls, args)
 
 
@@ -213,7 +213,7 @@ def build_scalar(cls: Global, args: Args, where: str) -> Value:
     """`numpy.core.multiarray.scalar(dtype, bytes)`."""
     try:
         return arrays.scalar_of(args, where)
-    except Unsupported:  # a date, a row of a table: it stays a call
+    except UnsupportedError:  # a date, a row of a table: it stays a call
         return Record(cls, args)
 
 
@@ -221,7 +221,7 @@ def build_buffer_array(cls: Global, args: Args, where: str) -> Value:
     """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`."""
     try:
         return arrays.buffer_array(args, where)
-    except Unsupported:
+    except UnsupportedError:
         return Record(cls, args)
 
 
@@ -284,5 +284,5 @@ def _attrs(state: Args) -> Value:
     return state[0] if state and state[0] else None
 
 
-def _malformed(cls: Global, where: str) -> Corrupt:
-    return Corrupt(f"the pickle gives impossible arguments to {cls}", where=where)
+def _malformed(cls: Global, where: str) -> CorruptError:
+    return CorruptError(f"the pickle gives impossible arguments to {cls}", where=where)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile.record_forms import CompactRecord
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, opaque
 
 MAX_REPEATED = 400_000
@@ -66,12 +66,12 @@ def written_size(value: Value) -> int:
 
 
 def check_repeated(value: Value, where: str, nbytes: int = 0, more: int = 0) -> None:
-    """Raise `Unsafe` for a value that repeats its parts far too often for its `nbytes` in a file.
+    """Raise `UnsafeError` for a value that repeats its parts far too often for its `nbytes` in a file.
 
     `more`: how many containers are repeated besides.
     """
     if repeated_size(value) + more > max(MAX_REPEATED, _PER_BYTE * nbytes):
-        raise Unsafe(
+        raise UnsafeError(
             "repeats its own parts so often that it would exhaust memory when written out",
             where=where,
             hint="No checkpoint needs this; such files are built to exhaust the memory of their reader.",

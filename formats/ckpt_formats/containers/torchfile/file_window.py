@@ -4,7 +4,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import open_to_read, unreadable
 
 
@@ -16,9 +16,9 @@ class ByteSource(Protocol):
     length: int
 
     def at(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes from `offset` on. Raises `Corrupt` if there are fewer."""
+        """The `nbytes` bytes from `offset` on. Raises `CorruptError` if there are fewer."""
 
-    def corrupt(self, message: str) -> Corrupt:
+    def corrupt(self, message: str) -> CorruptError:
         """An error about this source."""
 
 
@@ -26,7 +26,7 @@ class Window:
     """`length` bytes of a file from `base` on; offsets are counted from `base`.
 
     The first and last `edges` bytes are read at once and cached. Raises
-    `NotFound` if there is no such regular file, `Corrupt` if it is too short
+    `NotFoundError` if there is no such regular file, `CorruptError` if it is too short
     for the window or for a read.
     """
 
@@ -38,7 +38,7 @@ class Window:
             status = self._file.status
             self.length = status.st_size - base if length is None else length
             if base < 0 or self.length < 0 or base + self.length > status.st_size:
-                raise Corrupt(
+                raise CorruptError(
                     f"the file has {status.st_size} bytes, but {self.length} are expected from byte {base} on",
                     where=path,
                     hint="It was truncated, or is still being written: copy it again.",
@@ -61,7 +61,7 @@ class Window:
         self._file.close()
 
     def at(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes. Raises `Corrupt`, before it allocates memory, if the window is too short."""
+        """Exactly these bytes. Raises `CorruptError`, before it allocates memory, if the window is too short."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.length:
             raise self.corrupt(f"bytes {offset} to {offset + nbytes} are needed, but there are {self.length}")
         if offset + nbytes <= len(self._head):
@@ -83,6 +83,6 @@ class Window:
             raise unreadable(error, self.path) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def corrupt(self, message: str) -> Corrupt:
+    def corrupt(self, message: str) -> CorruptError:
         """An error about this file."""
-        return Corrupt(message, where=self.path)
+        return CorruptError(message, where=self.path)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile.record_forms import CompactRecord
 from ckpt_formats.containers.torchfile.storages import Storage, TensorRef
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.values import Global, Record, Size, Value, kind_of
 
 MAX_DEPTH = 6
@@ -22,7 +22,7 @@ _FLAT = frozenset({str, CompactRecord})
 
 
 def hashable(key: Value, where: str) -> Value:
-    """The same key. Raises `Unsafe` if it cannot be hashed, or not quickly."""
+    """The same key. Raises `UnsafeError` if it cannot be hashed, or not quickly."""
     if type(key) not in _FLAT:
         _count(key, 0, 0, where)
     return key
@@ -43,7 +43,7 @@ def _count(key: Value, depth: int, parts: int, where: str) -> int:
             return parts + 1
     elif isinstance(key, np.generic) and not isinstance(key, np.void):
         return parts + 1
-    raise Unsafe(
+    raise UnsafeError(
         f"{kind_of(key)} is a key or an element of a set; it cannot be one, or is nested too deeply",
         where=where,
     )

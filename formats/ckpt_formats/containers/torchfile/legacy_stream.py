@@ -14,7 +14,7 @@ from pathlib import Path
 from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, Interpreter, Truncated
 from ckpt_formats.containers.torchfile.storages import Storage
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.values import Value
 
@@ -31,9 +31,9 @@ class LegacyStream:
     offsets: dict[str, int] = field(default_factory=dict)
 
     def find(self, key: str) -> tuple[int, Seal | None]:
-        """Byte offset of a storage in the file; no checksum. Raises `Corrupt` for an unknown key."""
+        """Byte offset of a storage in the file; no checksum. Raises `CorruptError` for an unknown key."""
         if key not in self.offsets:
-            raise Corrupt(f"storage {key!r:.40} is not in the file", where=self.path)
+            raise CorruptError(f"storage {key!r:.40} is not in the file", where=self.path)
         return self.offsets[key], None
 
 
@@ -49,7 +49,7 @@ class Pickles:
     _buffer: bytes = PAD
 
     def next(self) -> Value:
-        """The value of the next pickle. Raises `Corrupt` or `Unsafe`."""
+        """The value of the next pickle. Raises `CorruptError` or `UnsafeError`."""
         nbytes = _FIRST_WINDOW
         while True:
             available = self._from + len(self._buffer) - len(PAD)
@@ -65,7 +65,7 @@ class Pickles:
                     raise
                 nbytes = max(2 * (available - self.at), self._from + error.needs - self.at)
                 if nbytes > MAX_BYTES:
-                    raise Unsafe("the pickle would exhaust memory", where=self.window.path) from None
+                    raise UnsafeError("the pickle would exhaust memory", where=self.window.path) from None
                 continue
             self.at = self._from + end
             return value
@@ -83,7 +83,7 @@ def read_object(pickles: Pickles) -> Value:
     if version != VERSION or type(system) is not dict:
         raise window.corrupt(f"unknown version of the legacy format: {version!r:.40}")
     if system.get("little_endian") is not True:
-        raise Unsupported("was written by a big-endian machine", where=window.path)
+        raise UnsupportedError("was written by a big-endian machine", where=window.path)
     return pickles.next()
 
 
@@ -100,7 +100,7 @@ def place_storages(pickles: Pickles, storages: dict[str, Storage], stream: Legac
         if numel != storage.numel:
             raise window.corrupt(f"storage {key!r:.40} should have {storage.numel} elements, but has {numel}")
         if at + storage.nbytes > window.length:
-            raise Corrupt(
+            raise CorruptError(
                 f"storage {key!r:.40} is truncated",
                 where=window.path,
                 hint="The file was truncated, or is still being written: copy it again.",

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Global, Record, Value
 
@@ -30,43 +30,43 @@ _MAX_AXES = 32  # NumPy 1 has no more
 def dtype_of(record: Value, where: str) -> DType:
     """The element type that `numpy.dtype(code, False, True)` and its state mean.
 
-    Raises `Unsupported` if it is not a plain number, boolean or string of fixed length.
+    Raises `UnsupportedError` if it is not a plain number, boolean or string of fixed length.
     """
     if type(record) is not Record or record.cls != Global("numpy", "dtype") or not record.args:
-        raise Corrupt("a NumPy value without an element type", where=where)
+        raise CorruptError("a NumPy value without an element type", where=where)
     code, state = record.args[0], record.state
     if type(code) is Global:
         if code.module != "ml_dtypes" or not hasattr(ml_dtypes, code.name) or code.name not in DTYPES:
-            raise Unsupported(f"NumPy values of type {code}", where=where)
+            raise UnsupportedError(f"NumPy values of type {code}", where=where)
         return DTYPES[code.name]
     match = _CODE.match(code) if type(code) is str else None
     if match is None:
-        raise Unsupported(f"NumPy values of type {code!r:.40}", where=where)
+        raise UnsupportedError(f"NumPy values of type {code!r:.40}", where=where)
     order = code[0] if code[0] in _ORDERS else "="
     if state is not None:
         # (version, byte order, subarray, names, fields, itemsize, alignment, flags[, metadata])
         if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in _ORDERS:
-            raise Corrupt("a malformed NumPy element type", where=where)
+            raise CorruptError("a malformed NumPy element type", where=where)
         if any(part is not None for part in state[2:5]) or (match[1] == "V" and not match[2]):
-            raise Unsupported("structured NumPy arrays", where=where)
+            raise UnsupportedError("structured NumPy arrays", where=where)
         order = state[1]
     try:
         return np.dtype(order + match[1] + match[2])
     except (TypeError, ValueError):
-        raise Unsupported(f"NumPy values of type {code!r:.40}", where=where) from None
+        raise UnsupportedError(f"NumPy values of type {code!r:.40}", where=where) from None
 
 
 def scalar_of(args: tuple[Value, ...], where: str) -> Value:
     """`numpy.core.multiarray.scalar(dtype, bytes)`: a NumPy scalar."""
     if len(args) != 2 or type(args[1]) not in (bytes, str):
-        raise Corrupt("a malformed NumPy scalar", where=where)
+        raise CorruptError("a malformed NumPy scalar", where=where)
     return _from_bytes(dtype_of(args[0], where), (), "C", args[1], where)[()]
 
 
 def buffer_array(args: tuple[Value, ...], where: str) -> Array:
     """`numpy.core.numeric._frombuffer(bytes, dtype, shape, order)`, which protocol 5 writes: an array of `shape`."""
     if len(args) != 4 or type(args[0]) not in (bytes, bytearray) or args[3] not in ("C", "F"):
-        raise Corrupt("a malformed NumPy array", where=where)
+        raise CorruptError("a malformed NumPy array", where=where)
     return _from_bytes(dtype_of(args[1], where), args[2], args[3], args[0], where)
 
 
@@ -78,20 +78,20 @@ def unfilled_array() -> Array:
 def fill(array: Array, state: Value, where: str) -> None:
     """Fill an array of `unfilled_array` in place, as BUILD does.
 
-    `state`: (version, shape, dtype, is_fortran, bytes). Raises `Corrupt`.
+    `state`: (version, shape, dtype, is_fortran, bytes). Raises `CorruptError`.
     """
     if type(state) is not tuple or len(state) != 5 or array.shape != (0,) or array.dtype != np.int8:
-        raise Corrupt("a malformed NumPy array", where=where)
+        raise CorruptError("a malformed NumPy array", where=where)
     _, shape, dtype, fortran, data = state
     if type(data) not in (bytes, str, list) or type(fortran) not in (bool, int):
-        raise Corrupt("a malformed NumPy array", where=where)
+        raise CorruptError("a malformed NumPy array", where=where)
     try:
         kind = dtype_of(dtype, where)
-    except Unsupported:
+    except UnsupportedError:
         _fill_with_record(array, state, where)
         return
     if type(data) is list:
-        raise Corrupt("a malformed NumPy array", where=where)
+        raise CorruptError("a malformed NumPy array", where=where)
     decoded = _from_bytes(kind, shape, "F" if fortran else "C", data, where)
     # In place, because the pickle may refer to the array already.
     order: Literal["C", "F"] = "F" if fortran else "C"
@@ -118,10 +118,10 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
         try:
             data = data.encode("latin-1")
         except UnicodeEncodeError:
-            raise Corrupt("the bytes of a NumPy array contain characters that are no bytes", where=where) from None
+            raise CorruptError("the bytes of a NumPy array contain characters that are no bytes", where=where) from None
     size = prod(_checked_shape(shape, where))
     if size * dtype.itemsize != len(data) or (dtype.itemsize == 0 and size > 1):
-        raise Corrupt(
+        raise CorruptError(
             f"a NumPy array of {size} elements of {dtype.itemsize} bytes has {len(data)} bytes of data", where=where
         )
     if not data:
@@ -138,5 +138,5 @@ def _checked_shape(shape: Value, where: str) -> Shape:
         or len(shape) > _MAX_AXES
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
     ):
-        raise Corrupt("a NumPy array of impossible shape", where=where)
+        raise CorruptError("a NumPy array of impossible shape", where=where)
     return shape

@@ -7,7 +7,7 @@ the allow list of names:
 * no name is ever imported, and only the functions in `builders` are ever called;
 * every length is compared with the available bytes before it is used;
 * the size of a value with all shared parts written out is limited before the value is returned;
-* for any bytes, the outcome is a value, `Corrupt` or `Unsafe`.
+* for any bytes, the outcome is a value, `CorruptError` or `UnsafeError`.
 
 Opcodes as in CPython's `pickletools`. The loop in `_run` handles the frequent
 ones, most frequent first; the others are functions in `_RARE`.
@@ -28,7 +28,7 @@ from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
 from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
-from ckpt_formats.core.errors import Corrupt, Unsafe, flaw
+from ckpt_formats.core.errors import CorruptError, UnsafeError, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
 MAX_BYTES = 512 << 20
@@ -77,7 +77,7 @@ _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrt])")
 _ESCAPES = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
-class Truncated(Corrupt):
+class Truncated(CorruptError):
     """The pickle continues after the given bytes, at least to byte `needs`."""
 
     needs = 0
@@ -127,8 +127,8 @@ class Interpreter:
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
         """Read one pickle; return its value and where it ends.
 
-        `padded` must end in `PAD`. Raises `Truncated`, `Corrupt` or `Unsafe`; what is refused, and in which words, does
-        not depend on tensors and alike objects being matched whole.
+        `padded` must end in `PAD`. Raises `Truncated`, `CorruptError` or `UnsafeError`; what is refused, and in which
+        words, does not depend on tensors and alike objects being matched whole.
         """
         try:
             return self._load(padded, start)
@@ -137,7 +137,7 @@ class Interpreter:
                 self._forms = {}
         except Truncated:
             raise
-        except (Corrupt, Unsafe):
+        except (CorruptError, UnsafeError):
             if not self._match_less():
                 raise
         return self.load(padded, start)
@@ -176,9 +176,9 @@ class Interpreter:
         finally:
             self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
 
-    def corrupt(self, message: str) -> Corrupt:
+    def corrupt(self, message: str) -> CorruptError:
         """An error that states the position in the pickle."""
-        return Corrupt(f"the pickle is {message}, near its byte {min(self._pos, self._size)}", where=self.where)
+        return CorruptError(f"the pickle is {message}, near its byte {min(self._pos, self._size)}", where=self.where)
 
     def truncated(self, needs: int = 0) -> Truncated:
         """An error for a pickle that continues after the given bytes."""
@@ -186,9 +186,9 @@ class Interpreter:
         error.needs = needs
         return error
 
-    def unsafe(self, message: str) -> Unsafe:
+    def unsafe(self, message: str) -> UnsafeError:
         """An error for a pickle that is refused."""
-        return Unsafe(message, where=self.where, hint=NOTHING_RAN)
+        return UnsafeError(message, where=self.where, hint=NOTHING_RAN)
 
     def _run(self) -> Value:
         data, size, pos = self._data, self._size, self._pos
@@ -383,7 +383,7 @@ class Interpreter:
         return self._data[begin:end]
 
     def line(self, limit: int = _MAX_LINE) -> bytes:
-        """The bytes up to the next newline, which is skipped. Raises `Truncated` or `Corrupt`."""
+        """The bytes up to the next newline, which is skipped. Raises `Truncated` or `CorruptError`."""
         end = self._data.find(b"\n", self._pos, min(self._size, self._pos + limit + 1))
         if end < 0:
             if self._size <= self._pos + limit:
@@ -409,7 +409,7 @@ class Interpreter:
     def name(self, module: Value, name: Value) -> Global:
         """The `Global` of a name. There is one object per name, so that it can be compared by identity.
 
-        Raises `Unsafe` if the allow list does not permit the name.
+        Raises `UnsafeError` if the allow list does not permit the name.
         """
         if type(module) is not str or type(name) is not str:
             raise self.corrupt("malformed: a name is not text")

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import pickle_reader as op
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value, kind_of, opaque
 
 _BATCH = 1000  # number of items between two marks, as in CPython's pickler
@@ -88,7 +88,7 @@ def emit(root: Value, lower: Lower | None = None, protocol: Literal[2, 4] = 2) -
 
     `lower` returns what to write for values that are not listed in
     `ckpt_formats.core.values`, such as tensors, and None for other values.
-    Raises `Unsupported` for values that cannot be written.
+    Raises `UnsupportedError` for values that cannot be written.
     """
     return _Emitter(lower, protocol).run(root)
 
@@ -154,7 +154,7 @@ class _Emitter:
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(data) > op.MAX_INT_BYTES:
-                raise Unsupported(f"an integer of {len(data)} bytes cannot be written")
+                raise UnsupportedError(f"an integer of {len(data)} bytes cannot be written")
             head = bytes((op.LONG1, len(data))) if len(data) < 256 else struct.pack("<Bi", op.LONG4, len(data))
             self._out += head + data
 
@@ -187,7 +187,7 @@ class _Emitter:
         try:
             self._out += bytes((op.GLOBAL,)) + f"{value.module}\n{value.name}\n".encode()
         except UnicodeEncodeError:
-            raise Unsupported(f"the name {value} cannot be written") from None
+            raise UnsupportedError(f"the name {value} cannot be written") from None
         self._memoize_name(value)
 
     def _is_plain(self, name: Global) -> bool:
@@ -322,11 +322,11 @@ class _Emitter:
             return
         within = self._in_progress.get(id(value), 0)
         if within > 2:
-            raise Unsupported(f"an object of class {record.cls} is an argument of its own constructor")
+            raise UnsupportedError(f"an object of class {record.cls} is an argument of its own constructor")
         self._in_progress[id(value)] = within + 1
         if record.kwargs:
             if not record.new:
-                raise Unsupported(f"a call of {record.cls} with keywords cannot be written")
+                raise UnsupportedError(f"a call of {record.cls} with keywords cannot be written")
             self._protocol = 4
             call = [record.args, record.kwargs, _Code((op.NEWOBJ_EX,))]
         else:
@@ -354,7 +354,7 @@ class _Emitter:
             return _scalar(value)
         if isinstance(value, np.dtype):
             return _dtype(value)
-        raise Unsupported(f"{kind_of(value)} cannot be written")
+        raise UnsupportedError(f"{kind_of(value)} cannot be written")
 
     def _items(self, items: list[Value]) -> None:
         self._batches(items, _BATCH, op.APPEND, op.APPENDS)
@@ -444,7 +444,7 @@ def _array(value: np.ndarray[Any, Any]) -> Record:
     if isinstance(record := opaque(value), Record):
         return record
     if value.dtype.hasobject or value.dtype.names is not None:
-        raise Unsupported("NumPy arrays of Python objects or with named fields cannot be written")
+        raise UnsupportedError("NumPy arrays of Python objects or with named fields cannot be written")
     fortran = value.flags.f_contiguous and not value.flags.c_contiguous
     return Record(
         Global(_NUMPY, "_reconstruct"),
@@ -459,11 +459,11 @@ def _scalar(value: "np.generic[Any]") -> Record:
 
 def _dtype(value: "np.dtype[Any]") -> Record:
     if value.hasobject or value.names is not None:
-        raise Unsupported(f"the NumPy type {value} cannot be written")
+        raise UnsupportedError(f"the NumPy type {value} cannot be written")
     _, (code, *flags), state = value.__reduce__()  # type: ignore[str-unpack]
     if not isinstance(code, str):
         if value.name not in DTYPES:
-            raise Unsupported(f"the NumPy type {value} cannot be written")
+            raise UnsupportedError(f"the NumPy type {value} cannot be written")
         code = Global("ml_dtypes", value.name)
     return Record(Global("numpy", "dtype"), (code, *flags), state=state)
 

@@ -22,7 +22,7 @@ from ckpt_formats.containers.torchfile.storages import (
 )
 from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
@@ -70,20 +70,20 @@ class TorchFile:
 def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
     """Read the structure of a file, or of `length` bytes of it from `base` on.
 
-    No tensor data are read. Raises `NotFound`, `Corrupt`, `Unsafe`, or
-    `Unsupported`, for example for files of TorchScript or of big-endian machines.
+    No tensor data are read. Raises `NotFoundError`, `CorruptError`, `UnsafeError`, or
+    `UnsupportedError`, for example for files of TorchScript or of big-endian machines.
     """
     path = Path(path) if isinstance(path, str) else path
     with Window(path, base, length) as window:
         if not window.length:
-            raise Corrupt("the file is empty", where=path, hint="It was never written to its end: copy it again.")
+            raise CorruptError("the file is empty", where=path, hint="It was never written to its end: copy it again.")
         head = window.at(0, min(4, window.length))
         if head == LOCAL:
             return _open_archive(window)
         if head[0] == PROTO:
             return _open_stream(window)
         check_stand_in(window.at(0, min(64, window.length)), path)
-        raise Corrupt("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
+        raise CorruptError("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
 
 
 def open_item(window: ByteSource) -> TorchFile:
@@ -92,7 +92,7 @@ def open_item(window: ByteSource) -> TorchFile:
     Looks up all storages now, and checks everything except their data. Raises the same errors as `open_file`.
     """
     if window.at(0, min(4, window.length)) != LOCAL:
-        raise Corrupt("is not an archive of torch.save", where=window.path)
+        raise CorruptError("is not an archive of torch.save", where=window.path)
     file = _open_archive(window)
     assert file._archive is not None
     file._archive.check(window, MAX_BYTES)
@@ -102,11 +102,11 @@ def open_item(window: ByteSource) -> TorchFile:
 def load_pickle(data: bytes, where: str = "a pickle", forms: Sequence[RecordForm] = ()) -> Value:
     """The value of a pickle in memory, which must not refer to storages outside of it.
 
-    Raises `Corrupt` or `Unsafe`; `where` is the place in the message.
+    Raises `CorruptError` or `UnsafeError`; `where` is the place in the message.
     """
     value, end = Interpreter(where, forms=forms).load(data + PAD)
     if end != len(data):
-        raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
+        raise CorruptError(f"{len(data) - end} bytes follow the pickle", where=where)
     return value
 
 
@@ -115,7 +115,7 @@ def _open_archive(window: ByteSource) -> TorchFile:
     if "byteorder" in archive:
         byte_order = archive.read("byteorder", window, 64)
         if byte_order == b"big":
-            raise Unsupported("was written by a big-endian machine", where=window.path)
+            raise UnsupportedError("was written by a big-endian machine", where=window.path)
         if byte_order != b"little":
             raise window.corrupt(f"unknown byte order {byte_order!r:.20}")
     data = archive.read("data.pkl", window, MAX_BYTES)
@@ -124,7 +124,7 @@ def _open_archive(window: ByteSource) -> TorchFile:
     interpreter = Interpreter(where, table.resolve)
     root, end = interpreter.load(data + PAD)
     if end != len(data):
-        raise Corrupt(f"{len(data) - end} bytes follow the pickle", where=where)
+        raise CorruptError(f"{len(data) - end} bytes follow the pickle", where=where)
     _check_members(archive, table)
     return TorchFile(
         window.path, "zip", root, tuple(table.storages.values()), tuple(interpreter.globals.values()), archive
@@ -136,7 +136,7 @@ _MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
 
 
 def _check_members(archive: Archive, table: "_StorageTable") -> None:
-    """Raise `Unsupported` for members that torch does not write, or that are storages without a tensor."""
+    """Raise `UnsupportedError` for members that torch does not write, or that are storages without a tensor."""
     stem = len(archive.stem) + 1
     expected = {f"{archive.stem}/data/{key}" for key in table.storages}
     unexpected = [name[stem:] for name in archive.directory.names if name not in expected]
@@ -147,7 +147,7 @@ def _check_members(archive: Archive, table: "_StorageTable") -> None:
             if unexpected[0].startswith("data/")
             else "is not one that torch.save writes"
         )
-        raise Unsupported(
+        raise UnsupportedError(
             f"the archive's member `{printable(unexpected[0][:80])}` {reason}: its purpose is unknown",
             where=archive.path,
             hint="If nothing needs it, remove it (zip -d).",
@@ -164,7 +164,7 @@ def _open_stream(window: Window) -> TorchFile:
         root, kind = legacy.read_object(pickles), "legacy"
         legacy.place_storages(pickles, table.storages, stream)
     elif pickles.at != window.length or table.storages:
-        raise Corrupt(
+        raise CorruptError(
             f"{window.length - pickles.at} bytes follow the pickle",
             where=window.path,
             hint="torch.save did not write this file.",
@@ -190,7 +190,7 @@ class _StorageTable:
         """By the id of a storage class: the class, its element type, and bytes per element."""
 
     def resolve(self, persistent_id: Value) -> Value:
-        """The storage, part of a storage, or class that a persistent id means. Raises `Corrupt`.
+        """The storage, part of a storage, or class that a persistent id means. Raises `CorruptError`.
 
         In archives it is `("storage", class, key, location, numel)`. Legacy streams
         add a view, and also contain `("module", class, source file, source)`.
@@ -231,14 +231,14 @@ class _StorageTable:
             actual_nbytes = self._archive.storage_nbytes(key)
             # A storage of foreign memory may end with a part of an element, which `numel` does not count.
             if not nbytes <= actual_nbytes < nbytes + itemsize:
-                raise Corrupt(
+                raise CorruptError(
                     f"storage {key!r:.40} should have {nbytes} bytes, but has {actual_nbytes}", where=self._where
                 )
         storage = Storage(key, cls, dtype, itemsize, numel, location, self._offsets)
         if earlier is None:
             self.storages[key] = storage
         elif earlier.nbytes != nbytes:
-            raise Corrupt(f"storage {key!r:.40} is given with two sizes", where=self._where)
+            raise CorruptError(f"storage {key!r:.40} is given with two sizes", where=self._where)
         return storage
 
     def _slice(self, storage: Storage, view: Value) -> Value:
@@ -247,8 +247,8 @@ class _StorageTable:
             raise self._malformed()
         _, start, numel = view
         if start < 0 or numel < 0 or start + numel > storage.numel:
-            raise Corrupt(f"a part of storage {storage.key!r:.40} lies outside it", where=self._where)
+            raise CorruptError(f"a part of storage {storage.key!r:.40} lies outside it", where=self._where)
         return StorageSlice(storage, start, numel)
 
-    def _malformed(self) -> Corrupt:
-        return Corrupt("the pickle refers to something that is not a storage", where=self._where)
+    def _malformed(self) -> CorruptError:
+        return CorruptError("the pickle refers to something that is not a storage", where=self._where)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, c_strides
@@ -142,7 +142,7 @@ def tensor_ref(
 ) -> TensorRef:
     """A reference to a tensor, after a check of its geometry against its storage.
 
-    Raises `Corrupt` if it reaches outside the storage, `Unsafe` if it is expanded to more than 16 MiB.
+    Raises `CorruptError` if it reaches outside the storage, `UnsafeError` if it is expanded to more than 16 MiB.
     """
     base = storage.storage if type(storage) is StorageSlice else storage
     assert isinstance(base, Storage)
@@ -154,13 +154,13 @@ def tensor_ref(
         size *= length
     stored = storage.numel * base.itemsize // dtype.itemsize
     if size and offset + (size - 1 if is_packed else reach) >= stored:
-        raise Corrupt(
+        raise CorruptError(
             f"a tensor of shape {list(shape)} reaches to element {offset + reach} of storage {base.key!r:.40}, "
             f"which has {stored}",
             where=where,
         )
     if size > stored and size * dtype.itemsize > MAX_EXPANDED_BYTES:
-        raise Unsafe(
+        raise UnsafeError(
             f"a tensor of shape {list(shape)} is expanded from {stored} stored elements to {size}: "
             "it would exhaust memory or disk",
             where=where,

@@ -20,7 +20,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile.pickle_writer import Persistent, emit
 from ckpt_formats.containers.torchfile.storages import STORAGE_CLASSES, Storage, TensorRef
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import NoSpace, OutputError, Unsupported
+from ckpt_formats.core.errors import NoSpaceError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Shape, slabs
 from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
@@ -198,7 +198,7 @@ def layout_file(root: Value, stem: str) -> FileLayout:
 
     Leaves may be `Tensor`s, `StorageView`s, and the `TensorRef`s and `Storage`s
     of other files. `stem` is the name of the archive's folder; torch uses the
-    stem of the file name. Raises `Unsupported` for values that cannot be written.
+    stem of the file name. Raises `UnsupportedError` for values that cannot be written.
     """
     storages = _Storages()
     pickled = emit(root, storages.lower)
@@ -260,7 +260,7 @@ def write_file(path: Path, root: Value, chunks: Chunks, stem: str | None = None)
     """Write a file from front to back; return the seals of its storages.
 
     The file is not fsynced, and not written under a temporary name: the caller
-    does both. Raises `NoSpace`, `OutputError` or what `chunks` raises.
+    does both. Raises `NoSpaceError`, `OutputError` or what `chunks` raises.
     """
     layout = layout_file(root, path.stem if stem is None else stem)
     crcs: list[int] = []
@@ -294,7 +294,7 @@ def reading_chunks(reader: Reader, max_nbytes: int = 1 << 24) -> Chunks:
 def unwritable(error: OSError, path: Path) -> OutputError:
     """The error that explains why the system refuses to write this file."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace("the disk is full", where=path, hint="Free some space, or write elsewhere.")
+        return NoSpaceError("the disk is full", where=path, hint="Free some space, or write elsewhere.")
     return OutputError(f"cannot be written: {os.strerror(error.errno or 0)}", where=path)
 
 
@@ -337,7 +337,7 @@ class _Storages:
         if key not in self.by_object:
             name = base.dtype.name
             if DTYPES.get(name) != base.dtype:
-                raise Unsupported(f"torch has no tensors of type {base.dtype}")
+                raise UnsupportedError(f"torch has no tensors of type {base.dtype}")
             cls = _CLASS_OF.get(name, _UNTYPED)
             numel = base.size if cls is not _UNTYPED else base.nbytes
             self.by_object[key] = _StoredOnce(str(len(self.by_object)), cls, numel, base.nbytes, location, base, base)

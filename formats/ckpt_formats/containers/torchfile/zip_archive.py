@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, crc32
 from ckpt_formats.core.store_path import StorePath
 
@@ -141,11 +141,11 @@ class Archive:
         return f"{self.stem}/{name}" in self.index
 
     def member(self, name: str) -> ZipMember:
-        """The member of this name inside the archive's one folder. Raises `Corrupt` if there is none."""
+        """The member of this name inside the archive's one folder. Raises `CorruptError` if there is none."""
         return self._member(self._number(f"{self.stem}/{name}"))
 
     def storage_nbytes(self, key: str) -> int:
-        """The size of a storage. Raises `Corrupt` if there is none with this key."""
+        """The size of a storage. Raises `CorruptError` if there is none with this key."""
         number = self._storages.get(key)
         return self._nbytes[self._number(f"{self.stem}/data/{key}") if number is None else number]
 
@@ -176,15 +176,20 @@ class Archive:
         return Seal(self.path, start, nbytes, "crc32", self._crcs[number], self.directory.names[number])
 
     def read(self, name: str, window: ByteSource, limit: int) -> bytes:
-        """All bytes of a member, after a check of its checksum. Raises `Corrupt`, or `Unsafe` above `limit` bytes."""
+        """All bytes of a member, after a check of its checksum.
+
+        Raises `CorruptError`, or `UnsafeError` above `limit` bytes.
+        """
         member = self.member(name)
         if member.nbytes > limit:
-            raise Unsafe(f"has {member.nbytes} bytes: it would exhaust memory", where=f"{self.path} ({member.name})")
+            raise UnsafeError(
+                f"has {member.nbytes} bytes: it would exhaust memory", where=f"{self.path} ({member.name})"
+            )
         if not self._starts[member.number]:
             self._locate(member.number, member.number + 1, window)
         data = window.at(self._starts[member.number] - self.base, member.nbytes)
         if self.sealed and crc32(data) != member.crc:
-            raise Corrupt(
+            raise CorruptError(
                 "the bytes do not match their checksum",
                 where=f"{self.path} ({member.name})",
                 hint="Restore the file from a copy.",
@@ -192,7 +197,7 @@ class Archive:
         return data
 
     def check(self, window: ByteSource, limit: int) -> None:
-        """Check all members except storages, and locate the storages. Raises `Corrupt`."""
+        """Check all members except storages, and locate the storages. Raises `CorruptError`."""
         storages = f"{self.stem}/data/"
         self._locate(0, len(self.directory), window)
         for name in self.directory.names:
@@ -213,7 +218,7 @@ class Archive:
     def _number(self, name: str) -> int:
         number = self.index.get(name)
         if number is None:
-            raise Corrupt(f"the archive has no member {name[len(self.stem) + 1 :]!r:.80}", where=self.path)
+            raise CorruptError(f"the archive has no member {name[len(self.stem) + 1 :]!r:.80}", where=self.path)
         return number
 
     def _member(self, number: int) -> ZipMember:
@@ -224,7 +229,7 @@ class Archive:
     def _locate(self, first: int, stop: int, window: ByteSource) -> None:
         """Find where the data of the members `first` to `stop` begin: the lengths are in their local headers.
 
-        Raises `Corrupt` if a local header contradicts the directory.
+        Raises `CorruptError` if a local header contradicts the directory.
         """
         known, members = self.directory, slice(first, stop)
         names = [name.encode() for name in known.names[members]]
@@ -241,13 +246,13 @@ class Archive:
             wrong |= np.array([found != name for found, name in zip(names_found, names, strict=True)])
         if wrong.any():
             where = self._where(first + int(wrong.argmax()))
-            raise Corrupt("the archive's directory and the member contradict each other", where=where)
+            raise CorruptError("the archive's directory and the member contradict each other", where=where)
         starts = _LOCAL_DTYPE.itemsize + heads["name_length"].astype(np.int64) + heads["extra_length"]
         slack = known.extents[members] - starts - nbytes
         loose = np.where(described, ~np.isin(slack, _DESCRIPTOR_SIZES), slack != 0)
         if loose.any():
             where = self._where(first + int(loose.argmax()))
-            raise Corrupt("the member is longer or shorter than its space in the archive", where=where)
+            raise CorruptError("the member is longer or shorter than its space in the archive", where=where)
         self._starts[members] = (self.base + known.headers[members] + starts).tolist()
 
     def _where(self, number: int) -> str:
@@ -307,7 +312,7 @@ def _local_headers(headers: _Ints, name_lengths: list[int], window: ByteSource) 
 def read_directory(window: ByteSource) -> Archive:
     """Parse the archive's directory, and find the one folder with a `data.pkl`.
 
-    Raises `Corrupt`, `Unsafe`, or `Unsupported` for what zip allows but torch never writes.
+    Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` for what zip allows but torch never writes.
     """
     start, stop, count = _find_directory(window)
     directory = _members(window, window.at(start, stop - start), start, count)
@@ -337,7 +342,7 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     tail = window.at(size - tail_size, tail_size)
     magic, disk, disks, here, count, nbytes, start, comment = _END.unpack_from(tail, tail_size - _END.size)
     if magic != END or comment:
-        raise Corrupt(
+        raise CorruptError(
             "the archive does not end in its directory",
             where=window.path,
             hint="The file was truncated or is still being written, or something was appended to it.",
@@ -366,7 +371,7 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     if count * _CENTRAL.size > nbytes:
         raise window.corrupt(f"the archive's directory cannot hold {count} entries in {nbytes} bytes")
     if count > MAX_MEMBERS or nbytes > MAX_DIRECTORY:
-        raise Unsafe("the archive's directory would exhaust memory", where=window.path)
+        raise UnsafeError("the archive's directory would exhaust memory", where=window.path)
     return start, stop, count
 
 
@@ -388,15 +393,17 @@ def _members(window: ByteSource, directory: bytes, end: int, count: int) -> Dire
     name_lengths = entries["name_length"].astype(np.int64)[order]
     names = [names[number] for number in order.tolist()]
     if count and headers[0] != 0:
-        raise Unsafe("there are bytes before the archive: it could also be a file of another kind", where=window.path)
+        raise UnsafeError(
+            "there are bytes before the archive: it could also be a file of another kind", where=window.path
+        )
     extents = np.diff(headers, append=end)
     slack = extents - _LOCAL_DTYPE.itemsize - name_lengths - nbytes
     if ((slack < 0) | (slack > _MAX_SLACK)).any():
         number = int(((slack < 0) | (slack > _MAX_SLACK)).argmax())
         where = f"{window.path} ({names[number]})"
         if slack[number] < 0:
-            raise Corrupt("overlaps with what follows it in the archive", where=where)
-        raise Corrupt("is followed by bytes that belong to no member", where=where)
+            raise CorruptError("overlaps with what follows it in the archive", where=where)
+        raise CorruptError("is followed by bytes that belong to no member", where=where)
     return Directory(names, headers, extents, nbytes, entries["crc"].astype(np.int64)[order], flags[order])
 
 
@@ -446,22 +453,22 @@ def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any)
 def _error_for_entry(where: str, flags: int, method: int, twice: bool) -> CkptError:
     """The error that names the rule which an entry of the directory breaks."""
     if flags & (_ENCRYPTED | _STRONG | _MASKED):
-        return Unsupported("is encrypted; torch never does that", where=where)
+        return UnsupportedError("is encrypted; torch never does that", where=where)
     if method != 0 or flags & _PATCHED:
-        return Unsupported(
+        return UnsupportedError(
             "is compressed; torch never does that",
             where=where,
             hint="Unpack the archive and store its files again: zip -0 -r.",
         )
     if twice:
-        return Unsafe(
+        return UnsafeError(
             "two members of the archive have this name, and programs differ in which one they load", where=where
         )
-    return Corrupt("the archive gives two sizes for one member", where=where)
+    return CorruptError("the archive gives two sizes for one member", where=where)
 
 
 def _checked_names(raw: list[bytes], window: ByteSource) -> list[str]:
-    """The names as text. Raises `Corrupt` or `Unsafe` for those that could mislead."""
+    """The names as text. Raises `CorruptError` or `UnsafeError` for those that could mislead."""
     try:
         names = b"\0".join(raw).decode("utf-8").split("\0")
         if len(names) == len(raw) and _are_safe(names):
@@ -483,7 +490,9 @@ def _checked_name(raw: bytes, window: ByteSource) -> str:
     except UnicodeDecodeError:
         raise window.corrupt(f"the archive has a member whose name is not UTF-8: {raw!r:.80}") from None
     if not _are_safe([name]):
-        raise Unsafe(f"the archive has a member with the name {name!r:.80}, which leads elsewhere", where=window.path)
+        raise UnsafeError(
+            f"the archive has a member with the name {name!r:.80}, which leads elsewhere", where=window.path
+        )
     return name
 
 
@@ -501,7 +510,7 @@ def _resolve_zip64(extra: bytes, fields: tuple[int, int, int], window: ByteSourc
                 break
             return [wide.pop(0) if value == _FULL32 else value for value in fields]
         at += length
-    raise Corrupt("the archive gives a 64-bit size without its value", where=f"{window.path} ({name})")
+    raise CorruptError("the archive gives a 64-bit size without its value", where=f"{window.path} ({name})")
 
 
 def _stem(archive: Archive) -> str:
@@ -510,7 +519,7 @@ def _stem(archive: Archive) -> str:
     folders = [name.partition("/")[0] for name in names if name.count("/") == 1]
     stems = [folder for folder in dict.fromkeys(folders) if f"{folder}/data.pkl" in archive.index]
     if len(stems) != 1:
-        raise Corrupt(
+        raise CorruptError(
             f"the archive has {len(stems) or 'no'} data.pkl",
             where=archive.path,
             hint=None if stems else "It is a zip archive, but not one that torch.save wrote.",
@@ -521,7 +530,7 @@ def _stem(archive: Archive) -> str:
         if name.startswith(storages):
             continue
         if not name.startswith(begin) and name != stem:
-            raise Unsafe("lies outside the archive's one folder", where=f"{archive.path} ({name})")
+            raise UnsafeError("lies outside the archive's one folder", where=f"{archive.path} ({name})")
         if _is_torchscript(name[len(begin) :]):
             raise _torchscript_error(f"{archive.path} ({name})")
     return stem
@@ -532,8 +541,8 @@ def _is_torchscript(name: str) -> bool:
     return name == "constants.pkl" or name.partition("/")[0] == "code"
 
 
-def _torchscript_error(where: str) -> Unsupported:
-    return Unsupported(
+def _torchscript_error(where: str) -> UnsupportedError:
+    return UnsupportedError(
         "is a TorchScript program: its code names the tensors, and ckpt runs no code",
         where=where,
         hint="Load it with torch.jit.load, and save its state_dict() with torch.save.",

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
@@ -28,7 +28,7 @@ class Frame:
     """The decoded bytes of a compressed item. Offsets count decoded bytes.
 
     The constructor decodes the item once to get its length, and stores the first and last bytes.
-    Raises `Corrupt`, or `Unsafe` if the item decodes to more than `max_nbytes` bytes.
+    Raises `CorruptError`, or `UnsafeError` if the item decodes to more than `max_nbytes` bytes.
     """
 
     base = 0
@@ -43,7 +43,7 @@ class Frame:
             for data in self._decoded(reader):
                 self.length += len(data)
                 if self.length > max_nbytes:
-                    raise Unsafe(
+                    raise UnsafeError(
                         f"the item of {nbytes:,} bytes decodes to more than {max_nbytes:,}: "
                         "it would exhaust memory or disk",
                         where=path,
@@ -59,7 +59,7 @@ class Frame:
         """Do nothing: no file is open."""
 
     def at(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` decoded bytes from `offset` on. Raises `Corrupt` if the item is shorter."""
+        """`nbytes` decoded bytes from `offset` on. Raises `CorruptError` if the item is shorter."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.length:
             raise self.corrupt(f"bytes {offset} to {offset + nbytes} are needed, but there are {self.length}")
         if offset + nbytes <= len(self._head):
@@ -81,7 +81,7 @@ class Frame:
             self._cursors = [*self._cursors[1 - _MAX_CURSORS :], cursor]
 
     def check(self, seals: Iterable[Seal]) -> None:
-        """Compare the decoded bytes with their checksums. Raises `Corrupt`."""
+        """Compare the decoded bytes with their checksums. Raises `CorruptError`."""
         with Reader(check=False) as reader:
             for seal in seals:
                 total = 0
@@ -92,9 +92,9 @@ class Frame:
                 if total != seal.digest:
                     raise self.corrupt(f"{seal.label}: its {seal.nbytes:,} bytes do not fit their crc32 checksum")
 
-    def corrupt(self, message: str) -> Corrupt:
+    def corrupt(self, message: str) -> CorruptError:
         """The error with this message and the path of the file."""
-        return Corrupt(message, where=self.path)
+        return CorruptError(message, where=self.path)
 
     def __getstate__(self) -> tuple[Path, int, int, bytes, bytes, int]:
         return self.path, self.offset, self.nbytes, self._head, self._tail, self.length
@@ -179,7 +179,7 @@ class _Source:
 class _Cursor:
     """A position in the decoded stream, which only moves forward.
 
-    Raises `Corrupt`, `Unsafe`, or `Unsupported` if zstandard is not installed.
+    Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` if zstandard is not installed.
     """
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
@@ -187,7 +187,7 @@ class _Cursor:
             import zstandard
         except ImportError:
             message, hint = "the item is compressed by zstd", "Install the package `zstandard`."
-            raise Unsupported(message, where=path, hint=hint) from None
+            raise UnsupportedError(message, where=path, hint=hint) from None
         self._path, self._broken = path, zstandard.ZstdError
         self.source, self.at = _Source(path, offset, nbytes), 0
         decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
@@ -213,11 +213,11 @@ class _Cursor:
             data: bytes = self._stream.read(max_nbytes)
         except self._broken as error:
             if "too much memory" in str(error):
-                raise Unsafe("decompressing the item needs too large a window", where=self._path) from None
-            raise Corrupt(f"the item cannot be decoded: {error}", where=self._path) from None
+                raise UnsafeError("decompressing the item needs too large a window", where=self._path) from None
+            raise CorruptError(f"the item cannot be decoded: {error}", where=self._path) from None
         return data
 
     def _advance(self, count: int) -> None:
         if not count:
-            raise Corrupt("the item ends too early", where=self._path)
+            raise CorruptError("the item ends too early", where=self._path)
         self.at += count

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ckpt_formats.containers.torchfile import FileLayout, layout_file
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Tensor, ZeroBlob
 from ckpt_formats.core.text import printable
@@ -50,14 +50,14 @@ class EntryLayouts:
     _by_type: dict[tuple[DType, Shape], FileLayout] = field(default_factory=dict)
 
     def of(self, entry: Entry) -> FileLayout:
-        """The layout of an item. Raises `Unsupported` for values that PyTorch cannot represent."""
+        """The layout of an item. Raises `UnsupportedError` for values that PyTorch cannot represent."""
         try:
             if entry.box is None:
                 return layout_file(entry.value, _STEM)
             kind = entry.value.dtype, entry.box.shape
             if kind not in self._by_type:
                 self._by_type[kind] = layout_file(Tensor.of(ZeroBlob(kind[1], kind[0])), _STEM)
-        except Unsupported as error:
+        except UnsupportedError as error:
             error.where = error.where or f"`{printable(entry.name)}`"
             raise
         return self._by_type[kind]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import Incomplete, NotFound
+from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -64,10 +64,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find(path: Path) -> FoundFolders:
-    """The checkpoint at a path. Raises `Incomplete` if the save did not finish, `NotFound` if there are several."""
+    """The checkpoint at a path.
+
+    Raises `IncompleteError` if the save did not finish, `NotFoundError` if there are several.
+    """
     try:
         if _is_one_file(path):
-            raise NotFound(
+            raise NotFoundError(
                 "is one file of a distributed checkpoint, which is a folder",
                 where=path,
                 hint=f"Name the folder: {printable(str(path.parent))}",
@@ -113,7 +116,7 @@ def _member(folder: Path) -> MetadataFolder:
     drafts = [name for name in names if name == DRAFT or _DRAFT_OF_RANK.fullmatch(name)]
     if METADATA in names:
         if DRAFT in drafts:
-            raise Incomplete(
+            raise IncompleteError(
                 f"a later save was broken off: {DRAFT} is next to {METADATA}, and the data may be newer than "
                 f"{METADATA}",
                 where=folder,
@@ -121,19 +124,19 @@ def _member(folder: Path) -> MetadataFolder:
             )
         return MetadataFolder(folder, (folder / METADATA,), tuple(by_rank.values()))
     if drafts:
-        raise Incomplete(
+        raise IncompleteError(
             f"the save was broken off: there is {printable(drafts[0])}, which torch renames after the last write",
             where=folder,
             hint="Take an earlier checkpoint.",
         )
     if not by_rank:
-        raise Incomplete(
+        raise IncompleteError(
             f"the save was broken off: there are data, but no {METADATA}, which torch writes last",
             where=folder,
             hint="Take an earlier checkpoint, or copy the file if it was forgotten: its name begins with a dot.",
         )
     if missing := next((rank for rank in range(max(by_rank)) if rank not in by_rank), None):
-        raise Incomplete(f"__{missing}.metadata is missing", where=folder, hint="Copy the files of all ranks.")
+        raise IncompleteError(f"__{missing}.metadata is missing", where=folder, hint="Copy the files of all ranks.")
     return MetadataFolder(folder, tuple(folder / by_rank[rank] for rank in sorted(by_rank)))
 
 
@@ -141,10 +144,10 @@ def _newest(path: Path) -> FoundFolders:
     """The newest complete checkpoint of several steps. Their folders' names may differ only in the number."""
     steps = _steps(path)
     if not steps:
-        raise NotFound("there is no distributed checkpoint here", where=path)
+        raise NotFoundError("there is no distributed checkpoint here", where=path)
     if len({prefix for prefix, _, _ in steps}) > 1:
         names = ", ".join(printable(folder.name) for _, _, folder in steps[:5])
-        raise NotFound(f"there are several checkpoints here: {names}", where=path, hint="Name one of them.")
+        raise NotFoundError(f"there are several checkpoints here: {names}", where=path, hint="Name one of them.")
     later: list[str] = []
     for _, number, folder in sorted(steps, key=lambda step: -step[1]):
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
@@ -155,7 +158,7 @@ def _newest(path: Path) -> FoundFolders:
                 folders.members, (*((newest,) if len(steps) > 1 else ()), *broken, *folders.notices), number
             )
         later.append(printable(folder.name))
-    raise Incomplete(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
+    raise IncompleteError(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
 
 
 def _steps(path: Path) -> list[tuple[str, int, Path]]:

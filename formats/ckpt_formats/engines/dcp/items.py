@@ -13,7 +13,7 @@ from typing import overload
 
 from ckpt_formats.containers.torchfile import ParsedTemplate, TensorRef, Window, open_item, tensor_of
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
@@ -40,7 +40,7 @@ class ItemReader:
     def window(self, item: ItemRange, max_nbytes: int) -> Window | Frame:
         """The bytes of an item, decoded if it is compressed, then at most `max_nbytes`.
 
-        Raises `Corrupt`, `Unsafe`, `NotFound` or `Unsupported`.
+        Raises `CorruptError`, `UnsafeError`, `NotFoundError` or `UnsupportedError`.
         """
         path = self.folder / item.file
         window = Window(path, item.offset, item.nbytes, _EDGE)
@@ -49,11 +49,14 @@ class ItemReader:
         with window:
             if item.transforms != (DESCRIPTOR,):
                 names = ", ".join(printable(name) for name in item.transforms)
-                raise Unsupported(f"the item was transformed by {names:.200}, which is unknown", where=path)
+                raise UnsupportedError(f"the item was transformed by {names:.200}, which is unknown", where=path)
             return Frame(path, item.offset, item.nbytes, max_nbytes)
 
     def blob(self, block: "ItemBlob") -> Blob:
-        """All values of a block. Raises like `window`, and `Corrupt` if the item is not what `.metadata` states."""
+        """All values of a block.
+
+        Raises like `window`, and `CorruptError` if the item is not what `.metadata` states.
+        """
         key = (block.item.file, block.item.offset, block.item.nbytes)
         blob = self._known.get(key)
         if blob is None:
@@ -66,7 +69,7 @@ class ItemReader:
                 self._known.clear()
             self._known[key] = blob
         if blob.dtype != block.dtype or blob.shape != block.at.shape:
-            raise Corrupt(
+            raise CorruptError(
                 f"the item holds {blob.dtype.name} {list(blob.shape)}, but .metadata states "
                 f"{block.dtype.name} {list(block.at.shape)}",
                 where=f"{self.folder / block.item.file}, {block.label}",
@@ -87,7 +90,7 @@ class ItemReader:
                 return _from_template(known, crc, window, block)
             file = open_item(window)
             if type(file.root) is not TensorRef:
-                raise Corrupt("the item holds no tensor")
+                raise CorruptError("the item holds no tensor")
             (fragment,) = tensor_of(file.root).fragments
             raw = fragment.blob
             assert isinstance(raw, FileBlob)
@@ -142,7 +145,7 @@ class ItemBlob(Blob):
         """The stored values. Empty if the item cannot be opened; then `problems` states the reason."""
         try:
             blob = self._blob()
-        except (Corrupt, Incomplete, NotFound):
+        except (CorruptError, IncompleteError, NotFoundError):
             return
         yield from blob.sources()
 
@@ -150,7 +153,7 @@ class ItemBlob(Blob):
         """The error, if the item cannot be opened."""
         try:
             self.items.blob(self)
-        except (Corrupt, Incomplete, NotFound) as error:
+        except (CorruptError, IncompleteError, NotFoundError) as error:
             yield str(error)
 
     def seals(self) -> Iterator[Seal]:
@@ -193,7 +196,7 @@ class ItemSeals(LazySeals):
 def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[ItemRange]) -> Iterator[Notice]:
     """Yield a notice on files with bytes that belong to no item: torch writes items without gaps.
 
-    Raises `Corrupt` if bytes after the last item are not padding: then a later save overwrote the file.
+    Raises `CorruptError` if bytes after the last item are not padding: then a later save overwrote the file.
     """
     named: dict[str, dict[int, int]] = {}
     for item in items:
@@ -206,7 +209,7 @@ def unnamed_bytes(folder: Path, sizes: Mapping[str, int], items: Iterable[ItemRa
             with open_regular(folder / file) as opened:
                 opened.seek(end)
                 if opened.read(_EDGE).strip(b"\0"):
-                    raise Corrupt(
+                    raise CorruptError(
                         f"{printable(file)} has {size - end:,} bytes after the last item that .metadata names",
                         where=folder,
                         hint="A later save overwrote the file: copy all files of one save again.",

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, StateForm, load_pickle
 from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
@@ -91,7 +91,7 @@ class Metadata:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata`. Raises `Corrupt`, `Unsafe` or `Unsupported`."""
+    """Read a `.metadata`. Raises `CorruptError`, `UnsafeError` or `UnsupportedError`."""
     root = load_pickle(read_whole(path, MAX_BYTES), str(path), FORMS)
     return _MetadataReader(path).metadata(root)
 
@@ -240,7 +240,7 @@ class _MetadataReader:
         if type(dtype) is not Global or dtype.module != "torch":
             raise self._corrupt(f"tensor `{printable(name)}` has no element type")
         if dtype.name not in DTYPES:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"tensor `{printable(name)}` has elements of type {printable(str(dtype))}", where=self._path
             )
         return DTYPES[dtype.name]
@@ -276,12 +276,14 @@ class _MetadataReader:
         return tuple(names)
 
     def _file(self, name: Value) -> str:
-        """The relative path of a file, unchanged. Raises `Unsafe` if it leads out of the folder."""
+        """The relative path of a file, unchanged. Raises `UnsafeError` if it leads out of the folder."""
         if type(name) is not str:
             raise self._corrupt("an item is in a file without a name")
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or "\\" in name:
-            raise Unsafe(f"it names {printable(name)!r:.200}, which is not a file inside its folder", where=self._path)
+            raise UnsafeError(
+                f"it names {printable(name)!r:.200}, which is not a file inside its folder", where=self._path
+            )
         self._files[name] = name
         return name
 
@@ -289,7 +291,7 @@ class _MetadataReader:
         """The attributes of an object whose pickle is not of the usual form."""
         if type(value) is not Record or value.cls.name != name or not isinstance(value.state, dict):
             if type(value) is Record and name == "_StorageInfo":
-                raise Unsupported(
+                raise UnsupportedError(
                     f"items are stored by {printable(str(value.cls))}, which is unknown", where=self._path
                 )
             raise self._corrupt(f"something is not a {name}")
@@ -301,8 +303,8 @@ class _MetadataReader:
             return fqn, None if offset is None else tuple(offset)
         return values
 
-    def _corrupt(self, message: str) -> Corrupt:
-        return Corrupt(message, where=self._path)
+    def _corrupt(self, message: str) -> CorruptError:
+        return CorruptError(message, where=self._path)
 
 
 def _is_shape(value: Value) -> bool:

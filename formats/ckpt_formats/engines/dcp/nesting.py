@@ -10,7 +10,7 @@ Source: torch/distributed/checkpoint/_nested_dict.py, _traverse.py.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -25,7 +25,7 @@ class _Node(dict[str | int, Value]):
 
 
 def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path) -> dict[str, Value]:
-    """The state dict with these values at these paths. Raises `Corrupt` if two paths contradict each other."""
+    """The state dict with these values at these paths. Raises `CorruptError` if two paths contradict each other."""
     root = _Node()
     for name, value in values.items():
         *parents, last = paths[name]
@@ -37,11 +37,13 @@ def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path)
             if type(node) is not _Node:
                 break
         if type(node) is not _Node or last in node or len(parents) > _MAX_DEPTH:
-            raise Corrupt(f"`{printable(name)}` and another value have the same place in the state dict", where=where)
+            raise CorruptError(
+                f"`{printable(name)}` and another value have the same place in the state dict", where=where
+            )
         node[last] = value
     tree = _plain(root, where)
     if not isinstance(tree, dict):
-        raise Corrupt("the state dict is a list", where=where)
+        raise CorruptError("the state dict is a list", where=where)
     return tree
 
 
@@ -49,14 +51,14 @@ def flattened(tree: Mapping[str, Value]) -> Iterator[tuple[str, Steps, Value]]:
     """Every leaf of a state dict as (name, path, leaf). A leaf is a tensor or a value that becomes one item.
 
     Dicts are never leaves, tuples always. Lists are leaves if they contain neither tensors nor dicts.
-    Raises `Unsupported` if two leaves get the same name.
+    Raises `UnsupportedError` if two leaves get the same name.
     """
     seen: set[str] = set()
     for key, value in tree.items():
         for path, leaf in _leaves((str(key),), value):
             name = ".".join(map(str, path))
             if name in seen:
-                raise Unsupported(
+                raise UnsupportedError(
                     f"two values of the state dict would both be called `{printable(name)}`",
                     hint="Keys with dots clash with nested ones: choose other --keys.",
                 )
@@ -71,10 +73,10 @@ def _plain(node: Value, where: Path) -> Value:
     kinds = set(map(type, plain))
     if kinds != {int}:
         if int in kinds:
-            raise Corrupt("the state dict has a place that is both a dict and a list", where=where)
+            raise CorruptError("the state dict has a place that is both a dict and a list", where=where)
         return plain
     if min(map(int, plain)) < 0 or max(map(int, plain)) > _MAX_LIST_INDEX:
-        raise Corrupt("the state dict has a list with impossible places", where=where)
+        raise CorruptError("the state dict has a list with impossible places", where=where)
     # Empty values, such as an empty dict, were not saved. Torch puts None there.
     return [plain.get(place) for place in range(max(map(int, plain)) + 1)]
 

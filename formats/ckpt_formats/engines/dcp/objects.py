@@ -18,7 +18,7 @@ from ckpt_formats.containers.torchfile import (
 )
 from ckpt_formats.containers.torchfile.pickle_reader import PROTO
 from ckpt_formats.containers.torchfile.zip_archive import END, LOCAL
-from ckpt_formats.core.errors import CkptError, Corrupt, Unsafe, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -53,13 +53,14 @@ class ObjectReader:
     def read(self, name: str, item: ItemRange) -> Object:
         """The value of an item: the object that torch.save saved, as inert data, or bytes of an unknown form.
 
-        Raises `Unsafe` if it would run code or exhaust memory; `Corrupt`, `NotFound` or `Unsupported`.
+        Raises `UnsafeError` if it would run code or exhaust memory; `CorruptError`, `NotFoundError` or
+        `UnsupportedError`.
         """
         path = self.items.folder / item.file
         try:
             with self.items.window(item, MAX_BYTES) as window:
                 if window.length > MAX_BYTES:
-                    raise Unsafe(f"has {window.length:,} bytes: it would exhaust memory", where=path)
+                    raise UnsafeError(f"has {window.length:,} bytes: it would exhaust memory", where=path)
                 data = window.at(0, window.length) if window.length <= _MAX_CACHED_BYTES else None
                 result = None if data is None else self._known.get(data)
                 if result is None:
@@ -101,7 +102,7 @@ def check_between(item: ItemRange, items: Collection[ItemRange], where: Path) ->
     """Check that an item begins at the end of another one, and ends at the beginning of another one.
 
     Torch writes items without gaps. For bytes of an unknown form this is the only check of their place.
-    `items` are all items. Raises `Corrupt`.
+    `items` are all items. Raises `CorruptError`.
     """
     path = where / item.file
     neighbours = [other for other in items if other.file == item.file]
@@ -109,13 +110,13 @@ def check_between(item: ItemRange, items: Collection[ItemRange], where: Path) ->
     ends = {0, *(other.offset + other.nbytes for other in neighbours)}
     stop = item.offset + item.nbytes
     if starts[item.offset] > 1 or item.offset not in ends or (stop not in starts and stop != path.stat().st_size):
-        raise Corrupt("an item is neither an archive of torch.save nor between two other items", where=path)
+        raise CorruptError("an item is neither an archive of torch.save nor between two other items", where=path)
 
 
 def _decompressed(frame: Frame, value: Value) -> Value:
     """A value of a compressed object; a tensor gets a blob that reads from the decoded bytes."""
     if isinstance(value, (Storage, StorageSlice)):
-        raise Unsupported("the object is compressed and contains a storage that is no tensor", where=frame.path)
+        raise UnsupportedError("the object is compressed and contains a storage that is no tensor", where=frame.path)
     if not isinstance(value, TensorRef):
         return value
     (fragment,) = tensor_of(value).fragments

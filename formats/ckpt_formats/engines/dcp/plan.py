@@ -30,7 +30,7 @@ from ckpt_formats.state_dicts.write import state_tree
 
 
 def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]:
-    """The files to write. Raises `Unsupported` for what PyTorch cannot hold."""
+    """The files to write. Raises `UnsupportedError` for what PyTorch cannot hold."""
     chosen = STYLES[options.keys] if isinstance(options.keys, str) else options.keys
     keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
     pair = chosen == ACCELERATE or (chosen is None and source.origin.layout.get(PAIR) is True)
@@ -282,6 +282,9 @@ class _Placement(FileLayouts):
 
 
 def _sizes(layouts: EntryLayouts, leaf: _Leaf, rows: BlockRows) -> Counts:
-    """The bytes of the items of each row: (rows,) int64. Raises `Unsupported` for types that PyTorch does not have."""
+    """The bytes of the items of each row: (rows,) int64.
+
+    Raises `UnsupportedError` for types that PyTorch does not have.
+    """
     first, last = (layouts.of(leaf.block(0, rows.box(row))).nbytes for row in (0, rows.count - 1))
     return np.where(np.arange(rows.count) < rows.count - 1, first, last)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Seal, unreadable
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
@@ -52,7 +52,7 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     tree: dict[str, Value] = {}
     for part in parts:
         if duplicate := next((key for key in part.tree if key in tree), None):
-            raise Corrupt(f"two folders contain a state dict called `{printable(duplicate)}`", where=path)
+            raise CorruptError(f"two folders contain a state dict called `{printable(duplicate)}`", where=path)
         tree |= part.tree
     state = training_state(tree, path, options.order, options.orders)
     _check_step(state.step, folders, path)
@@ -121,10 +121,11 @@ def _read(member: MetadataFolder, rules: Sequence[Rule], missing_files: bool) ->
 
 
 def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
-    """Raise `Incomplete` if an object is Megatron's: then the files that identify Megatron's format are missing."""
+    """Raise `IncompleteError` if an object is Megatron's: then the files that identify Megatron's format are
+    missing."""
     for metadata in by_rank:
         if name := next((name for name in metadata.objects if _MEGATRON.fullmatch(name)), None):
-            raise Incomplete(
+            raise IncompleteError(
                 "common.pt and metadata.json, which Megatron writes with objects such as "
                 f"`{printable(name)}`, are missing",
                 where=folder,
@@ -133,7 +134,7 @@ def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
 
 
 def _check_step(state_step: int | None, folders: FoundFolders, path: Path) -> None:
-    """Raise `Corrupt` if the folder's name states another step than the training state in it."""
+    """Raise `CorruptError` if the folder's name states another step than the training state in it."""
     first = folders.members[0].folder
     folder = first.parent if len(folders.members) > 1 else first
     if first.name in ACCELERATE:
@@ -156,7 +157,7 @@ def _tensors(
     for name in dict.fromkeys(name for metadata in by_rank for name in metadata.tensors):
         saved = [metadata.tensors[name] for metadata in by_rank if name in metadata.tensors]
         if any((one.shape, one.dtype) != (saved[0].shape, saved[0].dtype) for one in saved):
-            raise Corrupt(f"ranks disagree on the shape or type of tensor `{printable(name)}`", where=items.folder)
+            raise CorruptError(f"ranks disagree on the shape or type of tensor `{printable(name)}`", where=items.folder)
         copies: dict[Box, list[ItemRange | None]] = {}
         for one in saved:
             for box, item in one.blocks:
@@ -208,7 +209,7 @@ def _objects(
 
 
 def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> dict[str, int]:
-    """The size of every file that the metadata name. Raises `Incomplete` if one is missing.
+    """The size of every file that the metadata name. Raises `IncompleteError` if one is missing.
 
     With `missing_files`, a missing one has the size 0, but some must be there.
     """
@@ -229,15 +230,15 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> di
     if missing:
         more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
         message = f"{', '.join(map(printable, missing[:3]))}{more} is missing, but is named in the metadata"
-        raise Incomplete(message, where=folder, hint="Copy the files of all ranks.")
+        raise IncompleteError(message, where=folder, hint="Copy the files of all ranks.")
     return sizes
 
 
 def _check_objects(folder: Path, by_rank: Sequence[Metadata], missing: frozenset[str]) -> None:
-    """Raise `Incomplete` if a missing file had values that are no tensors: nothing else has those of this step."""
+    """Raise `IncompleteError` if a missing file had values that are no tensors: nothing else has those of this step."""
     objects = [name for metadata in by_rank for name, item in metadata.objects.items() if item.file in missing]
     if objects:
-        raise Incomplete(
+        raise IncompleteError(
             f"a missing file had {len(objects)} values that are no tensors, such as `{printable(objects[0])}`",
             where=folder,
             hint="Copy that file; or take the full state of another step.",
@@ -253,7 +254,7 @@ def _check_serialization(folder: Path, metadata: Metadata) -> None:
             if size is None:
                 size = sizes[id(box)] = box.size
             if item is not None and not item.transforms and item.nbytes == size * stored.dtype.itemsize:
-                raise Unsupported(
+                raise UnsupportedError(
                     f"tensor `{printable(name)}` was saved with SerializationFormat.SAFETENSORS, for which torch "
                     "stores wrong offsets: nothing can read such items, not even torch",
                     where=folder,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.containers.typed_json import same
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
@@ -24,7 +24,7 @@ def check_files(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
     """Check that the files agree with each other, with their own names and with the name of the folder.
 
     `models` are the model files of all ranks, in order.
-    Raises: `Corrupt` if two statements differ; `Incomplete` if a file is missing.
+    Raises: `CorruptError` if two statements differ; `IncompleteError` if a file is missing.
     """
     for file in files.values():
         _check_name(file)
@@ -36,20 +36,20 @@ def check_files(folder: Folder, files: Mapping[Path, TorchFile], models: Sequenc
         for key in _PARAMETER_ENTRIES:
             for file in ranks[1:]:
                 if not same(file.root.get(key), ranks[0].root.get(key)):
-                    raise Corrupt(
+                    raise CorruptError(
                         f"`{key}` differs between {file.path.name} and {ranks[0].path.name}",
                         where=folder.path,
                         hint=MIXED,
                     )
     if folder.layers and (complete_model := next((file for file in models if file.root.get("module")), None)):
-        raise Corrupt(
+        raise CorruptError(
             f"the model is in {complete_model.path.name}, but the folder also has files of pipeline layers (layer_*)",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
         )
     if folder.expert_optim and folder.optim:
         stage0_file, zero_file = next(iter(folder.expert_optim.values())), next(iter(folder.optim.values()))
-        raise Corrupt(
+        raise CorruptError(
             f"{stage0_file.name} is of ZeRO stage 0, but {zero_file.name} is of a later stage",
             where=folder.path,
             hint="Two runs were saved into one folder: separate them.",
@@ -112,10 +112,11 @@ def _stage(value: Value) -> int | None:
 
 
 def _check_name(file: TorchFile) -> None:
-    """Raise `Corrupt` if a file is another rank's file, renamed: an archive contains the name it was saved under."""
+    """Raise `CorruptError` if a file is another rank's file, renamed: an archive contains the name it was saved
+    under."""
     saved, named = rank_in_name(f"{file.stem}.pt"), rank_in_name(file.path.name)
     if saved is not None and saved != named:
-        raise Corrupt(
+        raise CorruptError(
             f"{printable(file.path.name)} was saved as {printable(file.stem)}.pt: it is another rank's file, renamed",
             where=file.path,
             hint="Copy the files of all ranks again, under their own names.",
@@ -123,7 +124,7 @@ def _check_name(file: TorchFile) -> None:
 
 
 def _check_experts(folder: Folder, first: TorchFile) -> None:
-    """Raise `Incomplete` if a MoE layer has files of fewer experts than the model file states."""
+    """Raise `IncompleteError` if a MoE layer has files of fewer experts than the model file states."""
     num_experts = first.root.get("num_experts")
     numbers = [number for number in num_experts if whole(number)] if isinstance(num_experts, list) else []
     layers = sorted({(mp, layer) for mp, layer, _ in folder.experts})
@@ -136,7 +137,7 @@ def _check_experts(folder: Folder, first: TorchFile) -> None:
         )
         if len(present) < count:
             missing = next(expert for expert in range(count) if expert not in present)
-            raise Incomplete(
+            raise IncompleteError(
                 f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing: "
                 f"`num_experts` is {count} in {first.path.name}, but files of {len(present)} are here",
                 where=folder.path,
@@ -145,18 +146,19 @@ def _check_experts(folder: Folder, first: TorchFile) -> None:
 
 
 def _check_degrees(folder: Folder, first: TorchFile) -> None:
-    """Raise `Incomplete` or `Corrupt` if the number of files differs from the degrees that the files state."""
+    """Raise `IncompleteError` or `CorruptError` if the number of files differs from the degrees that the files
+    state."""
     mp, dp = whole(first.root.get("mp_world_size")), whole(first.root.get("dp_world_size"))
     if mp is not None and mp > folder.mp:
         name = f"zero_pp_rank_0_mp_rank_{folder.mp:02}" if folder.model3 else f"mp_rank_{folder.mp:02}"
-        raise Incomplete(
+        raise IncompleteError(
             f"{name}_model_states.pt is missing: `mp_world_size` is {mp} in {first.path.name}, "
             f"but files of {folder.mp} are here",
             where=folder.path,
             hint=_ALL,
         )
     if mp is not None and 1 < mp < folder.mp:
-        raise Corrupt(
+        raise CorruptError(
             f"`mp_world_size` is {mp} in {first.path.name}, but files of {folder.mp} model-parallel ranks are here",
             where=folder.path,
             hint=MIXED,
@@ -165,14 +167,14 @@ def _check_degrees(folder: Folder, first: TorchFile) -> None:
         return
     width = folder.dp
     if width < dp:
-        raise Incomplete(
+        raise IncompleteError(
             f"zero_pp_rank_{width}_mp_rank_00_optim_states.pt is missing: `dp_world_size` is {dp} in "
             f"{first.path.name}, but files of {width} are here",
             where=folder.path,
             hint=_ALL,
         )
     if width > dp:
-        raise Corrupt(
+        raise CorruptError(
             f"`dp_world_size` is {dp} in {first.path.name}, but files of {width} data-parallel ranks are here",
             where=folder.path,
             hint=MIXED,

@@ -8,7 +8,7 @@ import numpy as np
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.coming_reads import requested
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import FileBlob, Tensor, read
@@ -18,11 +18,11 @@ _MAX_SAMPLES = 4
 
 
 def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
-    """Raise `Corrupt` if none of the samples of the masters in one file rounds to the weights in another file."""
+    """Raise `CorruptError` if none of the samples of the masters in one file rounds to the weights in another file."""
     with Reader(check=False) as reader:
         for (path, other), samples in requested(_samples(parameters).items(), lambda item: _first_sample(item[1])):
             if not any(_agree(master, copy, box, reader) for master, copy, box in samples):
-                raise Corrupt(
+                raise CorruptError(
                     f"the masters in {path.name} do not belong to the weights in {other.name}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.text import printable
@@ -86,7 +86,7 @@ def has_latest(path: Path) -> bool:
 def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
     """The folder of one step: the path itself, or the folder that its file `latest` names.
 
-    Raises `Corrupt` if that file contains no name, `NotFound` if it names no step.
+    Raises `CorruptError` if that file contains no name, `NotFoundError` if it names no step.
     """
     if is_step(path):
         return path
@@ -100,21 +100,21 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
     tag = raw.decode("utf-8", "replace").strip()
     hint = f"Name one step: {', '.join(printable(s) for s in steps)}." if steps else "No step is here."
     if not tag or len(raw) > _MAX_POINTER_BYTES or Path(tag).name != tag or tag in (".", ".."):
-        raise Corrupt(
+        raise CorruptError(
             f"`{pointer}` contains {printable(tag[:60])!r}, which is not the name of a folder next to it",
             where=latest,
             hint=hint,
         )
     if not is_step(path / tag):
-        raise NotFound(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        raise NotFoundError(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
     return path / tag
 
 
 def list_folder(path: Path) -> Folder:
-    """The files of a step by rank. Raises `Incomplete` if files of some ranks are missing."""
+    """The files of a step by rank. Raises `IncompleteError` if files of some ranks are missing."""
     folder = sort_files(path)
     if folder.model and folder.model3:
-        raise Corrupt("files of stage 3 and of an earlier stage are in one folder", where=path, hint=_MIXED)
+        raise CorruptError("files of stage 3 and of an earlier stage are in one folder", where=path, hint=_MIXED)
     check_models(folder)
     _check_experts(folder)
     if folder.optim or folder.model3:
@@ -144,7 +144,7 @@ def sort_files(path: Path) -> Folder:
         elif match := _LAYER.fullmatch(name):
             folder.layers[int(match[1]), int(match[2])] = file
     if (path / "offloaded_tensors").is_dir():
-        raise Unsupported(
+        raise UnsupportedError(
             "the optimizer state was offloaded to NVMe and is in raw swap files",
             where=path,
             hint="Save once more with `pipeline_write` off, or offload to the CPU.",
@@ -156,7 +156,7 @@ _MIXED = "Two runs were saved into it: separate them."
 
 
 def check_models(folder: Folder) -> None:
-    """Raise `Incomplete` if the model file of a rank is missing."""
+    """Raise `IncompleteError` if the model file of a rank is missing."""
     if folder.model3:
         _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
     else:
@@ -164,14 +164,15 @@ def check_models(folder: Folder) -> None:
 
 
 def _check_experts(folder: Folder) -> None:
-    """Raise `Incomplete` if a file of an expert is missing, `Corrupt` if one is of a rank without a model file."""
+    """Raise `IncompleteError` if a file of an expert is missing, `CorruptError` if one is of a rank without a model
+    file."""
     by_layer: dict[tuple[int, int], set[int]] = {}
     for mp, layer, expert in folder.experts:
         by_layer.setdefault((mp, layer), set()).add(expert)
     for (mp, layer), experts in by_layer.items():
         missing = next((number for number in range(len(experts)) if number not in experts), None)
         if missing is not None:
-            raise Incomplete(
+            raise IncompleteError(
                 f"layer_{layer}_expert_{missing}_mp_rank_{mp:02}_model_states.pt is missing "
                 f"({len(experts)} of the {max(experts) + 1} experts of this layer are here)",
                 where=folder.path,
@@ -179,11 +180,11 @@ def _check_experts(folder: Folder) -> None:
             )
         if mp >= folder.mp:
             name = folder.experts[mp, layer, 0].name
-            raise Corrupt(f"{name} is of a rank that has no model file", where=folder.path, hint=_MIXED)
+            raise CorruptError(f"{name} is of a rank that has no model file", where=folder.path, hint=_MIXED)
     layers = {mp: {layer for rank, layer in by_layer if rank == mp} for mp, _ in by_layer}
     for mp, present in layers.items():
         if (missing := next((layer for layer in range(max(present)) if layer not in present), None)) is not None:
-            raise Incomplete(
+            raise IncompleteError(
                 f"layer_{missing}_expert_0_mp_rank_{mp:02}_model_states.pt is missing: "
                 f"MoE layer {max(present)} has files",
                 where=folder.path,
@@ -192,11 +193,12 @@ def _check_experts(folder: Folder) -> None:
 
 
 def _check_grid(pattern: str, folder: Folder, present: Collection[tuple[int, int]], width: int) -> None:
-    """Raise `Incomplete` if a rank is missing. Numbers in file names may be huge: no table of all ranks is built."""
+    """Raise `IncompleteError` if a rank is missing. Numbers in file names may be huge: no table of all ranks is
+    built."""
     if len(present) < folder.mp * width:
         ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
         mp, dp = next(rank for rank in ranks if rank not in present)
-        raise Incomplete(
+        raise IncompleteError(
             f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
             f"({len(present)} of {folder.mp * width} such files are here)",
             where=folder.path,
@@ -206,5 +208,5 @@ def _check_grid(pattern: str, folder: Folder, present: Collection[tuple[int, int
 
 def _put(table: dict[tuple[int, int], Path], key: tuple[int, int], file: Path) -> None:
     if key in table:
-        raise Corrupt(f"{table[key].name} and {file.name} are both of one rank", where=file.parent, hint=_MIXED)
+        raise CorruptError(f"{table[key].name} and {file.name} are both of one rank", where=file.parent, hint=_MIXED)
     table[key] = file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Group, Parameter
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.layout import Layout, Rule, merge
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -28,21 +28,21 @@ def merge_rows(ranks: Sequence[RankState], tp: int, layout_at: Callable[[int], L
 
 
 def parameter_on_ranks(name: str, ranks: Sequence[RankState]) -> list[Parameter]:
-    """One parameter on every tensor-parallel rank. Raises `Corrupt` if a rank lacks it."""
+    """One parameter on every tensor-parallel rank. Raises `CorruptError` if a rank lacks it."""
     for number, rank in enumerate(ranks):
         if name not in rank.parameters:
-            raise Corrupt(f"tensor `{name}` is on some tensor-parallel ranks, but not on rank {number}")
+            raise CorruptError(f"tensor `{name}` is on some tensor-parallel ranks, but not on rank {number}")
     return [rank.parameters[name] for rank in ranks]
 
 
 def merge_ranks(name: str, shards: Sequence[Parameter], layout: Layout) -> Parameter:
-    """One parameter, merged from all tensor-parallel ranks of a stage. Raises `BadRules` or `Corrupt`."""
+    """One parameter, merged from all tensor-parallel ranks of a stage. Raises `RulesError` or `CorruptError`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.role != first.role or shard.states.keys() != first.states.keys():
-            raise Corrupt(f"tensor `{name}` has different states on tensor-parallel ranks {rank} and 0")
+            raise CorruptError(f"tensor `{name}` has different states on tensor-parallel ranks {rank} and 0")
     if any(shard.values != first.values for shard in shards):
-        raise Corrupt(
+        raise CorruptError(
             f"`{name}`: tensor-parallel ranks disagree on {first.values}", hint="Files of several steps may be mixed."
         )
     scalar = {state for state, tensor in first.states.items() if tensor.shape == () and first.weight.shape != ()}
@@ -75,7 +75,7 @@ def merge_stages(stages: Sequence[Mapping[str, Parameter]]) -> tuple[dict[str, P
 def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, ...]:
     """Merge groups of different ranks that have the same options; a group at the same position has priority.
 
-    Groups without options, as in elastic checkpoints, are matched by position only. Raises `Corrupt` if
+    Groups without options, as in elastic checkpoints, are matched by position only. Raises `CorruptError` if
     a parameter is in two merged groups: then ranks disagree on its options.
     """
     merged: list[Group] = []
@@ -96,7 +96,7 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
             other = seen.setdefault(name, group)
             if other is not group:
                 differing = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
-                raise Corrupt(
+                raise CorruptError(
                     f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
                     f"{', '.join(map(printable, differing[:3]))}",
                     where=where,

@@ -10,7 +10,7 @@ from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.coming_reads import requested
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import Value
@@ -59,14 +59,14 @@ class SplitState:
 def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFile]) -> SplitState:
     """Separate vectors from scalars in the state of one group. `states` are those of all ranks.
 
-    Raises `Corrupt` if ranks have different scalars or different names of states:
+    Raises `CorruptError` if ranks have different scalars or different names of states:
     then files of several steps are mixed.
     """
     for state, file in zip(states, files, strict=True):
         if state.keys() != states[0].keys():
             key = next(iter(state.keys() ^ states[0].keys()))
             has, lacks = (files[0], file) if key in states[0] else (file, files[0])
-            raise Corrupt(
+            raise CorruptError(
                 f"the optimizer state `{key}` is in {has.path.name}, but not in {lacks.path.name}",
                 where=file.path.parent,
                 hint=_HINT,
@@ -93,12 +93,12 @@ def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFi
 def options_of(group: Value, where: Path) -> dict[str, Value]:
     """The options of a parameter group, without its list of indices."""
     if not isinstance(group, dict):
-        raise Corrupt("a parameter group is not a mapping", where=where)
+        raise CorruptError("a parameter group is not a mapping", where=where)
     return {str(key): value for key, value in group.items() if key != "params"}
 
 
 def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchFile], number: int) -> None:
-    """Raise `Corrupt` if two ranks have different options of a group, such as `lr`. `options` are by rank."""
+    """Raise `CorruptError` if two ranks have different options of a group, such as `lr`. `options` are by rank."""
     for own, file in zip(options, files, strict=True):
         for key in dict.fromkeys((*options[0], *own)):
             one, other = options[0].get(key), own.get(key)
@@ -112,9 +112,10 @@ def has_tensor_in(value: Value) -> bool:
 
 
 def check_count(kind: str, count: int, expected: int, file: TorchFile) -> None:
-    """Raise `Corrupt` if a file has another number of groups than the model's file lists. `kind` is for the message."""
+    """Raise `CorruptError` if a file has another number of groups than the model's file lists. `kind` is for the
+    message."""
     if count != expected:
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has {kind} of {count} groups, but `param_shapes` lists {expected}",
             where=file.path,
             hint=_HINT,
@@ -128,9 +129,9 @@ def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile
         raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
 
 
-def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> Corrupt:
+def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> CorruptError:
     value, file = next(pair for pair in zip(values, files, strict=True) if pair[0] != values[0])
-    return Corrupt(
+    return CorruptError(
         f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {value} in {file.path.name}",
         where=files[0].path.parent,
         hint=_HINT,

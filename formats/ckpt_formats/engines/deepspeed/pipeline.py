@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Value
 
 _TIED = "tied_modules."
@@ -50,7 +50,7 @@ class Pipeline:
     def split(self, pp: int, firsts: Sequence[int] | None) -> "Pipeline":
         """The same layers on `pp` stages; `firsts` are the first layers of each.
 
-        Raises `Unsupported` if the number of stages changes and `firsts` is None:
+        Raises `UnsupportedError` if the number of stages changes and `firsts` is None:
         the training script decides where stages begin, and no file records it.
         """
         if firsts is None and pp == len(self.stages):
@@ -58,7 +58,7 @@ class Pipeline:
         layers = sorted(layer for stage in self.stages for layer in stage)
         firsts = (0,) if firsts is None and pp == 1 else firsts
         if firsts is None or len(firsts) != pp or list(firsts) != sorted(set(firsts)) or firsts[0] != 0:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the first layers of {pp} pipeline stages are not known: the model has layers {layers[0]} to "
                 f"{layers[-1]}, and the training script's partition_method decides",
                 hint="State the first layer of each stage, such as --stages 0,4,8.",
@@ -74,7 +74,7 @@ class Pipeline:
             if without or len(files) == 1:  # its other user is the last layer: a function, which has no file
                 if without - {last} or last not in old:
                     where = min(without - {last} or old)
-                    raise Unsupported(f"tied module `{key}` is used on stage {where} by a layer without a file")
+                    raise UnsupportedError(f"tied module `{key}` is used on stage {where} by a layer without a file")
                 new_users.add(pp - 1)
             users[key] = tuple(sorted(new_users))
         return Pipeline(stages, self.tied, users)

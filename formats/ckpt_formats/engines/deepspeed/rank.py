@@ -8,7 +8,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import DerivedBlob, Tensor, with_replicas
 from ckpt_formats.core.values import Value
@@ -113,7 +113,7 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
             elif step.stage3:  # stage 3 stores no copy of the model: it is the rounded master
                 states[MODEL] = Tensor.of(DerivedBlob(Rounded(), states[MASTER], dtype))
             else:
-                raise Incomplete(
+                raise IncompleteError(
                     f"the optimizer has `{name}`, but no model file does", where=step.folder.path, hint=_ALL
                 )
             if MASTER in states and states[MASTER].shape != states[MODEL].shape:
@@ -123,7 +123,7 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
             role: Role = "buffer" if name in weights.buffers else "frozen"
             parameters[name] = Parameter(name, role, {MODEL: tensors[name]})
         elif name not in weights.aliases:
-            raise Corrupt(
+            raise CorruptError(
                 f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer",
                 where=step.folder.path,
                 hint="Files of several runs may be mixed.",
@@ -134,9 +134,9 @@ def _rank(step: OpenedStep, weights: ModelTensors, optimized: OptimizerStates) -
 _ALL = "Copy the files of all ranks into one folder."
 
 
-def _contradiction(step: OpenedStep, name: str, stated: str, shape: Shape) -> Corrupt:
+def _contradiction(step: OpenedStep, name: str, stated: str, shape: Shape) -> CorruptError:
     message = f"`{name}` has the shape {stated}, but {list(shape)} in the model"
-    return Corrupt(message, where=step.folder.path, hint="Files of several runs may be mixed.")
+    return CorruptError(message, where=step.folder.path, hint="Files of several runs may be mixed.")
 
 
 def _optimizer(
@@ -153,7 +153,7 @@ def _optimizer(
     if optims:
         return read_groups(_shapes(step, mp, layer_files), optims, step.config)
     if model.root.get("param_shapes") is not None:
-        raise Incomplete(
+        raise IncompleteError(
             "no optimizer file (*_optim_states.pt) is here, but the model file is of a ZeRO stage that has such files",
             where=step.folder.path,
             hint=_ALL,

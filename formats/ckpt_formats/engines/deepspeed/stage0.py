@@ -5,7 +5,7 @@ from typing import Any
 
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
@@ -36,7 +36,7 @@ def read_numbered(
     `skips`: may an assignment leave out tensors of `named`? Not for a pipeline stage, which gets
     the layers of later stages as well and takes tensors from the first one on.
 
-    Raises: `Unsupported` if no assignment or more than one fits; `BadRules` if `order` does not fit.
+    Raises: `UnsupportedError` if no assignment or more than one fits; `RulesError` if `order` does not fit.
     """
     inner = (
         get(optimizer, "optimizer_state_dict", dict, file.path) if "optimizer_state_dict" in optimizer else optimizer
@@ -47,7 +47,7 @@ def read_numbered(
     ordered = in_order(numbered, named, order, file.path, skips=skips) if order else None
     matches = ordered or only_assignment(numbered, named, skips=skips) or by_values(numbered, named)
     if matches is None:
-        raise Unsupported(
+        raise UnsupportedError(
             "stage 0 stores numbers instead of names of optimizer states, "
             "and there is not exactly one assignment of names that fits",
             where=file.path,

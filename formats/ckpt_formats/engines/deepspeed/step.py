@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.agreement import check_files
@@ -49,12 +49,12 @@ class OpenedStep:
 
 
 def open_step(folder: Folder) -> OpenedStep:
-    """Open all files. Raises `Incomplete` or `Corrupt` if they are not the files of one step of one run."""
+    """Open all files. Raises `IncompleteError` or `CorruptError` if they are not the files of one step of one run."""
     paths = [path for path, *_ in _roles(folder)]
     files = dict(zip(paths, in_threads(open_file, paths), strict=True))
     for path, file in files.items():
         if not isinstance(file.root, dict):
-            raise Corrupt("expected a mapping, as in every file of a DeepSpeed checkpoint", where=path)
+            raise CorruptError("expected a mapping, as in every file of a DeepSpeed checkpoint", where=path)
     models = [files[path] for mp in range(folder.mp) for path in _models(folder, mp)]
     check_files(folder, files, models)
     return OpenedStep(folder, files, *_degrees(folder, models[0]))
@@ -102,7 +102,7 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
         tp = 1 + max((rank for _, rank in folder.layers), default=folder.mp - 1)
         pp = -(-folder.mp // tp)
     if tp * pp != folder.mp:
-        raise Incomplete(
+        raise IncompleteError(
             f"{tp} tensor-parallel by {pp} pipeline ranks are {tp * pp} model-parallel ranks, but {folder.mp} are here",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
@@ -111,7 +111,7 @@ def _degrees(folder: Folder, first: TorchFile) -> tuple[int, int]:
         ranks = {rank for number, rank in folder.layers if number == layer}
         if wrong_ranks := sorted(ranks ^ set(range(tp))):
             problem = "missing" if wrong_ranks[0] < tp else "of a rank that does not exist"
-            raise Incomplete(
+            raise IncompleteError(
                 f"layer_{layer:02}-model_{wrong_ranks[0]:02}-model_states.pt is {problem}: "
                 f"there are {tp} tensor-parallel ranks",
                 where=folder.path,

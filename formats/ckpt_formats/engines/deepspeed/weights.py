@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, read, with_replicas
@@ -83,7 +83,7 @@ def _check_frozen(model: ModelTensors, name: str, shape: Shape, file: TorchFile)
     ]
     for one in copies:
         if one.shape != shape or one.dtype != copies[0].dtype:
-            raise Corrupt(
+            raise CorruptError(
                 f"frozen parameter `{printable(name)}` is {one.dtype.name} {list(one.shape)}, but listed as "
                 f"{list(shape)}",
                 where=file.path,

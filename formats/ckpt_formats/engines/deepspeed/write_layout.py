@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.options import LayoutOptions
@@ -77,7 +77,7 @@ class WriteLayout:
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
-    """The layout to write. Raises `Unsupported` or `BadRules` with the reason if it cannot be written."""
+    """The layout to write. Raises `UnsupportedError` or `RulesError` with the reason if it cannot be written."""
     layout = source.origin.layout
     stage = _first(options.zero, layout.get("zero_stage"), 1)
     dp = _first(options.dp, layout.get("dp"), 1)
@@ -85,11 +85,11 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
     requested_stages = len(options.stages) if options.stages and options.pp is None else options.pp
     pp = _first(requested_stages, layout.get("pp"), 1)
     if stage not in (0, 1, 2, 3):
-        raise Unsupported(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
+        raise UnsupportedError(f"there is no ZeRO stage {stage}", hint="Stages are 0, 1, 2 and 3.")
     target = layout_at(source, options.rules, options.vocab_rows, stage, dp, tp)
     pipeline = _pipeline(source, pp, options.stages)
     if pipeline is not None and (stage > 1 or (stage == 0 and target.dtype.name == "bfloat16")):
-        raise Unsupported(
+        raise UnsupportedError(
             f"DeepSpeed's pipeline engine cannot load ZeRO stage {stage}{' in bf16' if stage == 0 else ''}",
             hint="Give --zero 1.",
         )
@@ -99,7 +99,7 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
 def layout_at(
     source: Checkpoint, own: Sequence[Rule], vocab_rows: int | None, stage: int, dp: int, tp: int
 ) -> WriteLayout:
-    """The source at these degrees, without pipeline stages. Raises `Unsupported` or `BadRules`."""
+    """The source at these degrees, without pipeline stages. Raises `UnsupportedError` or `RulesError`."""
     _check_kind(source)
     _check_options(source)
     source = _with_masters(source)
@@ -122,16 +122,18 @@ def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipe
     if pipeline is not None:
         return pipeline.split(pp, firsts)
     if pp > 1 or firsts:
-        raise Unsupported("the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out.")
+        raise UnsupportedError(
+            "the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out."
+        )
     return None
 
 
 def _check_kind(source: Checkpoint) -> None:
     names = [name for name, p in source.parameters.items() if p.role == "parameter"]
     if any(".deepspeed_experts." in name for name in names):
-        raise Unsupported("DeepSpeed's experts cannot be written yet", hint="Convert to `universal` or `torch`.")
+        raise UnsupportedError("DeepSpeed's experts cannot be written yet", hint="Convert to `universal` or `torch`.")
     if not names or not source.groups:
-        raise Unsupported(
+        raise UnsupportedError(
             "a DeepSpeed checkpoint needs the optimizer's groups, and the source has none",
             hint="Start a new run from the weights: convert to `torch` or `safetensors`.",
         )
@@ -139,25 +141,28 @@ def _check_kind(source: Checkpoint) -> None:
 
 def _check_options(source: Checkpoint) -> None:
     if any("lr" not in group.options for group in source.groups):
-        raise Unsupported(
+        raise UnsupportedError(
             "the source does not hold the options of the optimizer's groups, such as the learning rate",
             hint="DeepSpeed's elastic checkpoints lack them: save without `elastic_checkpoint`.",
         )
 
 
 def _with_masters(source: Checkpoint) -> Checkpoint:
-    """The source with a master for every trained parameter. Raises `Unsupported` if one is not in exactly one group."""
+    """The source with a master for every trained parameter.
+
+    Raises `UnsupportedError` if one is not in exactly one group.
+    """
     grouped = [name for group in source.groups for name in group.names]
     trained = {name for name, p in source.parameters.items() if p.role == "parameter"}
     if len(set(grouped)) != len(grouped) or set(grouped) != trained:
         misplaced = sorted(trained ^ set(grouped)) or [name for name in grouped if grouped.count(name) > 1]
-        raise Unsupported(f"parameter `{misplaced[0]}` is not in exactly one group of the optimizer")
+        raise UnsupportedError(f"parameter `{misplaced[0]}` is not in exactly one group of the optimizer")
     parameters: dict[str, Parameter] = {}
     for name, parameter in source.parameters.items():
         states = parameter.states
         if parameter.role == "parameter" and MASTER not in states:
             if parameter.weight.dtype.name in _HALF_TYPES:
-                raise Unsupported(f"parameter `{name}` has no fp32 master, which DeepSpeed needs")
+                raise UnsupportedError(f"parameter `{name}` has no fp32 master, which DeepSpeed needs")
             states = {MASTER: parameter.weight, **states}
         parameters[name] = replace(parameter, states={MODEL: parameter.weight, **states})
     return replace(source, parameters=parameters, groups=tuple(Group(dict(g.options), g.names) for g in source.groups))

@@ -31,7 +31,7 @@ def shards_of_ranks(target: WriteLayout) -> list[RankShards]:
 
 
 def shards_of_rank(target: WriteLayout, rank: int) -> dict[str, Parameter]:
-    """The parameters of one tensor-parallel rank. Raises `BadRules`, on every rank, if a tensor does not divide."""
+    """The parameters of one tensor-parallel rank. Raises `RulesError`, on every rank, if a tensor does not divide."""
     shards: dict[str, Parameter] = {}
     for name, parameter in target.source.parameters.items():
         if parameter.role == "extra":

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Counts
 from ckpt_formats.core.geometry import Box
@@ -51,7 +51,7 @@ class FlatGroup:
 
 
 def flat_groups(target: WriteLayout, shards: RankShards) -> list[FlatGroup]:
-    """The groups at stages 1 and 2. Raises `Unsupported` if the parameters of one have different states."""
+    """The groups at stages 1 and 2. Raises `UnsupportedError` if the parameters of one have different states."""
     groups = []
     for group in target.source.groups:
         members = tuple(shards[name] for name in flat_order(target, group))
@@ -186,7 +186,7 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
 
 
 def sub_groups(target: WriteLayout, shards: RankShards) -> list[SubGroup]:
-    """The sub-groups of stage 3. Raises `Unsupported` if the parameters of one have different states.
+    """The sub-groups of stage 3. Raises `UnsupportedError` if the parameters of one have different states.
 
     A sub-group ends as soon as the slices of one rank reach `sub_group_size` elements.
     """
@@ -289,12 +289,12 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
     """The optimizer's state of a group, from its first parameter.
 
     Scalars must be the same for all parameters of the group, because ZeRO stores one per group.
-    Raises `Unsupported` if they are not, or if the parameters do not have the same states.
+    Raises `UnsupportedError` if they are not, or if the parameters do not have the same states.
     """
     first = members[0]
     for one in members[1:]:
         if vectors_of(one) != vectors_of(first) or dict(one.values) != dict(first.values):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"parameters `{first.name}` and `{one.name}` are in one group but have different optimizer states",
                 hint="ZeRO stores one state for each group: divide the group.",
             )
@@ -304,7 +304,7 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
             value = read(tensor, reader).tobytes()
             differing = next((one for one in members if read(one.states[state], reader).tobytes() != value), None)
             if differing is not None:
-                raise Unsupported(
+                raise UnsupportedError(
                     f"`{first.name}` and `{differing.name}` are in one group, but their `{state}` differs"
                 )
     return {**unshare_states({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile import FileOutline
 from ckpt_formats.containers.torchfile_tree import outline_nbytes, tree_outline, tree_part
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import Counts, FileLayouts, FilePlan, TensorRanges
 from ckpt_formats.core.layout import is_even
 from ckpt_formats.core.tensor import Tensor
@@ -72,7 +72,7 @@ Coordinates = ModelFile | OptimizerFile | LayerFile
 
 
 def parts(target: WriteLayout) -> Iterator[FilePlan]:
-    """The files of every rank. Raises `Unsupported` or `BadRules` for what DeepSpeed could not load."""
+    """The files of every rank. Raises `UnsupportedError` or `RulesError` for what DeepSpeed could not load."""
     layouts = RankLayouts(target)
     coordinates = list(_coordinates(target, layouts))
     exact: dict[Coordinates, int] = {}
@@ -124,7 +124,7 @@ class RankLayouts(FileLayouts):
         return mp if file.dp is None else f"zero_pp_rank_{file.dp}_{mp}"
 
     def lay_out(self, file: FilePlan) -> FilePlan:
-        """The file as it is written. Raises `Unsupported` or `BadRules` for what DeepSpeed could not load."""
+        """The file as it is written. Raises `UnsupportedError` or `RulesError` for what DeepSpeed could not load."""
         one = file.content
         if isinstance(one, LayerFile):
             shards = self.shards(None, one.tp)
@@ -267,7 +267,10 @@ class RankLayouts(FileLayouts):
 
 
 def _stages(target: WriteLayout, pipeline: Pipeline) -> list[WriteLayout]:
-    """The target of each stage. Raises `Unsupported` if a group of the optimizer has no parameter on one of them."""
+    """The target of each stage.
+
+    Raises `UnsupportedError` if a group of the optimizer has no parameter on one of them.
+    """
     source = target.source
     stages_of = {
         name: frozenset(pipeline.stages_of(name)) for name, p in source.parameters.items() if p.role != "extra"
@@ -283,7 +286,7 @@ def _stages(target: WriteLayout, pipeline: Pipeline) -> list[WriteLayout]:
         groups = tuple(Group(one.options, tuple(n for n in one.names if n in parameters)) for one in source.groups)
         for g, group in enumerate(groups):
             if not group.names:
-                raise Unsupported(f"pipeline stage {pp_rank} has no parameter of the optimizer's group {g}")
+                raise UnsupportedError(f"pipeline stage {pp_rank} has no parameter of the optimizer's group {g}")
         aliases = {alias: name for alias, name in source.aliases.items() if name in parameters}
         result.append(replace(target, source=replace(source, parameters=parameters, groups=groups, aliases=aliases)))
     return result

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, with_replicas
@@ -37,7 +37,7 @@ def read_groups(groups: Sequence[Shapes], optims: Sequence[TorchFile], config: M
     """The optimizer states of one model-parallel rank, from the files of its data-parallel ranks in order.
 
     `groups` are the shapes of each group's parameters, in the order of the flat buffer.
-    Raises `Corrupt` if the files contradict each other or the shapes.
+    Raises `CorruptError` if the files contradict each other or the shapes.
     """
     optimizer = OptimizerStates()
     zero = config.get("zero_optimization")
@@ -88,7 +88,7 @@ def mapped_names(optims: Sequence[TorchFile]) -> list[list[str]]:
 
 
 def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], optims: Sequence[TorchFile]) -> None:
-    """Raise `Corrupt` if the model file and the optimizer's files list different names. The order may differ."""
+    """Raise `CorruptError` if the model file and the optimizer's files list different names. The order may differ."""
     if any(root.get("param_slice_mappings") is None for root in roots):
         return
     listed = mapped_names(optims)
@@ -98,7 +98,7 @@ def _check_names(groups: Sequence[Shapes], roots: Sequence[dict[Value, Value]], 
             name for name in in_model ^ in_optimizer if name not in in_model or 0 not in groups[g][name]
         ):
             has, lacks = ("model", "optimizer") if mismatched[0] in in_model else ("optimizer", "model")
-            raise Corrupt(
+            raise CorruptError(
                 f"`{mismatched[0]}` is in group {g} in the {has}'s file, but not in the {lacks}'s file",
                 where=optims[0].path,
                 hint="Files of several runs may be mixed.",
@@ -122,7 +122,7 @@ def _read_group(
         padding = _paddings(roots[0], "group_paddings", None, files[0].path) or [0] * (g + 1)
         length = max(length, masters[0].shape[0] + padding[g])
     if length * len(masters) < offsets[-1]:
-        raise Corrupt(
+        raise CorruptError(
             f"the partitions of group {g} have {length * len(masters)} elements, but its parameters {offsets[-1]}",
             where=files[0].path,
             hint="Files of several runs may be mixed.",
@@ -137,7 +137,7 @@ def _read_group(
         elif (copies := _complete_per_rank(shapes, offsets, length, vectors)) is not None:
             complete[key] = copies
         elif key in ELEMENTWISE:
-            raise Corrupt(
+            raise CorruptError(
                 f"the optimizer state `{key}` of group {g} has a length that fits no parameter", where=files[0].path
             )
         else:
@@ -193,7 +193,7 @@ def _complete_per_rank(
 
 
 def _check_groups(root: dict[Value, Value], file: TorchFile, count: int) -> None:
-    """Raise `Corrupt` if the optimizer has states of groups that the model's file does not list."""
+    """Raise `CorruptError` if the optimizer has states of groups that the model's file does not list."""
     check_count("masters", len(get(root, "single_partition_of_fp32_groups", list, file.path)), count, file)
     base = get(root, "base_optimizer_state", object, file.path)
     if isinstance(base, list):
@@ -205,7 +205,7 @@ def _check_groups(root: dict[Value, Value], file: TorchFile, count: int) -> None
     states = get(base, "state", dict, file.path)
     unknown = next((key for key in states if key not in range(count)), None)
     if unknown is not None:
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has a state of group {str(unknown)[:20]}, but `param_shapes` lists {count} groups",
             where=file.path,
             hint=MIXED,
@@ -217,7 +217,7 @@ def _count(roots: Sequence[dict[Value, Value]], files: Sequence[TorchFile], g: i
     counts = [get(get(r, "partition_count", list, f.path), g, int, f.path) for r, f in zip(roots, files, strict=True)]
     if any(count != counts[0] for count in counts) or not 0 < counts[0] <= len(files) or len(files) % counts[0]:
         other = next((f for f, c in zip(files, counts, strict=True) if c != counts[0]), files[0])
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer was split over {sorted(set(counts))} ranks, but files of {len(files)} are here",
             where=other.path,
             hint="Files are missing, or they are from runs on different numbers of GPUs.",
@@ -246,5 +246,5 @@ def _paddings(root: dict[Value, Value], key: str, g: int | None, where: Path) ->
         return None
     paddings = listed if g is None else get(listed, g, list, where)
     if not isinstance(paddings, list) or not all(map(is_natural, paddings)):
-        raise Corrupt(f"not a list of paddings: {str(paddings)[:60]}", where=where)
+        raise CorruptError(f"not a list of paddings: {str(paddings)[:60]}", where=where)
     return paddings

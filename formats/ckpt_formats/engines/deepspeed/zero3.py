@@ -5,7 +5,7 @@ from math import prod
 
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.even_slices import even_tensor
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
@@ -27,14 +27,14 @@ from ckpt_formats.state_dicts.statements import MIXED
 def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerStates:
     """The optimizer states of one model-parallel rank, from the files of its data-parallel ranks in order.
 
-    Raises `Corrupt` if the files contradict each other or the shapes in `model`.
+    Raises `CorruptError` if the files contradict each other or the shapes in `model`.
     """
     optimizer = OptimizerStates()
     outer = [get(file.root, "optimizer_state_dict", dict, file.path) for file in optims]
     inner = [get(root, "optimizer_state_dict", dict, file.path) for root, file in zip(outer, optims, strict=True)]
     for root, file in zip(outer, optims, strict=True):
         if (count := get(root, "partition_count", int, file.path)) != len(optims):
-            raise Corrupt(
+            raise CorruptError(
                 f"the optimizer was split over {count} ranks, but files of {len(optims)} are here",
                 where=file.path,
                 hint="Files are missing, or they are from runs on different numbers of GPUs.",
@@ -45,7 +45,7 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
     for root, file in zip(inner, optims, strict=True):
         unknown = next((key for key in get(root, "state", dict, file.path) if key not in range(len(sub_groups))), None)
         if unknown is not None:
-            raise Corrupt(
+            raise CorruptError(
                 f"the optimizer has a state of sub-group {str(unknown)[:20]}, "
                 f"but `param_shapes` lists {len(sub_groups)}",
                 where=file.path,
@@ -85,7 +85,7 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
         for by_rank in vectors.values():
             for v, file in zip(by_rank, optims, strict=True):
                 if v.shape[0] != at:
-                    raise Corrupt(
+                    raise CorruptError(
                         f"sub-group {s} has {v.shape[0]} elements on this rank, but its parameters {at}",
                         where=file.path,
                     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments, with_replicas
 from ckpt_formats.core.text import printable
@@ -50,7 +50,7 @@ class MeshCache:
     _decoded: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
 
     def of(self, record: Value) -> Mesh:
-        """The mesh that was saved as this record. Raises `Corrupt`."""
+        """The mesh that was saved as this record. Raises `CorruptError`."""
         if id(record) not in self._decoded:
             mesh = mesh_of(record, self.rank, self.where)
             self._decoded[id(record)] = record, self.meshes.setdefault(mesh, mesh)
@@ -58,25 +58,25 @@ class MeshCache:
 
 
 def dtensor_of(record: Record, meshes: MeshCache) -> DTensor:
-    """The DTensor that was saved as this record. Raises `Corrupt` or `Unsupported`."""
+    """The DTensor that was saved as this record. Raises `CorruptError` or `UnsupportedError`."""
     where, arguments = meshes.where, record.args[2]
     state = {key: value for part in parts(record.args[3]) for key, value in part.items()}
     spec, shard = state.get("_spec"), state.get("_local_tensor")
     if not isinstance(shard, TensorRef):
         kind = shard.args[1] if isinstance(shard, Record) and len(shard.args) > 1 else type(shard).__name__
-        raise Unsupported(f"a DTensor whose local tensor is a {kind}", where=where)
+        raise UnsupportedError(f"a DTensor whose local tensor is a {kind}", where=where)
     if not isinstance(spec, Record) or not isinstance(arguments, tuple) or len(arguments) < 3:
-        raise Corrupt("a DTensor does not state how it is distributed", where=where)
+        raise CorruptError("a DTensor does not state how it is distributed", where=where)
     shape = numbers(arguments[2], "the shape of a DTensor", where)
     meta = spec.get("tensor_meta")
     if isinstance(meta, Record) and meta.args and numbers(meta.args[0], "the shape of a DTensor", where) != shape:
-        raise Corrupt(f"a DTensor has the shapes {list(shape)} and {list(meta.args[0])}", where=where)
+        raise CorruptError(f"a DTensor has the shapes {list(shape)} and {list(meta.args[0])}", where=where)
     if arguments[1] != Global("torch", shard.dtype.name):
-        raise Corrupt(f"a DTensor of {arguments[1]} has a tensor of {shard.dtype.name} inside", where=where)
+        raise CorruptError(f"a DTensor of {arguments[1]} has a tensor of {shard.dtype.name} inside", where=where)
     mesh = meshes.of(spec.get("mesh"))
     listed = attribute(spec, "placements", tuple, where)
     if len(listed) != len(mesh.shape):
-        raise Corrupt(f"{len(listed)} placements on a mesh of {len(mesh.shape)} dimensions", where=where)
+        raise CorruptError(f"{len(listed)} placements on a mesh of {len(mesh.shape)} dimensions", where=where)
     placements = tuple(_placement(one, shape, where) for one in listed)
     full_spec = PlacementSpec(shape, mesh, placements, _order(spec.get("shard_order"), placements, where))
     return DTensor(meshes.specs.setdefault(full_spec, full_spec), shard)
@@ -86,18 +86,18 @@ def gather(name: str, leaves: Mapping[int, DTensor]) -> Tensor:
     """The complete tensor from the blocks of all ranks of its mesh. `leaves` are by rank.
 
     Ranks that differ only along replicated dimensions have copies, which are
-    compared when they are read. Raises `Corrupt` if a rank is missing or contradicts the others.
+    compared when they are read. Raises `CorruptError` if a rank is missing or contradicts the others.
     """
     first = next(iter(leaves.values()))
     spec, dtype = first.spec, first.shard.dtype
     for rank in spec.mesh.ranks:
         if rank not in leaves:
-            raise Corrupt(
+            raise CorruptError(
                 f"tensor `{printable(name)}` is spread over {spec.mesh}, but rank {rank} lacks it",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
             )
         if leaves[rank].spec != spec or leaves[rank].shard.dtype != dtype:
-            raise Corrupt(
+            raise CorruptError(
                 f"tensor `{printable(name)}` is {dtype.name}, {spec} on one rank, "
                 f"but {leaves[rank].shard.dtype.name}, {leaves[rank].spec} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",
@@ -121,11 +121,11 @@ def _rank_blocks(name: str, spec: PlacementSpec, shapes: Mapping[int, Shape]) ->
             if all(block.shape == shapes[rank] for rank, block in blocks.items()) and blocks not in fitting:
                 fitting.append(blocks)
     if len(fitting) > 1:
-        raise Unsupported(f"tensor `{printable(name)}` ({spec}) can be merged in more than one way")
+        raise UnsupportedError(f"tensor `{printable(name)}` ({spec}) can be merged in more than one way")
     if fitting:
         return fitting[0]
     rank = next(rank for rank, shape in shapes.items() if block_of_rank(spec, rank).shape != shape)
-    raise Corrupt(
+    raise CorruptError(
         f"tensor `{printable(name)}` ({spec}): rank {rank} should hold {list(block_of_rank(spec, rank).shape)} of it, "
         f"and holds {list(shapes[rank])}"
     )
@@ -136,7 +136,7 @@ def _placement(record: Value, shape: Shape, where: Path) -> Placement:
     if name == "Replicate":
         return Placement()
     if name not in ("Shard", "_StridedShard"):
-        raise Unsupported(
+        raise UnsupportedError(
             f"a tensor is placed as {name}: each rank holds one term of a sum, or the placement is not known",
             where=where,
             hint="Save it after the reduction: call `full_tensor()`, or redistribute it to Shard or Replicate.",
@@ -144,7 +144,7 @@ def _placement(record: Value, shape: Shape, where: Path) -> Placement:
     axis = attribute(record, "dim", int, where)
     factor = attribute(record, "split_factor", int, where) if name == "_StridedShard" else 1
     if not 0 <= axis < len(shape) or not 0 < factor <= _MAX_SPLIT_FACTOR:
-        raise Corrupt(f"a tensor of shape {list(shape)} is placed as {name}(dim={axis}, sf={factor})", where=where)
+        raise CorruptError(f"a tensor of shape {list(shape)} is placed as {name}(dim={axis}, sf={factor})", where=where)
     return Placement(axis, factor)
 
 
@@ -157,11 +157,13 @@ def _order(stated: Value, placements: tuple[Placement, ...], where: Path) -> tup
     for entry in stated if isinstance(stated, tuple) else (None,):
         arguments = entry.args if isinstance(entry, Record) else entry
         if not isinstance(arguments, tuple) or len(arguments) != 2:
-            raise Corrupt("the order in which a tensor is split is malformed", where=where)
+            raise CorruptError("the order in which a tensor is split is malformed", where=where)
         dims = numbers(arguments[1], "the order in which a tensor is split", where)
         if any(dim >= len(placements) or placements[dim].axis != arguments[0] for dim in dims):
-            raise Corrupt("the order in which a tensor is split contradicts its placements", where=where)
+            raise CorruptError("the order in which a tensor is split contradicts its placements", where=where)
         order += dims
     if sorted(order) != [dim for dim in default if placements[dim].axis is not None]:
-        raise Corrupt("the order in which a tensor is split does not name every dimension exactly once", where=where)
+        raise CorruptError(
+            "the order in which a tensor is split does not name every dimension exactly once", where=where
+        )
     return (*order, *(dim for dim in default if placements[dim].axis is None))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ckpt_formats.containers.typed_json import same
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile
@@ -14,7 +14,7 @@ def collect_extras(files: Mapping[int, RankFile], differing: Mapping[int, Mappin
     """The extras: the items of the first rank, and under `ranks` the items of other ranks that differ.
 
     `differing` are values in the ranks' models that are no tensors and not the same on all ranks.
-    Raises `Corrupt` if the ranks' schedulers are at different steps.
+    Raises `CorruptError` if the ranks' schedulers are at different steps.
     """
     _check_one_epoch(files)
     first: dict[str, Value] = {}
@@ -46,7 +46,7 @@ def _check_one_epoch(files: Mapping[int, RankFile]) -> None:
             if isinstance(epoch, int):
                 first, other = seen.setdefault(str(key), (epoch, file))
                 if first != epoch:
-                    raise Corrupt(
+                    raise CorruptError(
                         f"`{printable(str(key))}` counted to {first} in {other.path.name}, but to {epoch} here",
                         where=file.path,
                         hint="Files of several steps were mixed: copy all files of one step again.",

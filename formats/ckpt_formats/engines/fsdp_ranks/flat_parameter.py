@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order, with_replicas
@@ -53,7 +53,7 @@ def units_of(leaves: Mapping[str, Mapping[int, Leaf]]) -> dict[str, FlatParamete
         sharded = {rank: leaf for rank, leaf in by_rank.items() if isinstance(leaf, ShardedTensor)}
         if name.rpartition(".")[2] == FLAT and len(sharded) == len(by_rank):
             if any(len(leaf.shape) != 1 for leaf in sharded.values()):
-                raise Corrupt(f"`{printable(name)}` is not flat: it has several axes")
+                raise CorruptError(f"`{printable(name)}` is not flat: it has several axes")
             units[name.removesuffix(FLAT)] = FlatParameter(name.removesuffix(FLAT), sharded, gather(name, sharded))
     return units
 
@@ -68,7 +68,7 @@ def unflatten(
     """The parameters of all units, in their original shapes. Tensors outside of units are left to the caller.
 
     `leaves` are by name and rank. `listed` are the parameters' names in the order of the model.
-    Raises `Unsupported` if shapes or names are not known, `Corrupt` if they contradict the files.
+    Raises `UnsupportedError` if shapes or names are not known, `CorruptError` if they contradict the files.
     """
     sliced = dict(_parameter_slices(leaves, units, shapes))
     with_views = {unit.prefix for unit in sliced.values()}
@@ -86,14 +86,17 @@ def unflatten(
 
 
 def slices_of(name: str, shape: Shape, refs: Iterable[TensorRef], hint: str) -> Tensor:
-    """The parameter of this shape from its slices, (n,) each, in order. Raises `Corrupt` if the sizes do not fit."""
+    """The parameter of this shape from its slices, (n,) each, in order.
+
+    Raises `CorruptError` if the sizes do not fit.
+    """
     parts, at = [], 0
     vectors = [_vector(ref) for ref in refs]
     for vector in vectors:
         parts.append(FlatPiece(at, vector))
         at += vector.shape[0]
     if at != prod(shape):
-        raise Corrupt(
+        raise CorruptError(
             f"`{printable(name)}`: the ranks' slices have {at:,} elements, but shape {list(shape)} has {prod(shape):,}",
             hint=hint,
         )
@@ -122,7 +125,7 @@ def _parameter_slices(
             if name in views or (name in shapes and is_sliced):
                 yield name, unit
             elif name not in shapes and not views and _may_be_sliced(unit, own.values()):
-                raise Unsupported(
+                raise UnsupportedError(
                     f"`{printable(name)}` may be a buffer, or a slice of a flattened parameter: the files do not "
                     "state which",
                     hint=_SHAPES,
@@ -139,7 +142,7 @@ def _of_slices(name: str, shape: Shape, unit: FlatParameter, refs: Mapping[int, 
     copies = []
     for ranks in ranks_of_copies(unit.leaves):
         if absent := [rank for rank in ranks if rank not in refs]:
-            raise Corrupt(
+            raise CorruptError(
                 f"rank {absent[0]} has its part of `{printable(unit.prefix + FLAT)}`, but no `{printable(name)}`"
             )
         copies.append(slices_of(name, shape, [refs[rank] for rank in ranks], _SAME))
@@ -150,7 +153,7 @@ def _of_flat(unit: FlatParameter, shapes: Mapping[str, Shape], where: Path) -> d
     name = unit.prefix + FLAT
     flat, total = unit.tensor, sum(map(prod, shapes.values()))
     if flat.size != total:
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{printable(name)}` has {flat.size:,} elements, but the {len(shapes)} known parameters of its module "
             f"have {total:,}",
             where=where,
@@ -183,14 +186,14 @@ def _vector(ref: TensorRef) -> FileBlob:
         or len(ref.shape) != 1
         or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize)
     ):
-        raise Corrupt(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or is not contiguous")
+        raise CorruptError(f"a slice of a flattened parameter has the shape {list(ref.shape)}, or is not contiguous")
     return blob
 
 
 def _need_shapes(names: Sequence[str], where: Path) -> None:
     if names:
         remaining = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{printable(names[0])}`{remaining}: the files contain flattened parameters (LOCAL_STATE_DICT of FSDP1) "
             "without their shapes",
             where=where,

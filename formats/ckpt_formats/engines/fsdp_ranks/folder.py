@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -88,7 +88,7 @@ def is_rank_file(name: str) -> bool:
 def list_folder(path: Path) -> Folder:
     """The files by role and rank.
 
-    Raises `Incomplete` if a rank's file is missing, `Corrupt` if files of several
+    Raises `IncompleteError` if a rank's file is missing, `CorruptError` if files of several
     world sizes or of several ways of saving are mixed.
     """
     try:
@@ -98,7 +98,7 @@ def list_folder(path: Path) -> Folder:
     sized = {name: match for name in names if (match := _VERL.fullmatch(name))}
     counted = {name: match for name in names if (match := _ACCELERATE.fullmatch(name))}
     if sized and counted:
-        raise Corrupt(
+        raise CorruptError(
             f"{printable(next(iter(sized)))} and {printable(next(iter(counted)))} come from two ways of saving",
             where=path,
             hint="Two runs were saved into one folder: separate them.",
@@ -113,10 +113,10 @@ def list_folder(path: Path) -> Folder:
 
 
 def _script_folder(path: Path, names: Mapping[str, Mapping[tuple[str, str], Mapping[int, str]]]) -> Folder:
-    """The files that a script named by rank. Raises `Unsupported` if they are of several checkpoints."""
+    """The files that a script named by rank. Raises `UnsupportedError` if they are of several checkpoints."""
     if len(models := names.get("model", {})) > 1:
         firsts = ", ".join(printable(next(iter(ranks.values()))) for ranks in list(models.values())[:_MAX_NAMED])
-        raise Unsupported(
+        raise UnsupportedError(
             f"files of ranks have several different names: {firsts}",
             where=path,
             hint="Move the files of one step, whose names differ only in the rank, into a folder of their own.",
@@ -139,7 +139,7 @@ def _verl_folder(path: Path, names: Mapping[str, re.Match[str]]) -> Folder:
         counts = "; ".join(
             f"{len(files_of_world)} of {world} ranks" for world, files_of_world in sorted(worlds.items())
         )
-        raise Corrupt(
+        raise CorruptError(
             f"files of several world sizes are in one folder: {counts}",
             where=path,
             hint="A job of another size saved into the same folder: keep the files of one of them.",
@@ -160,7 +160,7 @@ def _accelerate_folder(path: Path, names: Mapping[str, re.Match[str]], random: M
         else:
             _put(files, _ROLES.get(match[1], match[1]), int(match[3]), path / name)
     if not files:
-        raise Unsupported(
+        raise UnsupportedError(
             "only files of a second model are here",
             where=path,
             hint="The names of files of the first model end in _rank<R>.bin, without a number before it.",
@@ -179,7 +179,7 @@ def _accelerate_folder(path: Path, names: Mapping[str, re.Match[str]], random: M
 def _put(files: dict[str, dict[int, Path]], role: str, rank: int, file: Path) -> None:
     ranks = files.setdefault(role, {})
     if rank in ranks:
-        raise Corrupt(
+        raise CorruptError(
             f"{ranks[rank].name} and {file.name} are both of rank {rank}", where=file.parent, hint="Keep one of them."
         )
     ranks[rank] = file
@@ -188,10 +188,10 @@ def _put(files: dict[str, dict[int, Path]], role: str, rank: int, file: Path) ->
 def _checked(folder: Folder) -> Folder:
     """The folder, if no rank is missing. Numbers in file names may be huge: no table of all ranks is built."""
     if not 0 < folder.world <= MAX_RANKS:
-        raise Unsafe(f"the names of the files state {folder.world:,} ranks", where=folder.path)
+        raise UnsafeError(f"the names of the files state {folder.world:,} ranks", where=folder.path)
     for role, ranks in folder.files.items():
         if (highest := max(ranks)) >= folder.world:
-            raise Corrupt(
+            raise CorruptError(
                 f"{ranks[highest].name} is of rank {highest}, but there are {folder.world} ranks",
                 where=folder.path,
                 hint=_COPY,
@@ -199,13 +199,13 @@ def _checked(folder: Folder) -> Folder:
         if len(ranks) < folder.world:
             absent = next(rank for rank in range(folder.world) if rank not in ranks)
             name = _name_at(next(iter(ranks.values())).name, absent)
-            raise Incomplete(
+            raise IncompleteError(
                 f"the {role} file of rank {absent}, {printable(name)}, is missing ({len(ranks)} of {folder.world} "
                 "are here)",
                 where=folder.path,
                 hint=_COPY,
             )
     if "model" not in folder.files:
-        raise Incomplete("the model's files are missing", where=folder.path, hint=_COPY)
+        raise IncompleteError("the model's files are missing", where=folder.path, hint=_COPY)
     ordered = {role: dict(sorted(folder.files[role].items())) for role in _ORDER if role in folder.files}
     return Folder(folder.path, folder.world, ordered, folder.notices)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -30,7 +30,10 @@ class SharedLeaves:
 
 
 def leaf_of(value: Value, meshes: MeshCache, world: int, known: SharedLeaves) -> Leaf | None:
-    """The leaf that a value in the file of one rank is; None if it is no tensor. Raises `Corrupt` or `Unsupported`."""
+    """The leaf that a value in the file of one rank is; None if it is no tensor.
+
+    Raises `CorruptError` or `UnsupportedError`.
+    """
     if isinstance(value, TensorRef):
         return value
     record = subclass(value)
@@ -42,15 +45,15 @@ def leaf_of(value: Value, meshes: MeshCache, world: int, known: SharedLeaves) ->
         case "ShardedTensor":
             return sharded_of(record, meshes.rank, world, meshes.where, known.tilings)
         case other:
-            raise Unsupported(f"a tensor of class {printable(other)}", where=meshes.where)
+            raise UnsupportedError(f"a tensor of class {printable(other)}", where=meshes.where)
 
 
 def merge_leaves(name: str, leaves: Mapping[int, Leaf]) -> Tensor:
-    """The complete tensor from the leaves of all ranks. Raises `Corrupt` if the ranks contradict each other."""
+    """The complete tensor from the leaves of all ranks. Raises `CorruptError` if the ranks contradict each other."""
     kinds = {type(leaf): rank for rank, leaf in leaves.items()}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
-        raise Corrupt(
+        raise CorruptError(
             f"tensor `{printable(name)}` is a {one.__name__} on rank {first}, but a {other.__name__} on rank {second}",
             hint="Files of several steps or runs may be mixed: copy those of one step again.",
         )
@@ -87,7 +90,7 @@ def _copies(name: str, tensors: Mapping[int, Tensor]) -> Tensor:
     first = next(iter(tensors.values()))
     for rank, tensor in tensors.items():
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-            raise Corrupt(
+            raise CorruptError(
                 f"`{printable(name)}` should be the same on every rank, but is {first.dtype.name} of "
                 f"{list(first.shape)} on one and {tensor.dtype.name} of {list(tensor.shape)} on rank {rank}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",

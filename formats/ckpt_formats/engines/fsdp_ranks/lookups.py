@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Global, Record, Value, kind_of
 
@@ -15,18 +15,18 @@ _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 def attribute(record: Value, name: str, kind: type[T], where: Path) -> T:
-    """The attribute `name` of an object. Raises `Corrupt` if it is missing or not of type `kind`."""
+    """The attribute `name` of an object. Raises `CorruptError` if it is missing or not of type `kind`."""
     value = record.get(name) if isinstance(record, Record) else None
     if not isinstance(value, kind):
         owner = kind_of(record) if not isinstance(record, Record) else f"a {record.cls.name}"
-        raise Corrupt(f"`{name}` of {owner} is {kind_of(value)}, expected a {kind.__name__}", where=where)
+        raise CorruptError(f"`{name}` of {owner} is {kind_of(value)}, expected a {kind.__name__}", where=where)
     return value
 
 
 def numbers(value: Value, description: str, where: Path) -> Shape:
-    """The numbers of a `torch.Size`, tuple or list. Raises `Corrupt` if they are not whole numbers from 0 on."""
+    """The numbers of a `torch.Size`, tuple or list. Raises `CorruptError` if they are not whole numbers from 0 on."""
     if not isinstance(value, (tuple, list)) or len(value) > 64 or not all(map(is_natural, value)):
-        raise Corrupt(f"{description} is not a list of whole numbers: {str(value)[:60]}", where=where)
+        raise CorruptError(f"{description} is not a list of whole numbers: {str(value)[:60]}", where=where)
     return tuple(value)
 
 

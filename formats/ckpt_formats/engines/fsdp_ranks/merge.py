@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.containers.typed_json import same
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -28,7 +28,7 @@ class RankMerge:
         """The merged tree. `values` are the trees by rank, `path` is their path in the complete tree.
 
         With `strict`, values other than tensors must be the same on all ranks that have them.
-        Raises `Corrupt` if they are not, or if the ranks contradict each other on a tensor.
+        Raises `CorruptError` if they are not, or if the ranks contradict each other on a tensor.
         """
         if all(isinstance(value, dict) for value in values.values()):
             merged_items = {}
@@ -53,7 +53,7 @@ class RankMerge:
         """The merged tensor. Names that have the same stored elements on every rank (tied tensors) get one object."""
         leaves = {rank: value for rank, value in values.items() if isinstance(value, Leaf)}
         if len(leaves) < len(values):
-            raise Corrupt(f"`{printable(path)}` is a tensor on some ranks, but not on others")
+            raise CorruptError(f"`{printable(path)}` is a tensor on some ranks, but not on others")
         tensor = merge_leaves(path, leaves)
         if not isinstance(next(iter(leaves.values())), TensorRef):
             self.sharded[path] = leaves
@@ -66,7 +66,7 @@ class RankMerge:
         if differing is None:
             return first
         if strict:
-            raise Corrupt(
+            raise CorruptError(
                 f"`{printable(path)}` is {_short(first)} on rank {first_rank}, but {_short(values[differing])} on "
                 f"rank {differing}",
                 hint="Files of several steps or runs may be mixed: copy those of one step again.",

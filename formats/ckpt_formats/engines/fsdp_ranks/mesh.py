@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record, Value
@@ -41,13 +41,13 @@ class Mesh:
 
 
 def mesh_of(record: Value, rank: int, where: Path) -> Mesh:
-    """The mesh that was saved as a `DeviceMesh` in the file of one rank. Raises `Corrupt`."""
+    """The mesh that was saved as a `DeviceMesh` in the file of one rank. Raises `CorruptError`."""
     if not isinstance(record, Record) or record.cls.name != "DeviceMesh":
-        raise Corrupt("a DTensor has no device mesh", where=where)
+        raise CorruptError("a DTensor has no device mesh", where=where)
     stored = record.get("mesh")
     shape, ranks = _from_tensor(stored, where) if isinstance(stored, TensorRef) else _from_layout(record, rank, where)
     if len(set(ranks)) != len(ranks) or prod(shape) != len(ranks):
-        raise Corrupt(f"a device mesh of shape {list(shape)} has the ranks {list(ranks)[:20]}", where=where)
+        raise CorruptError(f"a device mesh of shape {list(shape)} has the ranks {list(ranks)[:20]}", where=where)
     if rank not in ranks:
         raise _lacks_rank(rank, ranks, where)
     names = record.get("_mesh_dim_names", record.get("mesh_dim_names"))
@@ -55,7 +55,7 @@ def mesh_of(record: Value, rank: int, where: Path) -> Mesh:
     mesh = Mesh(shape, ranks, tuple(names) if named else ())
     coordinate = record.get("_coordinate_on_dim")
     if coordinate is not None and tuple(coordinate) != mesh.coordinate(rank):
-        raise Corrupt(
+        raise CorruptError(
             f"the file of rank {rank} was written by the rank at {list(coordinate)} of its mesh, "
             f"but rank {rank} is at {list(mesh.coordinate(rank))}",
             where=where,
@@ -77,11 +77,11 @@ def _from_layout(record: Record, rank: int, where: Path) -> tuple[Shape, tuple[i
     """
     listed = record.get("_rank_map")
     if not isinstance(listed, TensorRef):
-        raise Corrupt("a device mesh does not state its ranks", where=where)
+        raise CorruptError("a device mesh does not state its ranks", where=where)
     ranks = _values(listed, where)
     axes = _axes(attribute(record, "_layout", Record, where), where)
     if prod(size for axis in axes for size, _ in axis) > len(ranks):
-        raise Corrupt(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
+        raise CorruptError(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
     if rank not in ranks:
         raise _lacks_rank(rank, ranks, where)
     start = ranks.index(rank)
@@ -89,7 +89,7 @@ def _from_layout(record: Record, rank: int, where: Path) -> tuple[Shape, tuple[i
     offsets = [[sum(steps) for steps in product(*([i * s for i in range(n)] for n, s in axis))] for axis in axes]
     positions = [start + sum(steps) for steps in product(*offsets)]
     if start < 0 or max(positions) >= len(ranks):
-        raise Corrupt(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
+        raise CorruptError(f"the layout of a device mesh leaves its {len(ranks)} ranks", where=where)
     return tuple(map(len, offsets)), tuple(ranks[i] for i in positions)
 
 
@@ -109,13 +109,13 @@ def _steps_of(sizes: Sequence[Value], strides: Sequence[Value], where: Path) -> 
     numbers(strides, "the strides of a device mesh", where)
     steps = list(zip(sizes, strides, strict=False))
     if len(sizes) != len(strides) or any(size < 1 or (size > 1 and stride < 1) for size, stride in steps):
-        raise Corrupt(f"a device mesh has the shape {list(sizes)} at strides {list(strides)}", where=where)
+        raise CorruptError(f"a device mesh has the shape {list(sizes)} at strides {list(strides)}", where=where)
     return steps
 
 
-def _lacks_rank(rank: int, ranks: Sequence[int], where: Path) -> Corrupt:
+def _lacks_rank(rank: int, ranks: Sequence[int], where: Path) -> CorruptError:
     message = f"the file of rank {rank} contains a tensor of a mesh without this rank: ranks {list(ranks)[:20]}"
-    return Corrupt(message, where=where, hint=_RENAMED)
+    return CorruptError(message, where=where, hint=_RENAMED)
 
 
 def _flat(value: Value, depth: int = 0) -> list[Value]:
@@ -126,5 +126,5 @@ def _flat(value: Value, depth: int = 0) -> list[Value]:
 
 def _values(ref: TensorRef, where: Path) -> tuple[int, ...]:
     if ref.size > MAX_RANKS or ref.dtype.kind not in "iu":
-        raise Corrupt(f"a device mesh of {ref.size:,} values of {ref.dtype.name}", where=where)
+        raise CorruptError(f"a device mesh of {ref.size:,} values of {ref.dtype.name}", where=where)
     return tuple(int(rank) for rank in read(tensor_of(ref)).reshape(-1))

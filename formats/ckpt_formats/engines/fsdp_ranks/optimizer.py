@@ -38,7 +38,7 @@ def merge_optimizer(
     """The optimizer's state dict; None if its states are slices that cannot be matched to parameters.
 
     `sharded` has the leaves by rank of those tensors of the model that are not complete on every rank.
-    Raises `Corrupt` if ranks contradict each other.
+    Raises `CorruptError` if ranks contradict each other.
     """
     if sharded and any(_is_vector(value) for tree in trees.values() for own in _states(tree) for value in own.values()):
         return _of_slices(trees, model, sharded, order)

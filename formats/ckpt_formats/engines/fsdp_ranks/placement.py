@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from ckpt_formats.core.errors import Unsafe
+from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.engines.fsdp_ranks.mesh import Mesh
@@ -68,9 +68,12 @@ class RankBlock:
         return tuple(sum(stop - start for start, stop in runs) for runs in self.axes)
 
     def blocks(self) -> Iterator[ShardBlock]:
-        """The blocks, in the rank's own tensor and in the complete tensor. Raises `Unsafe` if they are too many."""
+        """The blocks, in the rank's own tensor and in the complete tensor.
+
+        Raises `UnsafeError` if they are too many.
+        """
         if prod(len(runs) for runs in self.axes) > _MAX_RUNS:
-            raise Unsafe(f"a rank would hold more than {_MAX_RUNS:,} blocks of one tensor")
+            raise UnsafeError(f"a rank would hold more than {_MAX_RUNS:,} blocks of one tensor")
         shard_runs = [list(_run_offsets(runs)) for runs in self.axes]
         for in_shard, in_tensor in zip(product(*shard_runs), product(*self.axes), strict=True):
             yield ShardBlock(_box(in_shard), _box(in_tensor))
@@ -113,7 +116,7 @@ def _chunks(runs: Runs, factor: int, ranks: int, at: int) -> Iterator[tuple[int,
     """Split into `factor` parts, and yield the section of each part for rank `at` of `ranks`."""
     length = sum(stop - start for start, stop in runs)
     if len(runs) * min(factor, length) > _MAX_RUNS:
-        raise Unsafe(f"a tensor is split into more than {_MAX_RUNS:,} pieces")
+        raise UnsafeError(f"a tensor is split into more than {_MAX_RUNS:,} pieces")
     for part in range(min(factor, length)):
         low, high = _chunk(length, factor, part)
         start, stop = _chunk(high - low, ranks, at)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile, open_file
-from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
 from ckpt_formats.engines.fsdp_ranks.dtensor import MeshCache
@@ -34,11 +34,11 @@ class RankFile:
 
 
 def open_rank(path: Path, role: str, rank: int, world: int, known: SharedLeaves) -> RankFile:
-    """Open a file. Only headers are read. Raises `Corrupt`, `Unsupported` or `Unsafe`."""
+    """Open a file. Only headers are read. Raises `CorruptError`, `UnsupportedError` or `UnsafeError`."""
     file = open_file(path)
     saved, named = (_RANK.findall(name) for name in (file.stem, path.stem))
     if saved and named and int(saved[-1]) != int(named[-1]):
-        raise Corrupt(
+        raise CorruptError(
             f"was saved as {printable(file.stem)}: it is another rank's file, renamed",
             where=path,
             hint="Copy the files of all ranks again, under their own names.",
@@ -50,7 +50,7 @@ def open_rank(path: Path, role: str, rank: int, world: int, known: SharedLeaves)
         if isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _WRAPPERS:
             (root,) = root.values()
         if not isinstance(root, dict):
-            raise Corrupt(f"holds {kind_of(root)}, not a state dict", where=path)
+            raise CorruptError(f"holds {kind_of(root)}, not a state dict", where=path)
         root = _Leaves(role == "optimizer", MeshCache(rank, path, known.meshes, known.specs), world, known).tree(root)
     return RankFile(rank, path, root, replace(file, root=None))
 
@@ -67,10 +67,10 @@ class _Leaves:
     count: int = 0
 
     def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:
-        """The tree with leaves instead of tensors. Raises `Unsafe` if it is too deep or too large."""
+        """The tree with leaves instead of tensors. Raises `UnsafeError` if it is too deep or too large."""
         self.count += len(value)
         if depth > _MAX_DEPTH or self.count > _MAX_VALUES:
-            raise Unsafe("dicts are nested or repeated without end", where=self.meshes.where)
+            raise UnsafeError("dicts are nested or repeated without end", where=self.meshes.where)
         return {key: self._one(item, depth) for key, item in value.items()}
 
     def _one(self, value: Value, depth: int) -> Value:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
-from ckpt_formats.core.errors import Corrupt, Unsupported, form_of
+from ckpt_formats.core.errors import CorruptError, UnsupportedError, form_of
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
@@ -28,7 +28,7 @@ from ckpt_formats.state_dicts.read import training_state
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
     """The index of a checkpoint. Raises subclasses of `CkptError`."""
     if path.is_file():
-        raise Unsupported(
+        raise UnsupportedError(
             "is the file of one rank of several", where=path, hint=f"Name the folder: {printable(str(path.parent))}"
         )
     folder = list_folder(path)
@@ -104,7 +104,7 @@ def _opened(folder: Folder, known: SharedLeaves) -> Files:
 
 
 def _check_one_step(optimizer: Value, folder: Folder) -> None:
-    """Raise `Corrupt` if the step counts of the ranks differ. Reads one number of each."""
+    """Raise `CorruptError` if the step counts of the ranks differ. Reads one number of each."""
     states = optimizer.get("state")
     steps = (
         (state.get("step") for state in states.values() if isinstance(state, dict)) if isinstance(states, dict) else ()
@@ -114,7 +114,7 @@ def _check_one_step(optimizer: Value, folder: Folder) -> None:
         return
     counts = {read(Tensor(one.shape, one.dtype, one.fragments)).item() for one in (step, *step.replicas)}
     if len(counts) > 1:
-        raise Corrupt(
+        raise CorruptError(
             f"the ranks' optimizers are at different steps: {sorted(counts)}",
             where=folder.path,
             hint="Files of several steps were mixed: copy all files of one step again.",

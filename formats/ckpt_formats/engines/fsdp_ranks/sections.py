@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import get_args
 
 from ckpt_formats.containers.torchfile import TensorRef
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
@@ -23,14 +23,14 @@ _LEAVES = tuple(get_args(Leaf))
 def sorted_files(files: Files) -> Files:
     """The files, with optimizers and extras in model files as separate files of those roles.
 
-    Raises `Unsupported` if there are several optimizers.
+    Raises `UnsupportedError` if there are several optimizers.
     """
     result: Files = {role: dict(ranks) for role, ranks in files.items()}
     for rank, file in files["model"].items():
         optimizers = optimizers_in(file.root)
         if len(optimizers) > 1:
             names = ", ".join(printable(one.title) for one in optimizers)
-            raise Unsupported(f"holds the states of several optimizers: {names}", where=file.path)
+            raise UnsupportedError(f"holds the states of several optimizers: {names}", where=file.path)
         tree = without_optimizers(file.root, optimizers)
         key = next((key for key in MODEL_KEYS if _has_leaf(tree.get(key))), None)
         if not optimizers and key is None:
@@ -40,7 +40,7 @@ def sorted_files(files: Files) -> Files:
         result["model"][rank] = replace(file, root=model)
         for one in optimizers:
             if rank in files.get("optimizer", {}):
-                raise Unsupported(
+                raise UnsupportedError(
                     f"holds the states of an optimizer, as {files['optimizer'][rank].path.name} also does",
                     where=file.path,
                 )

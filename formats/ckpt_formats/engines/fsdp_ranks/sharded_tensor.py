@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments, with_replicas
 from ckpt_formats.core.text import printable
@@ -42,58 +42,61 @@ Tilings = dict[tuple[Box, ...], tuple[Box, ...]]
 
 
 def sharded_of(record: Record, rank: int, world: int, where: Path, known: Tilings) -> ShardedTensor:
-    """The ShardedTensor that was saved as this record in the file of `rank` of `world`. Raises `Corrupt`."""
+    """The ShardedTensor that was saved as this record in the file of `rank` of `world`. Raises `CorruptError`."""
     state = record.args[3]
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        raise Corrupt("a ShardedTensor does not have the form in which PyTorch saves it", where=where)
+        raise CorruptError("a ShardedTensor does not have the form in which PyTorch saves it", where=where)
     saved, metadata, group = state[:3]
     shape = numbers(attribute(metadata, "size", tuple, where), "the shape of a ShardedTensor", where)
     boxes = tuple(_box(one, shape, where) for one in attribute(metadata, "shards_metadata", list, where))
     properties = attribute(metadata, "tensor_properties", Record, where).state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise Corrupt("a ShardedTensor does not state its type", where=where)
+        raise CorruptError("a ShardedTensor does not state its type", where=where)
     shards = tuple(_shard(one, shape, dtype, where) for one in saved)
     keys = ("local_rank", "global_rank", "local_world_size", "global_world_size")
     local_rank, global_rank, group_size, group_world = (attribute(group, key, int, where) for key in keys)
     if (global_rank, group_world) != (rank, world):
-        raise Corrupt(
+        raise CorruptError(
             f"was written by rank {global_rank} of {group_world}, but its name is that of rank {rank} of {world}",
             where=where,
             hint="Was the file renamed, or is it from another run? Copy the files of all ranks of one step again.",
         )
     if not 0 <= local_rank < group_size or world % group_size:
-        raise Corrupt(
+        raise CorruptError(
             f"rank {rank} is number {local_rank} of a process group of {group_size} among {world} ranks", where=where
         )
     for box, _ in shards:
         if box not in boxes:
-            raise Corrupt(f"rank {rank} holds block {box} of a tensor, but lists others: {boxes[:4]}", where=where)
+            raise CorruptError(f"rank {rank} holds block {box} of a tensor, but lists others: {boxes[:4]}", where=where)
     return ShardedTensor(shape, dtype, known.setdefault(boxes, boxes), shards, local_rank, world // group_size)
 
 
 def ranks_of_copies(leaves: Mapping[int, ShardedTensor]) -> list[list[int]]:
-    """For each copy of the tensor: the ranks of its process group, in order. Raises `Corrupt` if some are missing."""
+    """For each copy of the tensor: the ranks of its process group, in order.
+
+    Raises `CorruptError` if some are missing.
+    """
     copies = next(iter(leaves.values())).copies
     by_local_rank: dict[int, list[int]] = {}
     for rank, leaf in sorted(leaves.items()):
         by_local_rank.setdefault(leaf.local_rank, []).append(rank)
     if any(len(ranks) != copies for ranks in by_local_rank.values()):
-        raise Corrupt(f"ranks {sorted(leaves)} cannot be {copies} process groups of one size", hint=_MIXED)
+        raise CorruptError(f"ranks {sorted(leaves)} cannot be {copies} process groups of one size", hint=_MIXED)
     return [[by_local_rank[local_rank][i] for local_rank in sorted(by_local_rank)] for i in range(copies)]
 
 
 def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
     """The complete tensor from the shards of all ranks.
 
-    Process groups have copies, which are compared when they are read. Raises `Corrupt` if ranks contradict each
+    Process groups have copies, which are compared when they are read. Raises `CorruptError` if ranks contradict each
     other, or if a block is missing.
     """
     first = next(iter(leaves.values()))
     holders: dict[Box, list[TensorRef]] = {box: [] for box in first.boxes if box.size}
     for rank, leaf in leaves.items():
         if (leaf.shape, leaf.dtype, leaf.boxes, leaf.copies) != (first.shape, first.dtype, first.boxes, first.copies):
-            raise Corrupt(
+            raise CorruptError(
                 f"tensor `{printable(name)}`: rank {rank} has other blocks, another shape or another type than the "
                 f"ranks before it: {list(leaf.shape)} in {len(leaf.boxes)} blocks instead of {list(first.shape)} in "
                 f"{len(first.boxes)}",
@@ -104,7 +107,7 @@ def gather(name: str, leaves: Mapping[int, ShardedTensor]) -> Tensor:
                 holders[box].append(ref)
     for box, refs in holders.items():
         if len(refs) != first.copies:
-            raise Corrupt(
+            raise CorruptError(
                 f"tensor `{printable(name)}`: block {box} of {list(first.shape)} is held by {len(refs)} ranks, "
                 f"not by {first.copies}",
                 hint=_MIXED,
@@ -122,7 +125,9 @@ def _box(metadata: Value, shape: Shape, where: Path) -> Box:
     offsets = numbers(attribute(metadata, "shard_offsets", list, where), "the offsets of a shard", where)
     sizes = numbers(attribute(metadata, "shard_sizes", list, where), "the sizes of a shard", where)
     if not len(offsets) == len(sizes) == len(shape):
-        raise Corrupt(f"a shard at {list(offsets)} of {list(sizes)} in a tensor of shape {list(shape)}", where=where)
+        raise CorruptError(
+            f"a shard at {list(offsets)} of {list(sizes)} in a tensor of shape {list(shape)}", where=where
+        )
     return Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
 
 
@@ -130,7 +135,7 @@ def _shard(shard: Value, shape: Shape, dtype: Global, where: Path) -> tuple[Box,
     ref = attribute(shard, "tensor", TensorRef, where)
     box = _box(attribute(shard, "metadata", Record, where), shape, where)
     if ref.shape != box.shape or dtype != Global("torch", ref.dtype.name):
-        raise Corrupt(
+        raise CorruptError(
             f"a shard for block {box} of {dtype} holds {ref.dtype.name} of shape {list(ref.shape)}", where=where
         )
     return box, ref

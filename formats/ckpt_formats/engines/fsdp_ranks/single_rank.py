@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, StdDict, Value
 from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT
@@ -25,7 +25,7 @@ _MAX_NAMED = 3
 def whole_tree(root: dict[str, Value], path: Path) -> dict[str, Value]:
     """The tree, with plain tensors instead of distributed tensors that are complete on this rank.
 
-    Raises `Unsupported` if it has blocks of DTensors or ShardedTensors, or FSDP1's flat parameters.
+    Raises `UnsupportedError` if it has blocks of DTensors or ShardedTensors, or FSDP1's flat parameters.
     """
     sharded = list(_sharded_tensors(root))
     complete = {id(record): ref for _, record in sharded if (ref := _complete_tensor(record)) is not None}
@@ -51,9 +51,9 @@ def other_files(path: Path, world: int) -> str:
     return f"{', '.join(map(printable, names))}{'' if world and len(other_ranks) <= _MAX_NAMED else ', …'}"
 
 
-def _only_a_part(kind: str, name: str, world: int, path: Path) -> Unsupported:
+def _only_a_part(kind: str, name: str, world: int, path: Path) -> UnsupportedError:
     ranks = f" of {world}" if world else " of several"
-    return Unsupported(
+    return UnsupportedError(
         f"is the file of one rank{ranks}: `{printable(name)}` is {kind}, not a complete tensor",
         where=path,
         hint=f"Also needed: {other_files(path, world)}. Put all of them into one folder, and name the folder.",

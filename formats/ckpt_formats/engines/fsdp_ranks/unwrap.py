@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
@@ -25,11 +25,11 @@ class WrapperNames:
         return plain.removeprefix(_DDP) if self.ddp else plain
 
     def keys(self, tree: Mapping[Value, Value], where: Path) -> dict[Value, Value]:
-        """The dict with unwrapped keys. Raises `Corrupt` if two keys become equal."""
+        """The dict with unwrapped keys. Raises `CorruptError` if two keys become equal."""
         renamed: dict[Value, Value] = {}
         for key, value in tree.items():
             if self(key) in renamed:
-                raise Corrupt(
+                raise CorruptError(
                     f"two tensors are called `{printable(self(key))}` when wrappers are left out", where=where
                 )
             renamed[self(key)] = value

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import parse_json
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsafe
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -53,7 +53,10 @@ class ComponentFiles:
 
 
 def components_of(path: Path) -> tuple[Component, ...]:
-    """The components that have folders of their own. Raises `Corrupt` or `Unsafe` if the list is not valid."""
+    """The components that have folders of their own.
+
+    Raises `CorruptError` or `UnsafeError` if the list is not valid.
+    """
     if (path / MODEL_INDEX).is_file():
         components = tuple(_of_pipeline(path / MODEL_INDEX))
     elif (path / MODULES).is_file():
@@ -62,14 +65,17 @@ def components_of(path: Path) -> tuple[Component, ...]:
         return ()
     for component in components:
         if Path(component.name).name != component.name or component.name in (".", "..") or "\0" in component.name:
-            raise Unsafe(f"names {printable(component.name)!r}, which is not a folder inside it", where=path)
+            raise UnsafeError(f"names {printable(component.name)!r}, which is not a folder inside it", where=path)
     if len(components) > _MAX_COMPONENTS:
-        raise Unsafe(f"names {len(components):,} components", where=path)
+        raise UnsafeError(f"names {len(components):,} components", where=path)
     return components
 
 
 def read_components(path: Path, components: tuple[Component, ...]) -> ComponentFiles:
-    """The models of all components as one, and their other files. Raises `Incomplete` if a component is missing."""
+    """The models of all components as one, and their other files.
+
+    Raises `IncompleteError` if a component is missing.
+    """
     state: dict[str, Value] = {}
     aliases: dict[str, str] = {}
     model = ModelFiles(state, False, aliases)
@@ -79,7 +85,7 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
     for component in components:
         folder = path / component.name
         if not folder.is_dir():
-            raise Incomplete(f"the folder of the component {printable(component.name)!r} is missing", where=path)
+            raise IncompleteError(f"the folder of the component {printable(component.name)!r} is missing", where=path)
         files = sort_files(folder)
         values, files_read, large = read_side_files(files.side_files)
         side_files |= {f"{component.name}/{name}": value for name, value in values.items()}
@@ -90,7 +96,7 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
             )
         if files.entry is None:
             if CONFIG in values and component.kind.rpartition(".")[2] not in _WITHOUT_WEIGHTS:
-                raise Incomplete(f"the component {printable(component.name)!r} has no weights", where=folder)
+                raise IncompleteError(f"the component {printable(component.name)!r} has no weights", where=folder)
             continue
         inner = read_model(files)
         state |= {f"{component.name}.{name}": value for name, value in inner.state.items()}
@@ -106,9 +112,12 @@ def read_components(path: Path, components: tuple[Component, ...]) -> ComponentF
 
 
 def merge_models(model: ModelFiles, components: ModelFiles) -> ModelFiles:
-    """The model of the folder and those of its components as one. Raises `Corrupt` if two tensors have one name."""
+    """The model of the folder and those of its components as one.
+
+    Raises `CorruptError` if two tensors have one name.
+    """
     if twice := next((name for name in components.state if name in model.state), None):
-        raise Corrupt(f"two components have a tensor `{printable(twice)}`")
+        raise CorruptError(f"two components have a tensor `{printable(twice)}`")
     return ModelFiles(
         {**model.state, **components.state},
         model.in_order,
@@ -123,7 +132,7 @@ def merge_models(model: ModelFiles, components: ModelFiles) -> ModelFiles:
 def _of_pipeline(index: Path) -> Iterator[Component]:
     entries = parse_json(read_whole(index, _MAX_JSON_BYTES), index)
     if not isinstance(entries, dict):
-        raise Corrupt("is not a list of components", where=index)
+        raise CorruptError("is not a list of components", where=index)
     for name, value in entries.items():
         if not name.startswith("_") and _is_pair(value):
             yield Component(name, value[1])
@@ -137,10 +146,10 @@ def _is_pair(value: Any) -> bool:
 def _of_modules(index: Path) -> Iterator[Component]:
     entries = parse_json(read_whole(index, _MAX_JSON_BYTES), index)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise Corrupt("is not a list of modules", where=index)
+        raise CorruptError("is not a list of modules", where=index)
     for entry in entries:
         path, kind = entry.get("path"), entry.get("type")
         if not isinstance(path, str) or not isinstance(kind, str):
-            raise Corrupt("has a module without a path or a type", where=index)
+            raise CorruptError("has a module without a path or a type", where=index)
         if path:
             yield Component(path, kind)

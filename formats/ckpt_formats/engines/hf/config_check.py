@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.hf.model_names import NameMatch
 
@@ -50,7 +50,7 @@ _MAX_NAMES = 3
 
 
 def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
-    """Raise `Unsupported` if the configuration does not describe these tensors, as they will be written.
+    """Raise `UnsupportedError` if the configuration does not describe these tensors, as they will be written.
 
     `partial` allows missing tensors, because the user left some out.
     """
@@ -63,7 +63,7 @@ def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str
         misfits += _names(match)
     if misfits:
         suffix = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
-        raise Unsupported(
+        raise UnsupportedError(
             f"config.json does not describe this model: {'; '.join(misfits[:_MAX_NAMES])}{suffix}",
             hint="Name the model's own config.json with --config; or write only the tensors, --to safetensors.",
         )

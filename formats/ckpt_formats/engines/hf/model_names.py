@@ -64,7 +64,7 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
 def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint under the names in the model's files, with all states. Stacks of experts are divided.
 
-    Raises `Unsupported` for a stack with an unexpected shape.
+    Raises `UnsupportedError` for a stack with an unexpected shape.
     """
     own = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
     match = match_names([*own, *source.aliases], config)
@@ -77,7 +77,7 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 
 
 def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
-    """The tensors in files for a tensor of a model in memory. Raises `Unsupported` for an unexpected shape."""
+    """The tensors in files for a tensor of a model in memory. Raises `UnsupportedError` for an unexpected shape."""
     tensors = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
     return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.transform].split(part, _NO_SIZES))
 

@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, SourceFile
-from ckpt_formats.core.errors import Incomplete, form_of
+from ckpt_formats.core.errors import IncompleteError, form_of
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -65,11 +65,11 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
 
 
 def _model(folder: Folder, components_read: ComponentFiles) -> ModelFiles:
-    """The model of the folder and its components, as one. Raises `Incomplete` if there is none."""
+    """The model of the folder and its components, as one. Raises `IncompleteError` if there is none."""
     own = ModelFiles({}, False) if folder.entry is None else read_model(folder)
     model = merge_models(own, components_read.model)
     if not model.state:
-        raise Incomplete("there are no weights", where=folder.path)
+        raise IncompleteError("there are no weights", where=folder.path)
     return model
 
 
@@ -159,14 +159,14 @@ def _training(folder: Folder, known: set[Path]) -> tuple[dict[str, Value], list[
 
 
 def _sharded_model(path: Path, options: ReadOptions) -> Checkpoint:
-    """The checkpoint of a model in the folder that is split over ranks. Raises `Incomplete` if there is none."""
+    """The checkpoint of a model in the folder that is split over ranks. Raises `IncompleteError` if there is none."""
     from ckpt_formats.engines.dcp import DCP
     from ckpt_formats.engines.fsdp_ranks import FsdpRanks
 
     for format in (DCP(), FsdpRanks()):
         if format.detect(path):
             return format.read(path, options)
-    raise Incomplete("there are no weights, only other files", where=path)
+    raise IncompleteError("there are no weights, only other files", where=path)
 
 
 def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import open_regular, read_whole
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value
@@ -27,7 +27,7 @@ _MAX_TYPED_BYTES = 64 << 20
 def read_side_files(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[SourceFile, ...], list[str]]:
     """(values by file name, the records of the files, the names of files that are too large).
 
-    A value is the content of a JSON file, or a tensor of the file's bytes, (n,) uint8. Raises `Corrupt` if a
+    A value is the content of a JSON file, or a tensor of the file's bytes, (n,) uint8. Raises `CorruptError` if a
     configuration is not JSON.
     """
     values: dict[str, Value] = {}
@@ -59,6 +59,6 @@ def _value(file: Path, nbytes: int) -> Value:
     if file.suffix == ".json" and nbytes <= MAX_JSON_BYTES:
         try:
             return parse_json_object(read_whole(file, MAX_JSON_BYTES), file)
-        except Corrupt:
+        except CorruptError:
             pass  # a list, or not JSON despite its name: it is read as bytes
     return Tensor.of(FileBlob.packed(file, 0, (nbytes,), np.dtype(np.uint8)))

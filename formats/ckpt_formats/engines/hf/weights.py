@@ -8,7 +8,7 @@ from ckpt_formats.containers.safetensors_shards import read_weights, shard_paths
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
@@ -33,12 +33,12 @@ class ModelFiles:
 
 
 def read_model(folder: Folder) -> ModelFiles:
-    """The model of a folder. Raises `Incomplete` if files or tensors are missing."""
+    """The model of a folder. Raises `IncompleteError` if files or tensors are missing."""
     if folder.entry is None:
-        raise Incomplete("there are no weights", where=folder.path)
+        raise IncompleteError("there are no weights", where=folder.path)
     model = read_entry(folder.entry, folder.container)
     if not model.state:
-        raise Incomplete("there are no tensors", where=folder.entry)
+        raise IncompleteError("there are no tensors", where=folder.entry)
     if folder.by_ranks:
         _check_against_merged(folder, model)
     return model
@@ -83,7 +83,7 @@ def _torch_files(files: Sequence[TorchFile], index: ShardIndex | None) -> ModelF
     for file in files:
         for name, value in _state(file).items():
             if name in state:
-                raise Corrupt(f"tensor `{printable(name)}` is in two files", where=file.path)
+                raise CorruptError(f"tensor `{printable(name)}` is in two files", where=file.path)
             state[name], where[name] = value, file.path.name
     shards = tuple(torch_shard(file, "model") for file in files)
     seals = tuple(seal for file in files for seal in file.seals())
@@ -95,15 +95,15 @@ def _torch_files(files: Sequence[TorchFile], index: ShardIndex | None) -> ModelF
 
 def _state(file: TorchFile) -> dict[str, Value]:
     if not isinstance(file.root, dict) or not has_tensor(file.root):
-        raise Corrupt("is not a dict of tensors", where=file.path)
+        raise CorruptError("is not a dict of tensors", where=file.path)
     state = {str(key): value for key, value in file.root.items()}
     if len(state) < len(file.root):
-        raise Corrupt("two keys of the file differ only in their type", where=file.path)
+        raise CorruptError("two keys of the file differ only in their type", where=file.path)
     return state
 
 
 def _check_against_merged(folder: Folder, model: ModelFiles) -> None:
-    """Raise `Incomplete` if the ranks' files do not have the tensors of the merged files next to them.
+    """Raise `IncompleteError` if the ranks' files do not have the tensors of the merged files next to them.
 
     No other check finds the missing last rows of a tensor if a rank's file is missing.
     """
@@ -116,7 +116,7 @@ def _check_against_merged(folder: Folder, model: ModelFiles) -> None:
         if of_ranks is None or merged is None or of_ranks.shape != merged.shape or of_ranks.dtype != merged.dtype:
             stated = "is missing" if of_ranks is None else f"has the shape {list(of_ranks.shape)}"
             stated_merged = "is missing" if merged is None else f"has the shape {list(merged.shape)}"
-            raise Incomplete(
+            raise IncompleteError(
                 f"tensor `{printable(name)}` {stated} in the ranks' files, but {stated_merged} in the merged files",
                 where=ranks,
                 hint="Is a rank's file missing?",

@@ -8,7 +8,7 @@ from ckpt_formats.containers.safetensors_shards import split_weights, weights_pa
 from ckpt_formats.containers.shard_index import numbered_names
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
-from ckpt_formats.core.errors import NotFound, Unsafe, Unsupported
+from ckpt_formats.core.errors import NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -29,7 +29,8 @@ def plan_files(
 ) -> tuple[tuple[FilePlan, ...], tuple[str, ...]]:
     """The files to write, and notes for the user. `shard_nbytes`: about the bytes of a file.
 
-    Raises `Unsupported` for tensors that the format cannot hold, `Unsafe` for a file name that leads out of the folder.
+    Raises `UnsupportedError` for tensors that the format cannot hold, `UnsafeError` for a file name that leads out of
+    the folder.
     """
     files = files_of_model(config_path) if config_path else files_of_source(source)
     config = config_of(files)
@@ -39,7 +40,7 @@ def plan_files(
     if config is not None:
         check_fits(matched, named, config, source.is_partial)
     elif _ADAPTER not in files:
-        raise Unsupported(
+        raise UnsupportedError(
             "the source has no config.json, without which transformers cannot load a model",
             where=source.path,
             hint="Give the model's configuration with --config; or write only the tensors, --to safetensors.",
@@ -83,23 +84,23 @@ def _is_of_a_component(name: str) -> bool:
 def files_of_model(config: Path) -> dict[str, Value]:
     """The model's files in a folder that the user names, by name; or only the configuration, if it is a file.
 
-    Raises `NotFound` if there is no configuration, `Unsupported` if a file is too large.
+    Raises `NotFoundError` if there is no configuration, `UnsupportedError` if a file is too large.
     """
     if config.is_dir():
         files, _, too_large = read_side_files(
             file for file in sort_files(config).side_files if not is_training_file(file.name)
         )
         if too_large:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"too large for a file next to a model: {', '.join(map(printable, too_large))}", where=config
             )
     elif config.is_file():
         values, _, _ = read_side_files([config])
         files = {CONFIG: values[config.name]}
     else:
-        raise NotFound("there is no such file or folder", where=config)
+        raise NotFoundError("there is no such file or folder", where=config)
     if config_of(files) is None:
-        raise NotFound(f"holds no {CONFIG}", where=config)
+        raise NotFoundError(f"holds no {CONFIG}", where=config)
     return files
 
 
@@ -141,7 +142,7 @@ def _place_in_file(parameter: Parameter) -> tuple[int, str]:
 
 
 def _free(name: str, taken: set[str]) -> bool:
-    """Whether a file of this name may be next to the weights. Raises `Unsafe` if it leads out of the folder."""
+    """Whether a file of this name may be next to the weights. Raises `UnsafeError` if it leads out of the folder."""
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise Unsafe(f"a file of the source is called {printable(name)!r}, which leads out of its folder")
+        raise UnsafeError(f"a file of the source is called {printable(name)!r}, which leads out of its folder")
     return name not in taken and ".index." not in name

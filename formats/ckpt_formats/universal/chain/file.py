@@ -16,7 +16,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures
-from ckpt_formats.core.errors import CkptError, NotFound, Unsupported
+from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.version import WRITTEN_BY
@@ -200,7 +200,7 @@ def dump(chain: ChainIndex) -> bytes:
 def load(path: Path) -> ChainIndex:
     """Read and check a `chain.json`.
 
-    Raises `Corrupt`, or `Unsupported` for a version that this program does not know.
+    Raises `CorruptError`, or `UnsupportedError` for a version that this program does not know.
     """
     with unrecorded():  # a chain may grow while its states are read
         content = read_whole(path, MAX_NBYTES)
@@ -214,7 +214,7 @@ def parse(content: bytes, path: Path) -> ChainIndex:
     check.true(fields.get("format") == "ckpt-chain", "format")
     version = fields.get("version")
     if not is_natural(version) or version != VERSION:
-        raise Unsupported(
+        raise UnsupportedError(
             f"chain version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
         )
     members = tuple(_member(member, check) for member in check.sequence(fields, "members"))
@@ -282,9 +282,9 @@ def folders_by_content(run: Path) -> Mapping[str, Path]:
 
 
 def read(run: Path) -> ChainIndex:
-    """The chain in a folder. Raises `NotFound` if the folder is not a chain."""
+    """The chain in a folder. Raises `NotFoundError` if the folder is not a chain."""
     if not (run / NAME).is_file():
-        raise NotFound("not a chain: it has no chain.json", where=run, hint="`ckpt append CHAIN CKPT` begins one.")
+        raise NotFoundError("not a chain: it has no chain.json", where=run, hint="`ckpt append CHAIN CKPT` begins one.")
     return load(run / NAME)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_formats.core.errors import Locked, OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
@@ -32,14 +32,14 @@ _STAGED = re.compile(rf"\.({index.FOLDER.pattern}|{index.TIP_FOLDER.pattern}){re
 def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[ChainIndex | None]:
     """Within, hold the lock of a chain. Gives the chain in the folder, or None if there is none yet.
 
-    Raises `Locked`, `NotFound` if the folder is no chain, `OutputError` if it has other content.
+    Raises `LockedError`, `NotFoundError` if the folder is no chain, `OutputError` if it has other content.
     """
     if not create and not (run / index.NAME).is_file():
         index.read(run)  # raises the error that it is no chain
     created = _make(run) if create else False
     if not created and not (run / index.NAME).is_file():
         _check_empty(run)
-    taken = Locked("another process is changing this chain", where=run, hint="Wait for it to end.")
+    taken = LockedError("another process is changing this chain", where=run, hint="Wait for it to end.")
     try:
         with lock(run / LOCK, taken, locks):
             chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, recording
 from ckpt_formats.universal import Universal, manifest
@@ -16,7 +16,7 @@ from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, lineage_of
 
 
 def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
-    """The member of a step; None: the last one. Raises `NotFound`, and the message names the nearest steps."""
+    """The member of a step; None: the last one. Raises `NotFoundError`, and the message names the nearest steps."""
     if step is None:
         return chain.members[-1]
     for member in chain.members:
@@ -24,7 +24,7 @@ def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
             return member
     steps = [member.step for member in chain.members]
     nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
-    raise NotFound(
+    raise NotFoundError(
         f"no step {step} in this chain of {len(steps)}, from {steps[0]} to {steps[-1]}",
         where=run,
         hint=f"The nearest are {', '.join(map(str, nearest))}; `ckpt log` lists all.",
@@ -34,8 +34,8 @@ def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
 def open_member(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     """The index of one state.
 
-    Raises `Incomplete` if a folder is missing, `Corrupt` if another checkpoint is in its place. The hint names the
-    last earlier step that can be restored, if there is one.
+    Raises `IncompleteError` if a folder is missing, `CorruptError` if another checkpoint is in its place. The hint
+    names the last earlier step that can be restored, if there is one.
     """
     try:
         return open_one(run, member)
@@ -87,7 +87,7 @@ def open_members(run: Path, chain: ChainIndex) -> OpenedMembers:
 
 def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> None:
     """Add the last earlier step that does not need the damaged folder to the hint of an error."""
-    if not isinstance(error, (Corrupt, Incomplete, NotFound)) or error.where is None:
+    if not isinstance(error, (CorruptError, IncompleteError, NotFoundError)) or error.where is None:
         return
     good = last_without(run, chain, member, error.where)
     if good is not None:
@@ -122,13 +122,14 @@ def open_one(run: Path, member: Member) -> Checkpoint:
 
 
 def _check_place(run: Path, member: Member, loaded: Loaded) -> None:
-    """Raise `Incomplete` if the folder of a member is missing, `Corrupt` if another checkpoint is in its place."""
+    """Raise `IncompleteError` if the folder of a member is missing, `CorruptError` if another checkpoint is in its
+    place."""
     folder = run / member.folder
     if not folder.is_dir():
-        raise Incomplete(f"the folder of step {member.step} is missing", where=folder)
+        raise IncompleteError(f"the folder of step {member.step} is missing", where=folder)
     content = loaded.manifest(folder / manifest.NAME).content
     if content != member.content:
-        raise Corrupt(
+        raise CorruptError(
             f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, Corrupt, NotFound
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.format import identified
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
@@ -33,12 +33,12 @@ def all_steps(run: Path, chain: ChainIndex) -> list[int]:
 
 
 def step_of(chain: ChainIndex, address: Address) -> int:
-    """The step of an address. Raises as `last_step`, and `NotFound` before the first step of all."""
+    """The step of an address. Raises as `last_step`, and `NotFoundError` before the first step of all."""
     if address.step is not None:
         return address.step
     last = last_step(address.run, chain)
     if address.back > last:
-        raise NotFound(
+        raise NotFoundError(
             f"the chain has no step {address.back} before its last, which is {last}",
             where=address.run,
             hint=f"It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
@@ -47,16 +47,16 @@ def step_of(chain: ChainIndex, address: Address) -> int:
 
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
-    """Open a segment of the log. Raises `Corrupt` if another is in its place, and as `open_segment`."""
+    """Open a segment of the log. Raises `CorruptError` if another is in its place, and as `open_segment`."""
     segment = open_segment(run / logged.folder, check, logged.step)
     known = (segment.layout.run, segment.first, segment.layout.parent)
     if known != (logged.run, logged.first, logged.parent):
-        raise Corrupt("another log is in the place of this one", where=segment.folder)
+        raise CorruptError("another log is in the place of this one", where=segment.folder)
     return segment
 
 
 def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
-    """The state at a step. Raises `NotFound`, and its hint names the steps of the chain."""
+    """The state at a step. Raises `NotFoundError`, and its hint names the steps of the chain."""
     stored = next((member for member in chain.members if member.step == step), None)
     if stored is not None:
         return members.open_member(run, chain, stored)
@@ -66,7 +66,7 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     segment = open_steps(run, logged)
     if step > segment.last and segment.torn:
         path, reason = next(iter(segment.torn.items()))
-        raise Corrupt(
+        raise CorruptError(
             f"step {step} cannot be restored: {reason}",
             where=path,
             hint=f"Steps up to {segment.last} do not need it: `--step {segment.last}`.",
@@ -105,7 +105,7 @@ def steps_text(run: Path, chain: ChainIndex) -> str:
     return "; ".join(shown)
 
 
-def _no_step(run: Path, chain: ChainIndex, step: int) -> NotFound:
-    return NotFound(
+def _no_step(run: Path, chain: ChainIndex, step: int) -> NotFoundError:
+    return NotFoundError(
         f"no step {step} in this chain", where=run, hint=f"It has {steps_text(run, chain)}; `ckpt log` lists all."
     )

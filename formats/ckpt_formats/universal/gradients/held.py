@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Parameter
-from ckpt_formats.core.errors import CkptError, Corrupt
+from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
@@ -95,7 +95,7 @@ class SegmentTail:
     def poll(self, max_steps: int) -> int:
         """Read the records that appeared, of about `max_steps` steps. Returns the last step that all ranks have.
 
-        Raises `Corrupt` if the log is damaged, and `Incomplete` if a file is missing.
+        Raises `CorruptError` if the log is damaged, and `IncompleteError` if a file is missing.
         """
         for rank, head in enumerate(self._heads):
             while sum(1 for _ in self.window().steps(rank)) < max_steps:
@@ -105,7 +105,7 @@ class SegmentTail:
                     break
                 self._pending[rank] += log.records
                 if len(self._pending[rank]) > _MAX_PENDING:
-                    raise Corrupt(f"step {self.step + 1} has too many records", where=log.path)
+                    raise CorruptError(f"step {self.step + 1} has too many records", where=log.path)
         self._keep_other_records()
         return self.window().last
 
@@ -242,7 +242,7 @@ class _HeldReplay(SegmentReplay):
         self.segment.updates, self.codec, self.count_rows, self.fingerprints  # noqa: B018
 
     def advance_chunk(self, rank: int, index: int, reader: Reader) -> None:
-        """Apply all steps to a chunk. Raises `Corrupt`."""
+        """Apply all steps to a chunk. Raises `CorruptError`."""
         ranges = list(self.segment.layout.ranks[rank].ranges(index))
         self.advance(rank, index, ranges, self.state.chunk(rank, index), self.segment.first, reader)
 
@@ -262,7 +262,7 @@ class _StartReplay(SegmentReplay):
         return self.counts_at_start[rank]
 
     def start_of(self, rank: int, index: int, reader: Reader) -> States:
-        """A chunk of all states at the start. Raises `Corrupt` or `Incomplete`."""
+        """A chunk of all states at the start. Raises `CorruptError` or `IncompleteError`."""
         layout = self.segment.layout.ranks[rank]
         low, high = layout.chunk_bounds(index)
         return self._start(rank, index, list(layout.ranges(index)), high - low, reader)
@@ -354,7 +354,7 @@ class HeldState:
         ranks = {number: tail.fingerprints(number) for number in compared}
         ranks[tail.step] = ranks.get(tail.step, frozenset()) | self._compared  # others may have come before
         verified = [number for number in compared if len(ranks[number]) == len(tail.layout.ranks)]
-        self._error = Corrupt("a step was interrupted", where=tail.folder)
+        self._error = CorruptError("a step was interrupted", where=tail.folder)
         try:
             self._add_names(step, workers)
             replay = self._replay(tail.window(), step)
@@ -389,7 +389,7 @@ class HeldState:
         self._counts_at_start = self.tail.counts
 
     def check_equal(self, parameters: Mapping[str, Parameter], workers: int) -> None:
-        """Raise `Corrupt` unless the states of a checkpoint have the same bits as these."""
+        """Raise `CorruptError` unless the states of a checkpoint have the same bits as these."""
         tail = self.tail
         start = StartState(tail.step, parameters)
         other = _StartReplay(tail.stored_states(), tail.step, start, names=self.names, counts_at_start=tail.counts)
@@ -398,7 +398,7 @@ class HeldState:
             states = other.start_of(rank, index, reader)
             for name, values in self.chunk(rank, index).items():
                 if hash_values(values) != hash_values(states[name]):
-                    raise Corrupt(f"{name!r} of chunk {index} of rank {rank} differs from the state in memory")
+                    raise CorruptError(f"{name!r} of chunk {index} of rank {rank} differs from the state in memory")
 
         self._for_each_chunk(compare, workers)
 

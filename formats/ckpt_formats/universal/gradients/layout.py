@@ -20,7 +20,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.version import WRITTEN_BY
@@ -238,12 +238,12 @@ def identity(content: bytes) -> bytes:
 
 
 def load(path: Path) -> SegmentLayout:
-    """Read and check a `layout.json`. Raises `Corrupt`, or `Unsupported` for a newer version."""
+    """Read and check a `layout.json`. Raises `CorruptError`, or `UnsupportedError` for a newer version."""
     fields = sealed_json.load(path, _MAX_NBYTES, "the layout of a log of gradients")
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-gradients", "format")
     if not is_natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
-        raise Unsupported(
+        raise UnsupportedError(
             f"the log of gradients has version {fields.get('version')!r:.30}; this program reads version {VERSION}",
             where=path,
             hint="Upgrade ckpt.",

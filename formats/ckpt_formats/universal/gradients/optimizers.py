@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import Adagrad, Adam, DeepSpeedCpuAdam, Lion, OptimizerStep, Sgd
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 
@@ -89,13 +89,13 @@ METHODS: dict[str, Make] = {
 def step_of(optimizer: LoggedOptimizer, options: Options, where: Path) -> OptimizerStep:
     """The step of an optimizer for a group with these options.
 
-    Raises `Unsupported` if the method is not installed, and `Corrupt` if options are missing or not valid.
+    Raises `UnsupportedError` if the method is not installed, and `CorruptError` if options are missing or not valid.
     """
     try:
         make = METHODS.get(optimizer.method)
         return make(options) if make is not None else _load_entry_point(optimizer, where)(optimizer.type, options)
     except (KeyError, TypeError, ValueError, OverflowError, CodecError) as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the options of a group do not fit the method {optimizer.method}: {error}", where=where
         ) from None
 
@@ -112,8 +112,8 @@ def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[[str,
     raise _missing(optimizer, where, "no installed package provides it")
 
 
-def _missing(optimizer: LoggedOptimizer, where: Path, why: str) -> Unsupported:
-    return Unsupported(
+def _missing(optimizer: LoggedOptimizer, where: Path, why: str) -> UnsupportedError:
+    return UnsupportedError(
         f"the method {optimizer.method!r}, which replays the steps of {optimizer.type}, is missing: {why}",
         where=where,
         hint="The method `torch` needs torch: pip install 'ckpt-suite[recorder]'.",

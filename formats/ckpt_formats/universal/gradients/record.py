@@ -22,7 +22,7 @@ import xxhash
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.open_file import OpenFile, open_file
 
@@ -96,13 +96,13 @@ class LogRecord:
     """The number of bytes of the file that were flushed to the disk when the record was written."""
 
     def read_meta(self, path: Path, reader: Reader) -> dict[str, Any]:
-        """All fields of its text, typed JSON that is not decoded. Raises `Corrupt`."""
+        """All fields of its text, typed JSON that is not decoded. Raises `CorruptError`."""
         content = bytearray(self.meta_nbytes)
         reader.read_into(path, self.begin, memoryview(content))
         try:
             return _meta(bytes(content))
         except _TornRecord as reason:
-            raise Corrupt(str(reason), where=path) from None
+            raise CorruptError(str(reason), where=path) from None
 
     def nbytes_of(self, path: Path, count: int, reader: Reader) -> int:
         """The size of its first `count` chunks in bytes."""
@@ -113,14 +113,17 @@ class LogRecord:
         return int(entry["end"][0])
 
     def read_chunk(self, path: Path, index: int, max_nbytes: int, reader: Reader) -> tuple[Array, int]:
-        """The bytes of a chunk, (n,) uint8, and the XXH3-64 of its values. Raises `Corrupt` if n > `max_nbytes`."""
+        """The bytes of a chunk, (n,) uint8, and the XXH3-64 of its values.
+
+        Raises `CorruptError` if n > `max_nbytes`.
+        """
         low = max(index - 1, 0)
         entries = np.empty(index + 1 - low, ENTRY)
         directory = self.begin + self.meta_nbytes
         reader.read_into(path, directory + low * ENTRY.itemsize, entries.view(np.uint8).data)
         begin, end = int(entries["end"][0]) if index else 0, int(entries["end"][-1])
         if not begin <= end <= self.nbytes or end - begin > max_nbytes:
-            raise Corrupt(f"step {self.step}: the directory of its record is damaged", where=path)
+            raise CorruptError(f"step {self.step}: the directory of its record is damaged", where=path)
         data = np.empty(end - begin, np.uint8)
         reader.read_into(path, directory + self.count * ENTRY.itemsize + begin, data.data)
         return data, int(entries["values"][-1])
@@ -179,8 +182,8 @@ class RankLog:
 def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
     """The complete records of a rank's file.
 
-    Reads and checks only the chunks that were not flushed to the disk; with `check`, all chunks. Raises `Incomplete` if
-    the file does not exist, and `Corrupt` if it belongs to another log.
+    Reads and checks only the chunks that were not flushed to the disk; with `check`, all chunks. Raises
+    `IncompleteError` if the file does not exist, and `CorruptError` if it belongs to another log.
     """
     return _with_file(path, head, lambda file: _scan(path, file, head, check))
 
@@ -198,7 +201,7 @@ def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], RankL
         with closing(open_file(path)) as file:
             return scan_file(file)
     except FileNotFoundError:
-        raise Incomplete(f"the log of rank {head.rank} is missing", where=path) from None
+        raise IncompleteError(f"the log of rank {head.rank} is missing", where=path) from None
     except OSError as error:
         raise unreadable(error, path) from error
 
@@ -265,13 +268,13 @@ def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, m
 
 
 def _head_hash(path: Path, file: OpenFile, head: FileHead) -> int | None:
-    """The hash of a file's head; None if it is not written yet. Raises `Corrupt` if the file has another head."""
+    """The hash of a file's head; None if it is not written yet. Raises `CorruptError` if the file has another head."""
     content = file.read(0, FILE_HEAD.size)
     if content == head.dump():
         return int.from_bytes(content[56:], "little")
     if len(content) < FILE_HEAD.size or not any(content):
         return None
-    raise Corrupt(
+    raise CorruptError(
         "not a file of this log: it belongs to another run, rank or step, or its head is damaged",
         where=path,
         hint="The files of a segment belong together: restore the original file.",

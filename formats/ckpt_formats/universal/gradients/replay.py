@@ -18,7 +18,7 @@ from ckpt_codecs.optimizers import WEIGHTS, OptimizerStep
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
@@ -55,11 +55,11 @@ class SegmentReplay:
 
     @cached_property
     def codec(self) -> Codec:
-        """The codec of the gradients. Raises `Unsupported` if it is unknown."""
+        """The codec of the gradients. Raises `UnsupportedError` if it is unknown."""
         try:
             return gradient_codec(self.segment.layout.codec)
         except CodecError as error:
-            raise Unsupported(str(error), where=self.segment.folder) from None
+            raise UnsupportedError(str(error), where=self.segment.folder) from None
 
     @cached_property
     def states(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class SegmentReplay:
         return table
 
     def chunk(self, rank: int, index: int, reader: Reader) -> States:
-        """A chunk of all states of a rank, which the caller must not change. Raises `Corrupt`."""
+        """A chunk of all states of a rank, which the caller must not change. Raises `CorruptError`."""
         return self._cache.get((rank, index), lambda: self._replay(rank, index, reader))
 
     def _replay(self, rank: int, index: int, reader: Reader) -> States:
@@ -131,7 +131,7 @@ class SegmentReplay:
     ) -> None:
         """Apply all steps after `step` to a chunk, in place. It is compared with each fingerprint of these steps.
 
-        `states`: those of `step`, which has its own fingerprint. Raises `Corrupt`; then `states` are not valid.
+        `states`: those of `step`, which has its own fingerprint. Raises `CorruptError`; then `states` are not valid.
         """
         self._verify(rank, index, step, states, ranges)
         gradients = np.empty(len(next(iter(states.values()))), np.float32)
@@ -152,10 +152,10 @@ class SegmentReplay:
             try:
                 step.apply(selected, gradients[start:stop], count, vectorized)
             except (CodecError, ArithmeticError) as error:
-                raise Corrupt(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
+                raise CorruptError(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
     def step_of(self, update: LoggedUpdate, group: int) -> OptimizerStep:
-        """The step of an update for one of its groups. Raises `Unsupported` or `Corrupt`."""
+        """The step of an update for one of its groups. Raises `UnsupportedError` or `CorruptError`."""
         # Records with the same options share one list (`record.scan`), which exists as long as the segment.
         key = (update.optimizer, id(update.record.meta["groups"]), group)
         if key not in self._steps:
@@ -188,12 +188,12 @@ class SegmentReplay:
         return states
 
     def parameter(self, number: int) -> Parameter:
-        """A tensor of the layout at the start of the replay. Raises `Corrupt` if the state does not have it."""
+        """A tensor of the layout at the start of the replay. Raises `CorruptError` if the state does not have it."""
         assert self.start.parameters is not None
         tensor = self.segment.layout.tensors[number]
         parameter = self.start.parameters.get(tensor.name)
         if parameter is None or parameter.weight.shape != tensor.shape:
-            raise Corrupt(
+            raise CorruptError(
                 f"the log belongs to another model: the state at step {self.start.step} has no `{tensor.name}` of "
                 f"shape {list(tensor.shape)}",
                 where=self.segment.folder,
@@ -201,19 +201,23 @@ class SegmentReplay:
         return parameter
 
     def _check_fresh(self, rank: int, part: VectorPart, state: str, parameter: Parameter) -> None:
-        """Raise `Incomplete` unless the part has taken no step yet: only then may a state be missing, and is zero."""
+        """Raise `IncompleteError` unless the part has taken no step yet: only then may a state be missing, and is
+        zero."""
         count = int(self.counts(rank, self.start.step)[part.vector])
         if count:
-            raise Incomplete(
+            raise IncompleteError(
                 f"`{parameter.name}` has no {state!r} at step {self.start.step}, after {count} of its steps",
                 where=self.segment.folder,
             )
 
     def _decode(self, record: LogRecord, rank: int, index: int, out: Array, reader: Reader) -> bool:
-        """Fill `out`, (n,) float32, from a chunk. Returns False if the record does not have it. Raises `Corrupt`."""
+        """Fill `out`, (n,) float32, from a chunk. Returns False if the record does not have it.
+
+        Raises `CorruptError`.
+        """
         path = self.segment.path(rank)
         if index >= record.count:
-            raise Corrupt(f"step {record.step}: its record has no chunk {index}", where=path)
+            raise CorruptError(f"step {record.step}: its record has no chunk {index}", where=path)
         data, digest = record.read_chunk(path, index, out.nbytes + MAX_CHUNK_OVERHEAD, reader)
         if not data.size:
             return False
@@ -226,11 +230,11 @@ class SegmentReplay:
             raise self._damaged_error(record, rank, index, "its values do not fit their hash")
         return True
 
-    def _damaged_error(self, record: LogRecord, rank: int, index: int, why: str) -> Corrupt:
+    def _damaged_error(self, record: LogRecord, rank: int, index: int, why: str) -> CorruptError:
         is_state = record.kind is Kind.STATE
         content = "the state at the start of the log" if is_state else f"the gradients of step {record.step}"
         good = record.step - 1
-        return Corrupt(
+        return CorruptError(
             f"{content}: chunk {index} of rank {rank} cannot be decoded: {why}",
             where=self.segment.path(rank),
             hint=None if is_state else f"Step {good} does not need it: `--step {good}`.",
@@ -246,7 +250,7 @@ class SegmentReplay:
         }
 
     def _verify(self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange]) -> None:
-        """Compare a chunk with the fingerprint that the run recorded at this step. Raises `Corrupt`."""
+        """Compare a chunk with the fingerprint that the run recorded at this step. Raises `CorruptError`."""
         record = self.fingerprints.get((rank, step))
         if record is None or (step > self.start.step and not self.segment.is_exact):
             return
@@ -256,20 +260,22 @@ class SegmentReplay:
             if expected is None:
                 continue
             if not isinstance(expected, list) or len(expected) != self.segment.layout.ranks[rank].chunk_count:
-                raise Corrupt(f"step {step}: the fingerprint belongs to another layout", where=self.segment.path(rank))
+                raise CorruptError(
+                    f"step {step}: the fingerprint belongs to another layout", where=self.segment.path(rank)
+                )
             if expected[index] != hash_values(values):
                 raise self._difference_error(step, name, ranges)
 
-    def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> Corrupt:
+    def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> CorruptError:
         names = dict.fromkeys(self.segment.layout.tensors[one.part.tensor].name for one in ranges)
         shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
         if step == self.start.step:
-            return Corrupt(
+            return CorruptError(
                 f"the state at step {step} is not the one that the run had: {state!r} of {shown} differs",
                 where=self.segment.folder,
                 hint="The log belongs to another state of this step: append that state, or record again.",
             )
-        return Corrupt(
+        return CorruptError(
             f"step {step}: {state!r} of {shown} differs from the run: the replay of its gradients gives other values",
             where=self.segment.folder,
             hint="Either the hardware of the run computed wrong results after the last fingerprint, or its optimizer "
@@ -305,7 +311,7 @@ def _start_blobs(parameter: Parameter, states: tuple[str, ...]) -> dict[str, Blo
     blobs[WEIGHTS] = parameter.states.get(MASTER, parameter.states.get(MODEL))
     for name, blob in blobs.items():
         if blob is not None and blob.dtype != FLOAT32:
-            raise Unsupported(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps need float32")
+            raise UnsupportedError(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps need float32")
     return blobs
 
 
@@ -361,7 +367,7 @@ class ParameterReplay:
         return Chunking(self.shape, (CHUNK,))
 
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
-        """A chunk of all states, by name: each (n,) float32. Raises `Corrupt`."""
+        """A chunk of all states, by name: each (n,) float32. Raises `CorruptError`."""
         start, stop = self.chunking.range(index)
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
         packed = reader.cached_or(key, lambda: self._gather(start, stop, reader).reshape(-1))

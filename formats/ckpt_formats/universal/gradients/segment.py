@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_codecs.gradients import GRADIENT_CODECS
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.values import Value
@@ -133,7 +133,7 @@ class Segment:
         for record in noted:
             groups = record.meta.get("groups", [])
             if not isinstance(groups, list):
-                raise Corrupt(f"step {step}: its notes are damaged", where=self.path(0))
+                raise CorruptError(f"step {step}: its notes are damaged", where=self.path(0))
             for number, group_options in enumerate(groups):
                 options[number] = self._options(group_options, number, record, self.path(0))
         return options
@@ -153,14 +153,16 @@ class Segment:
         path = self.path(rank)
         data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
         if hash_values(data) != digest:
-            raise Corrupt(f"step {record.step}: the states of its random number generators are damaged", where=path)
+            raise CorruptError(
+                f"step {record.step}: the states of its random number generators are damaged", where=path
+            )
         try:
             return decode(json.loads(data.tobytes()), path)
         except (ValueError, RecursionError):
-            raise Corrupt(f"step {record.step}: its random states are not JSON", where=path) from None
+            raise CorruptError(f"step {record.step}: its random states are not JSON", where=path) from None
 
     def steps(self, rank: int) -> Iterator[tuple[LoggedUpdate, ...]]:
-        """The updates of each complete step of a rank, from the step after `first` on. Raises `Corrupt`."""
+        """The updates of each complete step of a rank, from the step after `first` on. Raises `CorruptError`."""
         log = self.logs[rank]
         updates: list[LoggedUpdate] = []
         step = self.first + 1
@@ -168,12 +170,12 @@ class Segment:
             if record.kind is not Kind.GRADIENTS:
                 continue
             if record.step != step:
-                raise Corrupt(
+                raise CorruptError(
                     f"steps are missing: step {record.step} follows, but step {step} is expected", where=log.path
                 )
             part, count = self._part(record, log.path)
             if part != len(updates):
-                raise Corrupt(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
+                raise CorruptError(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
             updates.append(self._update(record, rank))
             if len(updates) == count:
                 yield tuple(updates)
@@ -182,31 +184,35 @@ class Segment:
     def _part(self, record: LogRecord, where: Path) -> tuple[int, int]:
         part = record.meta.get("part", [0, 1])
         if not (isinstance(part, list) and len(part) == 2 and all(map(is_natural, part)) and part[0] < part[1]):
-            raise Corrupt(f"step {record.step}: a record does not state which part of the step it is", where=where)
+            raise CorruptError(f"step {record.step}: a record does not state which part of the step it is", where=where)
         return part[0], part[1]
 
     def _options(self, groups: Any, optimizer: int, record: LogRecord, where: Path) -> tuple[Mapping[str, Value], ...]:
-        """The options of all groups of an optimizer, decoded from a record. Raises `Corrupt`."""
+        """The options of all groups of an optimizer, decoded from a record. Raises `CorruptError`."""
         if optimizer >= len(self.layout.optimizers):
-            raise Corrupt(f"step {record.step}: its optimizer does not exist", where=where)
+            raise CorruptError(f"step {record.step}: its optimizer does not exist", where=where)
         count = len(self.layout.optimizers[optimizer].groups)
         options = decode(groups, where)
         if not isinstance(options, list) or len(options) != count or not all(isinstance(one, dict) for one in options):
-            raise Corrupt(f"step {record.step}: it does not have the options of {count} groups", where=where)
+            raise CorruptError(f"step {record.step}: it does not have the options of {count} groups", where=where)
         return tuple(options)
 
     def _update(self, record: LogRecord, number: int) -> LoggedUpdate:
         rank, log = self.layout.ranks[number], self.logs[number]
         optimizer = record.meta.get("optimizer", 0)
         if not is_natural(optimizer):
-            raise Corrupt(f"step {record.step}: its optimizer does not exist", where=log.path)
+            raise CorruptError(f"step {record.step}: its optimizer does not exist", where=log.path)
         options = self._options(record.meta.get("groups"), optimizer, record, log.path)
         if not 0 <= record.count - rank.chunk_count <= 1:
-            raise Corrupt(f"step {record.step}: it has {record.count} chunks, not {rank.chunk_count}", where=log.path)
+            raise CorruptError(
+                f"step {record.step}: it has {record.count} chunks, not {rank.chunk_count}", where=log.path
+            )
         vectors = record.meta.get("vectors")
         if vectors is not None:
             if not (isinstance(vectors, list) and all(is_natural(v) and v < len(rank.vectors) for v in vectors)):
-                raise Corrupt(f"step {record.step}: it has gradients of a vector that does not exist", where=log.path)
+                raise CorruptError(
+                    f"step {record.step}: it has gradients of a vector that does not exist", where=log.path
+                )
             vectors = frozenset(vectors)
         return LoggedUpdate(record, optimizer, vectors, options)
 
@@ -214,8 +220,8 @@ class Segment:
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
     """The segment in a folder with the records that are complete now, up to step `limit`.
 
-    With `check`, the bytes of all chunks are read and checked. Raises `NotFound` if there is no segment, `Incomplete`
-    if the file of a rank is missing, and `Corrupt`.
+    With `check`, the bytes of all chunks are read and checked. Raises `NotFoundError` if there is no segment,
+    `IncompleteError` if the file of a rank is missing, and `CorruptError`.
     """
     layout, heads = open_layout(folder)
     logs = tuple(scan(folder / rank_file(head.rank), head, check) for head in heads)
@@ -229,7 +235,7 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
     """
     path = folder / layouts.NAME
     if not path.is_file():
-        raise NotFound("not a log of gradients: it has no layout.json", where=folder)
+        raise NotFoundError("not a log of gradients: it has no layout.json", where=folder)
     with unrecorded():  # the file grows while it is read
         layout = layouts.load(path)
         name = layouts.identity(read_whole(path, _MAX_LAYOUT))
@@ -237,12 +243,12 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
     missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise Incomplete(f"of {world} files of ranks, {missing[0]}{more} is missing", where=folder)
+        raise IncompleteError(f"of {world} files of ranks, {missing[0]}{more} is missing", where=folder)
     return layout, tuple(FileHead(rank, world, layout.first, name) for rank in range(world))
 
 
 def _typed(value: Any, where: Path) -> dict[str, Value]:
     decoded = decode(value, where)
     if not isinstance(decoded, dict):
-        raise Corrupt("notes are not a mapping", where=where)
+        raise CorruptError("notes are not a mapping", where=where)
     return decoded

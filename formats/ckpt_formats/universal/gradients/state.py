@@ -22,7 +22,7 @@ from ckpt_formats.core.checkpoint import (
 )
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
@@ -54,10 +54,11 @@ class Base:
 def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
     """The state at a step, replayed from a base at an earlier step, or from the segment's own state if it is None.
 
-    Raises `NotFound` if not all ranks have that step, and `Corrupt` if the log belongs to another run than the base.
+    Raises `NotFoundError` if not all ranks have that step, and `CorruptError` if the log belongs to another run than
+    the base.
     """
     if not segment.first <= step <= segment.last:
-        raise NotFound(
+        raise NotFoundError(
             f"the log has steps {segment.first + 1} to {segment.last}, not {step}",
             where=segment.folder,
             hint="If the run continues, later steps appear when it writes them.",
@@ -98,9 +99,9 @@ def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoin
 
 
 def replay_to(segment: Segment, step: int, base: Base | None) -> SegmentReplay:
-    """The replay up to a step, from a base or from the segment's own state. Raises `Incomplete` if it has none."""
+    """The replay up to a step, from a base or from the segment's own state. Raises `IncompleteError` if it has none."""
     if base is None and not segment.has_start:
-        raise Incomplete(
+        raise IncompleteError(
             f"the state at step {segment.first}, where the log begins, is missing",
             where=segment.folder,
             hint="The log starts from a state that the chain no longer has: restore that state from a copy.",
@@ -142,7 +143,10 @@ def _stepped_parameter(
     optimizer: int,
     count: int,
 ) -> Parameter:
-    """One parameter after `count` of its steps. Raises `Corrupt` or `Unsupported` if the base does not fit."""
+    """One parameter after `count` of its steps.
+
+    Raises `CorruptError` or `UnsupportedError` if the base does not fit.
+    """
     tensor = replay.segment.layout.tensors[number]
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
     master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
@@ -165,20 +169,20 @@ def _stepped_parameter(
 def _check_base(
     replay: SegmentReplay, tensor: LoggedTensor, before: Parameter, master: str, known: Collection[str]
 ) -> None:
-    """Raise `Corrupt` or `Unsupported` if the parameter of the base cannot be stepped."""
+    """Raise `CorruptError` or `UnsupportedError` if the parameter of the base cannot be stepped."""
     name, step, where = printable(tensor.name), replay.start.step, replay.segment.folder
     if before.weight.shape != tensor.shape:
-        raise Corrupt(
+        raise CorruptError(
             f"the log belongs to another model: `{name}` has shape {list(tensor.shape)} there, and "
             f"{list(before.weight.shape)} in the state at step {step}",
             where=where,
         )
     weights = before.states.get(master)
     if weights is None or weights.dtype != FLOAT32:
-        raise Unsupported(f"`{name}` has no master weights in float32 at step {step}", where=where)
+        raise UnsupportedError(f"`{name}` has no master weights in float32 at step {step}", where=where)
     for state in before.states:
         if state not in known:
-            raise Unsupported(f"`{name}` has {state!r} at step {step}, which the log does not step", where=where)
+            raise UnsupportedError(f"`{name}` has {state!r} at step {step}, which the log does not step", where=where)
 
 
 def _tied(parameters: Mapping[str, Parameter], aliases: Mapping[str, str]) -> Iterator[Parameter]:
@@ -286,12 +290,12 @@ class _Buffer:
     dtype: DType
 
     def values(self, index: int, reader: Reader) -> Array:
-        """A chunk: (n,) of the dtype of the buffer. Raises `Corrupt`."""
+        """A chunk: (n,) of the dtype of the buffer. Raises `CorruptError`."""
         path = self.segment.path(0)
         data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
         size = self.chunking.box(index).size * self.dtype.itemsize
         if data.size != size or hash_values(data) != digest:
-            raise Corrupt(f"step {self.record.step}: `{printable(self.name)}` does not fit its hash", where=path)
+            raise CorruptError(f"step {self.record.step}: `{printable(self.name)}` does not fit its hash", where=path)
         return data.view(self.dtype)
 
     @cached_property
@@ -334,7 +338,7 @@ def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
             each = BUFFER_CHUNK // DTYPES[dtype].itemsize
             chunk += -(-prod(shape) // each)
         if chunk != record.count:
-            raise Corrupt(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(0))
+            raise CorruptError(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(0))
 
 
 def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
@@ -343,7 +347,7 @@ def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
         sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in shape)
         if isinstance(name, str) and role in _ROLES and dtype in DTYPES and sizes and prod(shape) < 1 << 50:
             return name, _ROLES[role], dtype, tuple(shape)
-    raise Corrupt("a record of buffers is damaged", where=segment.path(0))
+    raise CorruptError("a record of buffers is damaged", where=segment.path(0))
 
 
 def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
@@ -352,6 +356,8 @@ def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
     if before is None:
         return Parameter(buffer.name, buffer.role, {MODEL: tensor})
     if before.weight.shape != tensor.shape or before.weight.dtype != tensor.dtype:
-        raise Corrupt(f"`{printable(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder)
+        raise CorruptError(
+            f"`{printable(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder
+        )
     state = MODEL if MODEL in before.states else MASTER
     return replace(before, states={**before.states, state: tensor})

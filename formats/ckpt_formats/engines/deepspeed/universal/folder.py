@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_formats.core.errors import Incomplete
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.engines.deepspeed.folder import Folder, check_models, sort_files
@@ -46,10 +46,10 @@ def has_latest(path: Path) -> bool:
 
 
 def list_universal(path: Path) -> UniversalFolder:
-    """The files of a universal folder. Raises `Incomplete` if model files of some or all ranks are missing."""
+    """The files of a universal folder. Raises `IncompleteError` if model files of some or all ranks are missing."""
     listed = sort_files(path)
     if not listed.model and not listed.model3:
-        raise Incomplete(
+        raise IncompleteError(
             "the model files (*_model_states.pt), which list the groups of parameters, are missing",
             where=path,
             hint="DeepSpeed's converter copies them last: convert again." if (path / "tmp").is_dir() else _COPY,

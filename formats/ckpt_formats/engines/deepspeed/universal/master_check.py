@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.seal_checks import seal_is_valid
@@ -23,7 +23,8 @@ _VALUES = 64
 
 
 def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where: Path) -> None:
-    """Raise `Corrupt` if the first values of masters do not round to those of the weights, and no checksum is wrong.
+    """Raise `CorruptError` if the first values of masters do not round to those of the weights, and no checksum is
+    wrong.
 
     With `round_robin`, one wrong master is enough. Otherwise more than half of them must be wrong,
     because `ckpt verify` reports single differences.
@@ -33,19 +34,19 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         wrong = [name for name, master, copy in pairs if not _agree(master, copy, reader)]
         wrong = [name for name in wrong if _intact(parameters[name], reader)] if wrong else []
     if round_robin and not pairs:
-        raise Corrupt(
+        raise CorruptError(
             f"{_CONVERTED}, which mixes up the masters of such a run; there are no weights here to check it",
             where=where,
             hint=_INSTEAD,
         )
     if round_robin and wrong:
-        raise Corrupt(
+        raise CorruptError(
             f"{_CONVERTED}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
             where=where,
             hint=_INSTEAD,
         )
     if 2 * len(wrong) > len(pairs):
-        raise Corrupt(
+        raise CorruptError(
             f"the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights in the model's files",
             where=where,
             hint="Files of several steps or runs were mixed: convert the original checkpoint again.",

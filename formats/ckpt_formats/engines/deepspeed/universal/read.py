@@ -12,7 +12,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role, SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Shape
@@ -102,11 +102,11 @@ def _rank(step: OpenedStep, optimizer: TorchFile, mp: int) -> RankState:
         elif name in weights.aliases:
             continue
         else:
-            raise Corrupt(
+            raise CorruptError(
                 f"`{name}` is in the model, but it is neither trained nor frozen nor a buffer", where=model.path
             )
         if name in shapes and tensor.shape != shapes[name]:
-            raise Corrupt(
+            raise CorruptError(
                 f"`{name}` has the shape {list(tensor.shape)}, but is listed as {list(shapes[name])}", where=model.path
             )
         parameters[name] = Parameter(name, role, {MODEL: tensor})
@@ -122,7 +122,7 @@ def _groups(step: OpenedStep, optimizer: TorchFile, mp: int, shapes: Sequence[Ma
             yield Group(options_of(group, optimizer.path), names)
         return
     if mp == 0 and len(listed) != len(shapes):
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has {len(listed)} groups, but the model's file lists {len(shapes)}",
             where=optimizer.path,
             hint="Files of several runs may be mixed.",
@@ -157,7 +157,7 @@ def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str
     """The opened files of the trained parameters, by parameter and state."""
     for name, parameter in trained.items():
         if name not in folder.states and parameter.weight.size:
-            raise Incomplete(
+            raise IncompleteError(
                 f"parameter `{printable(name)}` has no folder under `zero`",
                 where=folder.path,
                 hint="The conversion did not finish, or files were deleted: convert again.",
@@ -189,7 +189,7 @@ def _check_steps(
     files: Mapping[str, Mapping[str, TorchFile]],
     where: Path,
 ) -> None:
-    """Raise `Corrupt` if parameters of one group are at different steps. ZeRO updates them together."""
+    """Raise `CorruptError` if parameters of one group are at different steps. ZeRO updates them together."""
     with Reader(check=False) as reader:
         for number, group in enumerate(groups):
             statements = []
@@ -220,11 +220,14 @@ def _steps_of_sub_groups(step: OpenedStep, optimizer: TorchFile) -> dict[str, di
 
 
 def _shadows(folder: UniversalFolder, merged: Mapping[str, Parameter], aliases: Mapping[str, str]) -> list[str]:
-    """Names that have a folder, but no optimizer states. Raises `Corrupt` if the model's files do not have a name."""
+    """Names that have a folder, but no optimizer states.
+
+    Raises `CorruptError` if the model's files do not have a name.
+    """
     names = [name for name in folder.states if name not in merged or merged[name].role != "parameter"]
     for name in names:
         if name not in merged and name not in aliases:
-            raise Corrupt(
+            raise CorruptError(
                 f"`zero` has a folder `{printable(name)}`, but the model's files have no such parameter",
                 where=folder.path,
                 hint="Files of several runs may be mixed.",

@@ -10,7 +10,7 @@ from math import prod
 
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value, kind_of
@@ -20,10 +20,12 @@ from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, ten
 def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tuple[dict[str, Tensor], dict[str, Value]]:
     """The states and plain values of a parameter of this shape. `files` are by state.
 
-    Raises `Incomplete` if there is no master, `Corrupt` if the files contradict the shape.
+    Raises `IncompleteError` if there is no master, `CorruptError` if the files contradict the shape.
     """
     if MASTER not in files:
-        raise Incomplete(f"`{name}` has optimizer states, but no {MASTER}.pt", where=next(iter(files.values())).path)
+        raise IncompleteError(
+            f"`{name}` has optimizer states, but no {MASTER}.pt", where=next(iter(files.values())).path
+        )
     shape = _expert_shape(files[MASTER]) or shape
     states: dict[str, Tensor] = {}
     values: dict[str, Value] = {}
@@ -31,14 +33,14 @@ def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tupl
         value = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
         if not is_tensor(value):
             if state != "step" or not isinstance(value, (int, float)):
-                raise Corrupt(f"expected a tensor, found {kind_of(value)}", where=file.path)
+                raise CorruptError(f"expected a tensor, found {kind_of(value)}", where=file.path)
             values[state] = value
             continue
         stored = tensor(value, file.path)
         if stored.shape == (prod(shape),) != shape:
             stored = Tensor.of(vector(value, file.path).shaped(shape))
         if stored.shape != shape and (stored.shape or state == MASTER):
-            raise Corrupt(
+            raise CorruptError(
                 f"`{name}` has the shape {list(stored.shape)}, but {list(shape)} in the model's files",
                 where=file.path,
                 hint="Files of several runs may be mixed.",
@@ -54,5 +56,5 @@ def _expert_shape(file: TorchFile) -> Shape | None:
     shape = tensor(file.root.get("param"), file.path).shape
     count = shape_of([file.root.get("ep_num_experts")], file.path)
     if shape[:1] != count:
-        raise Corrupt(f"a tensor of shape {list(shape)} should contain {count[0]} experts", where=file.path)
+        raise CorruptError(f"a tensor of shape {list(shape)} should contain {count[0]} experts", where=file.path)
     return shape

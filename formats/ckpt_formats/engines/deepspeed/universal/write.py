@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import tree_part
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.layout import Rule
@@ -39,9 +39,9 @@ _MAX_NAME_BYTES = 255
 
 
 def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLayout:
-    """The layout to write. Raises `Unsupported` or `BadRules` with the reason if it cannot be written."""
+    """The layout to write. Raises `UnsupportedError` or `RulesError` with the reason if it cannot be written."""
     if options.zero == 0:
-        raise Unsupported("DeepSpeed loads no universal checkpoint at ZeRO stage 0", hint="Give --zero 1, 2 or 3.")
+        raise UnsupportedError("DeepSpeed loads no universal checkpoint at ZeRO stage 0", hint="Give --zero 1, 2 or 3.")
     stated: Value = source.origin.layout.get("zero_stage")
     stage = options.zero or (int(stated) if stated in (1, 2, 3) else 1)
     # One data-parallel rank always: nothing is sharded over them, and there is no flat buffer.
@@ -49,7 +49,7 @@ def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLay
     for name in target.parameters:
         _check_name(name)
     if any(group.options.get("use_muon") for group in source.groups) and not target.own_bf16:
-        raise Unsupported(
+        raise UnsupportedError(
             "DeepSpeed splits Muon's momentum when it loads a universal checkpoint, and fails at the next step",
             hint="Write `deepspeed`.",
         )
@@ -60,7 +60,7 @@ def parts(target: WriteLayout, options: UniversalOptions) -> Iterator[FilePlan]:
     """The model's files, the optimizer's, and those of every trained parameter."""
     reason = _not_for_stage3(target)
     if reason and options.zero == 3:
-        raise Unsupported(f"DeepSpeed could not load it at ZeRO stage 3: {reason}", hint="Give --zero 1 or 2.")
+        raise UnsupportedError(f"DeepSpeed could not load it at ZeRO stage 3: {reason}", hint="Give --zero 1 or 2.")
     step = target.source.origin.step
     folder = f"global_step{0 if step is None else step}_universal"
     for tp_rank, shards in enumerate(shards_of_ranks(target)):
@@ -92,7 +92,7 @@ def _pipeline(target: WriteLayout) -> dict[str, Value]:
 
 
 def _files(target: WriteLayout, parameter: Parameter) -> dict[str, Value]:
-    """The files of a parameter's folder, by state. Raises `Unsupported` for states that DeepSpeed cannot load."""
+    """The files of a parameter's folder, by state. Raises `UnsupportedError` for states that DeepSpeed cannot load."""
     files: dict[str, Value] = {}
     entries = _entries(target, parameter)
     vectors = {MASTER, *vectors_of(parameter)}
@@ -104,7 +104,7 @@ def _files(target: WriteLayout, parameter: Parameter) -> dict[str, Value]:
     scalars |= {s: t for s, t in parameter.states.items() if s not in vectors and s != MODEL}
     for state, value in scalars.items():
         if state != "step":
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the optimizer has `{printable(state)}` of `{printable(parameter.name)}`, for which DeepSpeed's "
                 "universal "
                 "checkpoint has no place",
@@ -154,13 +154,16 @@ def _equal(one: Value, other: Value) -> bool:
 
 
 def _not_for_stage3(target: WriteLayout) -> str | None:
-    """Why DeepSpeed cannot load it at stage 3; None if it can. Raises `Unsupported` for groups that no stage loads."""
+    """Why DeepSpeed cannot load it at stage 3; None if it can.
+
+    Raises `UnsupportedError` for groups that no stage loads.
+    """
     steps: dict[bytes, str] = {}
     reason: str | None = None
     with Reader(check=False) as reader:
         for g, group in enumerate(target.source.groups):
             if not group.names:
-                raise Unsupported(f"group {g} of the optimizer has no parameters")
+                raise UnsupportedError(f"group {g} of the optimizer has no parameters")
             members = [target.parameters[name] for name in group.names]
             states = state_of(members)
             if {MASTER, *vectors_of(members[0])} != _STAGE3:
@@ -179,7 +182,8 @@ def _not_for_stage3(target: WriteLayout) -> str | None:
 
 
 def _check_name(name: str) -> None:
-    """Raise `Unsupported` if a name cannot be that of a folder, or leads out of its parent or into another folder."""
+    """Raise `UnsupportedError` if a name cannot be that of a folder, or leads out of its parent or into another
+    folder."""
     parts = PurePosixPath(name).parts
     if (
         not parts
@@ -187,7 +191,7 @@ def _check_name(name: str) -> None:
         or any(part in ("..", "/") or part.endswith(".pt") or "\0" in part for part in parts)
         or any(len(part.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES - len(".pt") for part in parts)
     ):
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{printable(name)[:100]}` cannot be the name of a folder, which DeepSpeed's universal checkpoint needs",
             hint="Write `deepspeed` or `universal`.",
         )

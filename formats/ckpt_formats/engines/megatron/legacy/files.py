@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -110,17 +110,20 @@ class LegacyFiles:
 
 
 def open_legacy(path: Path) -> LegacyFiles:
-    """Open all files. Raises `Incomplete` if a rank is missing, `Corrupt` if files are of different iterations."""
+    """Open all files.
+
+    Raises `IncompleteError` if a rank is missing, `CorruptError` if files are of different iterations.
+    """
     folders = rank_folders(path)
     for folder in folders:
         if not folder.model.is_file():
-            raise Incomplete(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
+            raise IncompleteError(f"{folder.model.name} is missing in {folder.path.name}", where=path, hint=_ALL)
     models = in_threads(open_file, [folder.model for folder in folders])
     optimizer_files = [folder.optimizer for folder in folders]
     optimizers = in_threads(lambda file: None if file is None else open_file(file), optimizer_files)
     for file in models:
         if not isinstance(file.root, dict):
-            raise Corrupt("it does not contain a mapping, as files of Megatron checkpoints do", where=file.path)
+            raise CorruptError("it does not contain a mapping, as files of Megatron checkpoints do", where=file.path)
     args = arguments_of(models[0].root, models[0].path)
     parallel = parallel_of(args)
     _check_one_iteration(models, path)
@@ -129,7 +132,9 @@ def open_legacy(path: Path) -> LegacyFiles:
     _check_numbers(ranks, args, parallel)
     if len({rank.optimizer is None for rank in ranks}) > 1:
         without = next(rank.name for rank in ranks if rank.optimizer is None)
-        raise Incomplete(f"distrib_optim.pt is missing in {without}, but other ranks have it", where=path, hint=_ALL)
+        raise IncompleteError(
+            f"distrib_optim.pt is missing in {without}, but other ranks have it", where=path, hint=_ALL
+        )
     _check_optimizers(ranks, path)
     return LegacyFiles(path, args, parallel, ranks)
 
@@ -143,14 +148,14 @@ def _ranks(
 ) -> tuple[RankFile, ...]:
     """Every rank that the arguments imply, in the order of stages, tensor- and expert-parallel ranks.
 
-    Raises: Incomplete if a folder is missing, Corrupt if there is a folder of no such rank.
+    Raises: IncompleteError if a folder is missing, CorruptError if there is a folder of no such rank.
     """
     files = {f.numbers: (f.path.name, m, o) for f, m, o in zip(folders, models, optimizers, strict=True)}
     ranks = []
     for numbers, tp, pp, ep, etp in saving_ranks(parallel):
         if numbers not in files:
             name = folder_name(numbers)
-            raise Incomplete(
+            raise IncompleteError(
                 f"{name} is missing: the run has tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, "
                 f"but {len(files)} folders are present",
                 where=path,
@@ -162,9 +167,9 @@ def _ranks(
         message = (
             f"the arguments state tp {parallel.tp}, pp {parallel.pp}, ep {parallel.ep}, so there is no rank {name}"
         )
-        raise Corrupt(message, where=path, hint=_MIXED)
+        raise CorruptError(message, where=path, hint=_MIXED)
     if missing := set(range(parallel.tp)) - {rank.tp for rank in ranks}:
-        raise Incomplete(
+        raise IncompleteError(
             f"Megatron did not save tensor-parallel rank {min(missing)}: it saves one rank for each set of experts, "
             f"and with etp {parallel.etp} and ep {parallel.ep} these do not include all ranks",
             where=path,
@@ -208,22 +213,24 @@ def _comparable(value: Value) -> Value:
 
 
 def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel, path: Path) -> None:
-    """Raise `Corrupt` unless every rank has the number of model chunks that the arguments state, and no others."""
+    """Raise `CorruptError` unless every rank has the number of model chunks that the arguments state, and no others."""
     for rank in ranks:
         count = len(rank.chunks())
         known = {"model"} if "model" in rank.root else {f"model{i}" for i in range(count)}
         if odd := sorted(str(key) for key in rank.root if _CHUNK.fullmatch(str(key)) and key not in known):
-            raise Corrupt(
+            raise CorruptError(
                 f"{rank.name} has the model chunks {', '.join(sorted(known)) or 'none'}, and also {printable(odd[0])}",
                 where=rank.model.path,
                 hint="A chunk between them is missing, or two checkpoints were merged into one.",
             )
     chunks = {len(rank.chunks()) for rank in ranks}
     if len(chunks) != 1 or 0 in chunks:
-        raise Corrupt(f"ranks have {sorted(chunks)} model chunks: the number should be equal and not 0", where=path)
+        raise CorruptError(
+            f"ranks have {sorted(chunks)} model chunks: the number should be equal and not 0", where=path
+        )
     stated = args.optional("virtual_pipeline_model_parallel_size") if parallel.pp > 1 else None
     if stated and stated not in chunks:
-        raise Corrupt(
+        raise CorruptError(
             f"`virtual_pipeline_model_parallel_size` is {stated}, but each rank has {max(chunks)} model chunks",
             where=path,
             hint=_MIXED,
@@ -231,7 +238,8 @@ def _check_chunks(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel
 
 
 def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Parallel) -> None:
-    """Raise `Corrupt` if the `rank` in a file is not that of its folder. Converters write one rank in all files."""
+    """Raise `CorruptError` if the `rank` in a file is not that of its folder. Converters write one rank in all
+    files."""
     numbers = [whole(arguments_of(rank.root, rank.model.path).record.get("rank")) for rank in ranks]
     world = args.optional("world_size")
     if None in numbers or len(set(numbers)) == 1 or not world or world % parallel.pp:
@@ -245,7 +253,7 @@ def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Paralle
             places.append(("expert", rank.ep, number % per_stage // parallel.etp % parallel.ep))
         for kind, place, stated in places:
             if place != stated:
-                raise Corrupt(
+                raise CorruptError(
                     f"{rank.name} was written by rank {number}, which is {kind}-parallel rank {stated}, not {place}",
                     where=rank.model.path,
                     hint="Was a folder renamed, or copied over that of another rank?",
@@ -253,12 +261,12 @@ def _check_numbers(ranks: Sequence[RankFile], args: Arguments, parallel: Paralle
 
 
 def _check_optimizers(ranks: Sequence[RankFile], path: Path) -> None:
-    """Raise `Incomplete` if only some ranks have an optimizer."""
+    """Raise `IncompleteError` if only some ranks have an optimizer."""
     without = [rank.name for rank in ranks if rank.root.get("optimizer") is None]
     if without and len(without) < len(ranks):
-        raise Incomplete(f"there is no optimizer in {without[0]}, but other ranks have one", where=path, hint=_ALL)
+        raise IncompleteError(f"there is no optimizer in {without[0]}, but other ranks have one", where=path, hint=_ALL)
     if without and (extra := next((rank.name for rank in ranks if rank.optimizer is not None), None)):
-        raise Incomplete(
+        raise IncompleteError(
             f"{extra} has a distrib_optim.pt, but its model_optim_rng.pt has no groups of the optimizer",
             where=path,
             hint=_ALL,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.values import Value
@@ -72,7 +72,7 @@ def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _check_steps(ranks: Sequence[RankState], folder: Path) -> None:
-    """Raise `Corrupt` if optimizers of two ranks are at different steps."""
+    """Raise `CorruptError` if optimizers of two ranks are at different steps."""
     statements = (
         Statement("the optimizer's step", rank.file.name, _number(options.get("step")))
         for rank in ranks
@@ -87,12 +87,12 @@ def _number(value: Value) -> Value:
 
 
 def _stages(legacy: LegacyFiles, chunks: Mapping[str, Sequence[ModelChunk]]) -> Stages:
-    """The number of layers of each chunk in the files. Raises `Corrupt` if the arguments state another total."""
+    """The number of layers of each chunk in the files. Raises `CorruptError` if the arguments state another total."""
     by_stage = [[chunk.layers for chunk in chunks[legacy.of_stage(pp)[0].name]] for pp in range(legacy.parallel.pp)]
     counts = tuple(stage[v] for v in range(len(by_stage[0])) for stage in by_stage)
     stated = legacy.args.optional("num_layers", "encoder_num_layers")
     if stated is not None and stated != sum(counts):
-        raise Corrupt(
+        raise CorruptError(
             f"the files have {sum(counts)} layers, but the arguments state {stated}",
             where=legacy.path,
             hint="Files of several runs may be mixed.",
@@ -115,7 +115,7 @@ def _rank_state(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk
                 for name, part in naming.tensors(local, tensor, is_weight=state == MODEL):
                     copy = copies.setdefault(name, LocalCopy({}, dict(optimized.values.get(key, {}))))
                     if copy.states.setdefault(state, part) is not part:
-                        raise Corrupt(f"the rank has `{name}` twice", where=file.model.path)
+                        raise CorruptError(f"the rank has `{name}` twice", where=file.model.path)
                     titles.setdefault(key, []).append(name)
         extra |= {naming.plain(name): value for name, value in chunk.extra_states.items()}
     groups = [(g.options, tuple(dict.fromkeys(n for key in g.keys for n in titles[key]))) for g in optimized.groups]
@@ -133,7 +133,7 @@ def _optimized(legacy: LegacyFiles, file: RankFile, chunks: Sequence[ModelChunk]
     flat = (buffered if is_list else [buffered]) if buffered is not None else [None] * len(parts)
     optimizer = OptimizerStates()
     if len(parts) > 2 or len(flat) != len(parts):
-        raise Corrupt(f"there are {len(parts)} optimizers, but {len(flat)} sets of buffers", where=file.model.path)
+        raise CorruptError(f"there are {len(parts)} optimizers, but {len(flat)} sets of buffers", where=file.model.path)
     for experts, part, buffers in zip((False, True) if is_list else (None,), parts, flat, strict=True):
         if file.optimizer is None:
             one_optimizer = read_plain(part, chunks, experts, file.model.path, decayed_norms(legacy.args))
@@ -191,7 +191,7 @@ def _parameters(
             if name in TIED and is_tied(legacy.args):
                 copied[name] = parameter
             elif name in parameters:
-                raise Corrupt(f"`{name}` is on several pipeline stages", where=legacy.path)
+                raise CorruptError(f"`{name}` is on several pipeline stages", where=legacy.path)
             else:
                 parameters[name] = parameter
     for name, parameter in copied.items():
@@ -221,13 +221,15 @@ def _check_all(name: str, by_rank: Mapping[int, object], degree: int, stage: Seq
     lacking = sorted(set(range(degree)) - by_rank.keys())
     if lacking:
         names = ", ".join(rank.file.name for rank in stage)
-        raise Corrupt(f"tensor `{name}` is missing on rank {lacking[0]} of the {degree} that split it (stage: {names})")
+        raise CorruptError(
+            f"tensor `{name}` is missing on rank {lacking[0]} of the {degree} that split it (stage: {names})"
+        )
 
 
 def _groups(ranks: Sequence[RankState], aliases: Mapping[str, str]) -> tuple[Group, ...]:
     """The groups of all ranks. Groups with equal options are one group, even if their numbers differ.
 
-    Raises `Corrupt` if a parameter has different options on two ranks.
+    Raises `CorruptError` if a parameter has different options on two ranks.
     """
     merged: list[tuple[dict[str, Value], dict[str, None]]] = []
     for rank in ranks:
@@ -244,7 +246,7 @@ def _groups(ranks: Sequence[RankState], aliases: Mapping[str, str]) -> tuple[Gro
             other = seen.setdefault(name, options)
             if other is not options:
                 odd = next(key for key in {**other, **options} if other.get(key) != options.get(key))
-                raise Corrupt(
+                raise CorruptError(
                     f"ranks with `{name}` disagree on its option `{odd}`: {other.get(odd)} and {options.get(odd)}",
                     hint="Files of several iterations or runs were mixed: copy all files of one iteration again.",
                 )

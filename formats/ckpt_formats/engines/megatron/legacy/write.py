@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_formats.containers.torchfile_tree import tree_part
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.notices import unsure
 from ckpt_formats.core.values import Record, Value
@@ -23,7 +23,7 @@ _CONTAINER: Mapping[str, Value] = {"ckpt_format": "torch", "use_dist_ckpt": Fals
 
 
 def plan(target: WriteLayout) -> Plan:
-    """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
+    """The files of every rank. Raises `UnsupportedError` or `RulesError` for what Megatron could not load."""
     _check_grid(target)
     optimizer = optimizer_of(target)
     files = tuple(_SharedContent(target, RankShards(target), RankExtras(target), optimizer).all())
@@ -95,10 +95,10 @@ def _parameter(parameter: LocalParameter) -> Parameter:
 
 
 def _check_grid(target: WriteLayout) -> None:
-    """Raise `Unsupported` if the ranks that save (the first of each set of experts) do not have all shards."""
+    """Raise `UnsupportedError` if the ranks that save (the first of each set of experts) do not have all shards."""
     tp, ep, etp = target.parallel.tp, target.parallel.ep, target.parallel.etp
     if etp > tp or (ep * etp) % tp:
-        raise Unsupported(
+        raise UnsupportedError(
             f"Megatron's legacy layout cannot store tp {tp} with ep {ep} and etp {etp}: "
             "the ranks that save do not have all parts of the model",
             hint="Use --to megatron for torch_dist, or make --etp equal to --tp.",

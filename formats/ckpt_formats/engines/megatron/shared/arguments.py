@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.values import Record, Value
 
 
@@ -22,20 +22,26 @@ class Arguments:
     def number(self, *names: str, default: int | None = None) -> int:
         """The value of the first of these names that is set, else `default`.
 
-        Raises `Corrupt` if the value is not a whole number, `Incomplete` if there is neither a value nor a default.
+        Raises `CorruptError` if the value is not a whole number, `IncompleteError` if there is neither a value nor a
+        default.
         """
         value = self.optional(*names)
         if value is None:
             if default is None:
-                raise Incomplete(f"the arguments do not state `{names[0]}`", where=self.where)
+                raise IncompleteError(f"the arguments do not state `{names[0]}`", where=self.where)
             return default
         return value
 
     def optional(self, *names: str) -> int | None:
-        """The value of the first of these names that is set, or None. Raises `Corrupt` if it is not a whole number."""
+        """The value of the first of these names that is set, or None.
+
+        Raises `CorruptError` if it is not a whole number.
+        """
         value = next((v for v in map(self.record.get, names) if v is not None), None)
         if value is not None and not is_natural(value):
-            raise Corrupt(f"the argument `{names[0]}` is {str(value)[:40]!r}, not a whole number", where=self.where)
+            raise CorruptError(
+                f"the argument `{names[0]}` is {str(value)[:40]!r}, not a whole number", where=self.where
+            )
         return value
 
     def flag(self, *names: str) -> bool:
@@ -63,10 +69,10 @@ class Parallel:
 
 
 def arguments_of(root: Value, where: Path) -> Arguments:
-    """The arguments in a file. Raises `Incomplete` if there are none."""
+    """The arguments in a file. Raises `IncompleteError` if there are none."""
     args = root.get("args") if isinstance(root, dict) else None
     if not isinstance(args, Record) or not isinstance(args.state, dict):
-        raise Incomplete(
+        raise IncompleteError(
             "the file has no arguments (`args`), so it is not known how the model was split",
             where=where,
             hint="Was it saved by Megatron's own save_checkpoint?",
@@ -75,22 +81,24 @@ def arguments_of(root: Value, where: Path) -> Arguments:
 
 
 def parallel_of(args: Arguments) -> Parallel:
-    """The degrees that the arguments state. Raises `Corrupt` if the degrees contradict each other."""
+    """The degrees that the arguments state. Raises `CorruptError` if the degrees contradict each other."""
     tp = args.number("tensor_model_parallel_size", "model_parallel_size")
     pp = args.number("pipeline_model_parallel_size", default=1)
     ep = args.number("expert_model_parallel_size", default=1)
     etp = args.number("expert_tensor_parallel_size", default=tp)
     cp = args.number("context_parallel_size", default=1)
     if 0 in (tp, pp, ep, etp, cp) or max(tp, pp, ep, etp, cp) > 1 << 20:
-        raise Corrupt(f"the arguments state degrees of tp {tp}, pp {pp}, ep {ep}, etp {etp}, cp {cp}", where=args.where)
+        raise CorruptError(
+            f"the arguments state degrees of tp {tp}, pp {pp}, ep {ep}, etp {etp}, cp {cp}", where=args.where
+        )
     dp = args.number("data_parallel_size", default=1)
     world = args.number("world_size", default=tp * pp * cp * dp)
     if world % (tp * pp * cp):
-        raise Corrupt(f"{world} ranks are not divisible by tp {tp} x pp {pp} x cp {cp}", where=args.where)
+        raise CorruptError(f"{world} ranks are not divisible by tp {tp} x pp {pp} x cp {cp}", where=args.where)
     if not args.optional("num_experts"):
         ep, etp = 1, tp
     if world % (etp * ep * pp):
-        raise Corrupt(f"{world} ranks are not divisible by etp {etp} x ep {ep} x pp {pp}", where=args.where)
+        raise CorruptError(f"{world} ranks are not divisible by etp {etp} x ep {ep} x pp {pp}", where=args.where)
     instances = args.number("num_distributed_optimizer_instances", default=1) or 1
     return Parallel(tp, pp, ep, etp, world // (tp * pp * instances), world // (etp * ep * pp * instances))
 
@@ -106,10 +114,11 @@ def sizes_of(args: Arguments, version: Value = 3.0) -> dict[str, int]:
     A size that the arguments do not state is left out. `version` is the `checkpoint_version` that is stored next to
     the arguments: before 1.0, a rank stored all its queries, then all its keys, then all its values.
 
-    Raises: Unsupported if gate and up projections are interleaved, Corrupt for values that contradict each other.
+    Raises: UnsupportedError if gate and up projections are interleaved, CorruptError for values that contradict each
+    other.
     """
     if args.optional("moe_mlp_glu_interleave_size"):
-        raise Unsupported(
+        raise UnsupportedError(
             "gate and up projections are interleaved in blocks (moe_mlp_glu_interleave_size)", where=args.where
         )
     sizes: dict[str, int] = {}
@@ -147,7 +156,7 @@ def _attention(args: Arguments, sizes: dict[str, int]) -> None:
     grouped = args.flag("group_query_attention")
     groups = (args.optional("num_query_groups") if grouped else None) or heads
     if heads % groups:
-        raise Corrupt(f"{heads} attention heads cannot be divided into {groups} query groups", where=args.where)
+        raise CorruptError(f"{heads} attention heads cannot be divided into {groups} query groups", where=args.where)
     queries = heads * dim * (2 if args.flag("attention_output_gate") else 1)
     sizes |= {"head_dim": dim, "groups": groups, "qkv_rows": queries + 2 * groups * dim, "attention_out": heads * dim}
     if sizes["latent"]:

@@ -15,7 +15,7 @@ from math import lcm
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
@@ -109,11 +109,12 @@ def read_buffers(
 ) -> dict[Key, dict[str, Tensor]]:
     """The states of each parameter, in its local shape, as views of the flat buffers.
 
-    Raises: Corrupt if the buffers do not match the parameters, Unsupported for an unknown form of the buffers.
+    Raises: CorruptError if the buffers do not match the parameters, UnsupportedError for an unknown form of the
+    buffers.
     """
     numbered = sorted(key for key in saved if type(key) is int)
     if len(numbered) != len(buffers):
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has {len(numbered)} buffers, but the model's parameters need {len(buffers)}",
             where=where,
             hint=_FROZEN,
@@ -122,10 +123,12 @@ def read_buffers(
     for number, buffer in zip(numbered, buffers, strict=True):
         by_dtype = saved[number]
         if len(by_dtype) != 1:
-            raise Unsupported("a buffer has several element types", where=where)
+            raise UnsupportedError("a buffer has several element types", where=where)
         (vectors,) = by_dtype.values()
         if isinstance(vectors, list):
-            raise Unsupported("the optimizer's buffers are stored by parameter, which is an unknown form", where=where)
+            raise UnsupportedError(
+                "the optimizer's buffers are stored by parameter, which is an unknown form", where=where
+            )
         for name, tensor in _of_buffer(vectors, buffer, buckets, where):
             states.setdefault((buffer.chunk, name), {}).update(tensor)
     return states
@@ -142,11 +145,11 @@ def _of_buffer(
     for state, listed in vectors.items():
         parts = [tensor_leaf(part) for part in listed]
         if any(len(part.shape) != 1 for part in parts):
-            raise Corrupt(f"the buffer of `{state}` is not flat", where=where)
+            raise CorruptError(f"the buffer of `{state}` is not flat", where=where)
         lengths = [part.shape[0] for part in parts]
         filled = _filled(buffer, lengths, buckets, coalesced)
         if filled is None:
-            raise Corrupt(
+            raise CorruptError(
                 f"the optimizer's buffer of `{state}` has {sum(lengths):,} elements, "
                 f"but the model's parameters have {sum(item.numel for item in buffer.items):,}",
                 where=where,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import Corrupt, Incomplete, NotFound
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.text import printable
@@ -96,24 +96,24 @@ def is_broken_run(path: Path) -> bool:
 def iteration_of(path: Path) -> Path:
     """The folder of one iteration: the path itself, or the folder that the run's pointer names.
 
-    Raises: Incomplete if files of Megatron's are missing, NotFound if the pointer names no checkpoint.
+    Raises: IncompleteError if files of Megatron's are missing, NotFoundError if the pointer names no checkpoint.
     """
     if is_iteration(path):
         return path
     folder = path / _latest(path)
     if not is_iteration(folder) and (missing := missing_dist_files(folder)):
-        raise Incomplete(
+        raise IncompleteError(
             f"an incomplete checkpoint of Megatron core: {' and '.join(missing)} missing",
             where=folder,
             hint="Copy all files of the iteration's folder, including those whose names begin with a dot.",
         )
     if not is_iteration(folder):
-        raise NotFound(f"`{POINTER}` names {folder.name!r}, which is not a checkpoint", where=path / POINTER)
+        raise NotFoundError(f"`{POINTER}` names {folder.name!r}, which is not a checkpoint", where=path / POINTER)
     return folder
 
 
 def rank_folders(path: Path) -> list[RankFolder]:
-    """The ranks' folders, sorted by their numbers. Raises `Corrupt` if two folders have the same numbers."""
+    """The ranks' folders, sorted by their numbers. Raises `CorruptError` if two folders have the same numbers."""
     folders: dict[tuple[int, ...], RankFolder] = {}
     try:
         names = sorted(entry.name for entry in path.iterdir())
@@ -123,7 +123,7 @@ def rank_folders(path: Path) -> list[RankFolder]:
         if (match := _RANK.fullmatch(name)) and (path / name).is_dir():
             numbers = tuple(int(part) for part in match.groups() if part is not None)
             if numbers in folders:
-                raise Corrupt(f"{folders[numbers].path.name} and {name} are of the same rank", where=path)
+                raise CorruptError(f"{folders[numbers].path.name} and {name} are of the same rank", where=path)
             folders[numbers] = RankFolder(path / name, numbers)
     return [folders[numbers] for numbers in sorted(folders)]
 
@@ -139,7 +139,7 @@ def _latest(path: Path) -> str:
     if text == "release":
         return text
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise Corrupt(
+        raise CorruptError(
             f"`{POINTER}` contains {printable(text[:60])!r}, which is not the number of an iteration", where=pointer
         )
     return f"iter_{int(text):07d}"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_formats.core.checkpoint import MODEL, Parameter, Role
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.layout import Layout, Rule, merge
 from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.values import Value
@@ -22,7 +22,7 @@ class LocalCopy:
 def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
     """The same shard from several ranks as one, with replicas. Some ranks may not save its optimizer states.
 
-    Raises `Corrupt` if the copies have different shapes or values.
+    Raises `CorruptError` if the copies have different shapes or values.
     """
     states: dict[str, list[Tensor]] = {}
     values: dict[str, Value] = {}
@@ -31,18 +31,18 @@ def merge_copies(name: str, copies: Sequence[LocalCopy]) -> LocalCopy:
             states.setdefault(state, []).append(tensor)
         for key, value in copy.values.items():
             if values.setdefault(key, value) != value:
-                raise Corrupt(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
+                raise CorruptError(f"ranks disagree on `{key}` of `{name}`: {values[key]} and {value}", hint=_MIXED)
     return LocalCopy({state: _same(name, state, tensors) for state, tensors in states.items()}, values)
 
 
 def merge_shards(name: str, shards: Sequence[LocalCopy], layout: Layout) -> Parameter:
-    """The full parameter from its shards, in the order of ranks. Raises `BadRules` or `Corrupt`."""
+    """The full parameter from its shards, in the order of ranks. Raises `RulesError` or `CorruptError`."""
     first = shards[0]
     for rank, shard in enumerate(shards):
         if shard.states.keys() != first.states.keys():
-            raise Corrupt(f"tensor `{name}` has other states in shard {rank} than in shard 0", hint=_MIXED)
+            raise CorruptError(f"tensor `{name}` has other states in shard {rank} than in shard 0", hint=_MIXED)
         if shard.values != first.values:
-            raise Corrupt(f"`{name}`: ranks disagree on {first.values} and {shard.values}", hint=_MIXED)
+            raise CorruptError(f"`{name}`: ranks disagree on {first.values} and {shard.values}", hint=_MIXED)
     scalars = {state for state, tensor in first.states.items() if tensor.shape == () and state != MODEL}
     rule = None if len(shards) == 1 and not layout.matching(name) else layout.rule(name)
     states = {
@@ -61,12 +61,12 @@ def merge_state(name: str, shards: Sequence[Tensor], rule: Rule | None) -> Tenso
 def require_copies(name: str, ranks: Iterable[tuple[str, Mapping[str, LocalCopy]]]) -> list[LocalCopy]:
     """The copy of a parameter on each rank, given as (name of the rank, its parameters).
 
-    Raises `Corrupt` if a rank does not have the parameter.
+    Raises `CorruptError` if a rank does not have the parameter.
     """
     copies = []
     for rank, parameters in ranks:
         if name not in parameters:
-            raise Corrupt(f"tensor `{name}` is on other ranks of the stage, but not in {rank}", hint=_MIXED)
+            raise CorruptError(f"tensor `{name}` is on other ranks of the stage, but not in {rank}", hint=_MIXED)
         copies.append(parameters[name])
     return copies
 
@@ -76,7 +76,7 @@ _MIXED = "Files of several iterations or runs were mixed: copy all files of one 
 
 def _same(name: str, state: str, tensors: Sequence[Tensor]) -> Tensor:
     if any((tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype) for tensor in tensors):
-        raise Corrupt(
+        raise CorruptError(
             f"copies of `{name}` ({state}) have the shapes {[list(tensor.shape) for tensor in tensors]}", hint=_MIXED
         )
     return with_replicas(tensors) if len(tensors) > 1 else tensors[0]

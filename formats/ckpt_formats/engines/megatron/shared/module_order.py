@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.engines.megatron.shared.names import layer_of
 
 _BEFORE = (r"embedding\.word_embeddings", r"embedding\.position_embeddings", r"embedding\.tokentype_embeddings")
@@ -58,7 +58,7 @@ class ModuleOrder:
     """True if experts are stored by projection, not one after the other."""
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """The names in the order of the module. Raises `Unsupported` if the place of a name is not known."""
+        """The names in the order of the module. Raises `UnsupportedError` if the place of a name is not known."""
         return sorted(names, key=self._place)
 
     def _place(self, name: str) -> tuple[int, int, int, tuple[int, ...]]:
@@ -78,7 +78,7 @@ class ModuleOrder:
                     continue
                 if re.fullmatch(rf"{pattern}(?:\..*)?", match[1]):
                     return 1, layer, i, (self._within(match[1]),)
-        raise Unsupported(
+        raise UnsupportedError(
             f"the optimizer's states have no names, and the place of `{name}` among them is not known",
             hint="Save with --ckpt-format torch, or with --dist-ckpt-optim-fully-reshardable.",
         )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order
 from ckpt_formats.core.views import reshaped, transposed, unstacked
 
@@ -104,7 +104,7 @@ class Naming:
 
         An optimizer state that is a single number, such as the step, is that of each expert.
 
-        Raises: Corrupt if the shape does not fit the number of experts, Unsupported if it is not contiguous.
+        Raises: CorruptError if the shape does not fit the number of experts, UnsupportedError if it is not contiguous.
         """
         name = self.plain(name)
         match = _JOINED.fullmatch(name)
@@ -118,14 +118,14 @@ class Naming:
             yield from ((expert, tensor) for expert in names)
             return
         if len(tensor.shape) != 2 or not self.experts:
-            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} does not contain {self.experts} experts")
+            raise CorruptError(f"`{name}` of shape {list(tensor.shape)} does not contain {self.experts} experts")
         first = match[2] == "1"
         # The nominal shape is not that in memory: the first is (expert, hidden, ffn), the second (expert, ffn, hidden).
         hidden, total = tensor.shape if first else tensor.shape[::-1]
         each = total // self.experts
         shape = (self.experts, hidden, each) if first else (self.experts, each, hidden)
         if each * self.experts != total:
-            raise Corrupt(f"`{name}` of shape {list(tensor.shape)} is not divisible by {self.experts} experts")
+            raise CorruptError(f"`{name}` of shape {list(tensor.shape)} is not divisible by {self.experts} experts")
         flat = reshaped(_flat(tensor), 0, shape)
         yield from ((expert, transposed(unstacked(flat, i))) for i, expert in enumerate(names))
 
@@ -147,5 +147,5 @@ def unstack(name: str) -> tuple[str, bool]:
 def _flat(tensor: Tensor) -> Tensor:
     blob = tensor.fragments[0].blob if tensor.fragments else None
     if not isinstance(blob, FileBlob) or not is_c_order(blob.shape, blob.strides, blob.dtype.itemsize):
-        raise Unsupported("the weights of all experts are one tensor, but it is not stored contiguously")
+        raise UnsupportedError("the weights of all experts are one tensor, but it is not stored contiguously")
     return Tensor.of(blob.shaped((tensor.size,)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Group, Parameter
-from ckpt_formats.core.errors import Corrupt, Unsupported
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
@@ -55,7 +55,7 @@ def members(
     Groups have no names, so parameters are assigned by the groups' options, as Megatron does: biases and vectors have
     no weight decay, experts have groups of their own, and so may the tables of the vocabulary, with a learning rate of
     their own. If `decayed_norms`, weight decay applies to the norms of queries and keys
-    (`--apply-wd-to-qk-layernorm`). Raises `Unsupported` if a parameter does not fit exactly one group.
+    (`--apply-wd-to-qk-layernorm`). Raises `UnsupportedError` if a parameter does not fit exactly one group.
     """
     keys_by_group: list[list[Key]] = [[] for _ in groups]
     for (chunk, name), shape in keyed_shapes:
@@ -63,7 +63,7 @@ def members(
             i for i, group in enumerate(groups) if _fits(group, name, decayed(name, shape, decayed_norms), experts)
         ]
         if len(fitting) != 1:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{name}` fits {len(fitting)} of the optimizer's {len(groups)} parameter groups, which have no names",
                 where=where,
                 hint="Groups are distinguished by weight decay, experts and decoupled learning rates.",
@@ -82,9 +82,12 @@ def without_states(parameters: Mapping[str, Parameter], groups: Sequence[Group])
 
 
 def options_of(group: Value, where: Path) -> dict[str, Value]:
-    """The options of a parameter group, without its list of parameters. Raises `Corrupt` if it is not a mapping."""
+    """The options of a parameter group, without its list of parameters.
+
+    Raises `CorruptError` if it is not a mapping.
+    """
     if not isinstance(group, dict):
-        raise Corrupt("a parameter group is not a mapping", where=where)
+        raise CorruptError("a parameter group is not a mapping", where=where)
     return {str(key): value for key, value in group.items() if key != "params"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
 from ckpt_formats.engines.megatron.shared.optimizer_states import (
@@ -33,7 +33,7 @@ def read_plain(
     """The states of one optimizer.
 
     `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
-    all parameters. Raises `Corrupt` or `Unsupported` if states and parameters do not match.
+    all parameters. Raises `CorruptError` or `UnsupportedError` if states and parameters do not match.
     """
     inner = saved.get("optimizer", saved)
     groups = inner["param_groups"]
@@ -43,7 +43,7 @@ def read_plain(
     optimizer = OptimizerStates()
     listed_numbers = {place for group in groups for place in group["params"]}
     if odd := [number for number in inner["state"] if number not in listed_numbers]:
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has a state of parameter {str(odd[0])[:20]}, which none of its groups lists",
             where=where,
             hint="Files of several runs may be mixed.",
@@ -53,7 +53,7 @@ def read_plain(
         zip(groups, members(groups, keyed_shapes, experts, where, decayed_norms), strict=True)
     ):
         if len(group["params"]) != len(keys):
-            raise Corrupt(
+            raise CorruptError(
                 f"group {number} of the optimizer has {len(group['params'])} parameters, "
                 f"but the model has {len(keys)} for it",
                 where=where,
@@ -66,7 +66,7 @@ def read_plain(
             optimizer.add_step(key, options.get("step"))
         if listed is not None:
             if len(listed) != len(groups):
-                raise Corrupt(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
+                raise CorruptError(f"there are masters of {len(listed)} groups, but {len(groups)} groups", where=where)
             _masters(optimizer, keys, listed[number], chunks, where)
     return optimizer
 
@@ -79,7 +79,7 @@ def _put(
     shape = chunks[key[0]].tensors[key[1]].shape
     for name, tensor in optimizer.states[key].items():
         if tensor.shape not in (shape, ()):
-            raise Corrupt(
+            raise CorruptError(
                 f"the state `{name}` for `{key[1]}` has shape {list(tensor.shape)}, but the parameter {list(shape)}",
                 where=where,
                 hint="Files of several runs may be mixed.",
@@ -91,9 +91,9 @@ def _masters(
 ) -> None:
     low = [key for key in keys if chunks[key[0]].tensors[key[1]].dtype != DTYPES["float32"]]
     if len(listed) != len(low):
-        raise Corrupt(f"there are {len(listed)} masters for {len(low)} low-precision parameters", where=where)
+        raise CorruptError(f"there are {len(listed)} masters for {len(low)} low-precision parameters", where=where)
     for key, master in zip(low, listed, strict=True):
         tensor = tensor_leaf(master)
         if tensor.shape != chunks[key[0]].tensors[key[1]].shape:
-            raise Corrupt(f"the master for `{key[1]}` has shape {list(tensor.shape)}", where=where)
+            raise CorruptError(f"the master for `{key[1]}` has shape {list(tensor.shape)}", where=where)
         optimizer.states[key] = {MASTER: tensor, **optimizer.states[key]}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.layout import split
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
@@ -118,7 +118,7 @@ def _ordered(target: WriteLayout, names: list[str]) -> list[str]:
     """
     try:
         return target.modules.ordered(names)
-    except Unsupported:
+    except UnsupportedError:
         if target.source.origin.layout.get("container") != "torch":
             raise
         return sorted(names, key=_by_layer)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments
 
@@ -38,14 +38,14 @@ class Stages:
 
 
 def stages_of(args: Arguments, pp: int) -> Stages:
-    """The stages that the run's arguments state. Raises `Unsupported` if the layers cannot be divided so."""
+    """The stages that the run's arguments state. Raises `UnsupportedError` if the layers cannot be divided so."""
     layers = args.number("num_layers", "encoder_num_layers")
     drawing = args.record.get("pipeline_model_parallel_layout")
     drawing = drawing.get("input_data") if isinstance(drawing, Record) else drawing
     if drawing and pp > 1:
         stages = from_layout_string(drawing, pp)
         if sum(stages.counts) != layers:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"the pipeline layout has {sum(stages.counts)} layers, but the model has {layers}", where=args.where
             )
         return stages
@@ -61,12 +61,12 @@ def even_stages(layers: int, pp: int, chunks: int = 1, *, embedding: bool = Fals
     """Stages with the same number of layers in each chunk.
 
     If `embedding`, the embedding counts as a layer of the first chunk; if `loss`, the loss as a layer of the last.
-    Raises `Unsupported` if the number of layers is not divisible.
+    Raises `UnsupportedError` if the number of layers is not divisible.
     """
     places = pp * chunks
     counted = layers + embedding + loss
     if places < 1 or counted % places or counted // places < embedding + (loss and places == 1):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{counted} layers cannot be divided evenly over {pp} pipeline stages of {chunks} model chunks",
             hint="Choose degrees that divide the number of layers, or uneven stages.",
         )
@@ -79,12 +79,12 @@ def even_stages(layers: int, pp: int, chunks: int = 1, *, embedding: bool = Fals
 def uneven_stages(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Stages:
     """Stages with `first` and `last` layers on the first and the last stage; the others share the rest evenly.
 
-    Raises `Unsupported` if the remaining layers are not divisible.
+    Raises `UnsupportedError` if the remaining layers are not divisible.
     """
     middle = pp - (first is not None) - (last is not None)
     remaining = layers - (first or 0) - (last or 0)
     if remaining < 0 or middle < 0 or (remaining % (middle * chunks) if middle else remaining):
-        raise Unsupported(
+        raise UnsupportedError(
             f"{layers} layers, with {first} on the first and {last} on the last of {pp} stages, cannot be divided"
         )
     stages = [remaining // middle if middle else 0] * pp
@@ -93,7 +93,7 @@ def uneven_stages(layers: int, pp: int, chunks: int, first: int | None, last: in
     if last is not None:
         stages[-1] = last
     if any(count % chunks for count in stages):
-        raise Unsupported(f"stages of {stages} layers cannot be divided into {chunks} model chunks each")
+        raise UnsupportedError(f"stages of {stages} layers cannot be divided into {chunks} model chunks each")
     return Stages(tuple(count // chunks for _ in range(chunks) for count in stages), pp)
 
 
@@ -104,7 +104,7 @@ def from_layout_string(layout: str | Sequence[Sequence[str]], pp: int) -> Stages
     """
     places = _parsed(layout) if isinstance(layout, str) else [list(map(str, place)) for place in layout]
     if pp < 1 or len(places) % pp:
-        raise Unsupported(f"a pipeline layout of {len(places)} chunks cannot be divided over {pp} stages")
+        raise UnsupportedError(f"a pipeline layout of {len(places)} chunks cannot be divided over {pp} stages")
     return Stages(tuple(sum(kind in ("t", "decoder") for kind in place) for place in places), pp)
 
 
@@ -118,11 +118,11 @@ def _expanded(text: str) -> str:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise Unsupported(f"the pipeline layout has an unknown part, from {text[at : at + 20]!r} on")
+            raise UnsupportedError(f"the pipeline layout has an unknown part, from {text[at : at + 20]!r} on")
         times = int(match["times"] or 1)
         inner = match["letter"] or _expanded(match["group"])
         if times * len(inner) > _MAX_LAYERS:
-            raise Unsupported("the pipeline layout has too many layers")
+            raise UnsupportedError("the pipeline layout has too many layers")
         parts.append(inner * times)
         at = match.end()
     return "".join(parts)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.stages import Stages, stages_of
@@ -83,7 +83,7 @@ def _give_stages(args: Arguments, stages: Stages) -> bool:
     """True if these arguments give these stages."""
     try:
         return stages_of(args, stages.pp) == stages
-    except Unsupported:
+    except UnsupportedError:
         return False
 
 

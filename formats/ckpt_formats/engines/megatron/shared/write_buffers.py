@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob
 from ckpt_formats.core.text import printable
@@ -27,7 +27,7 @@ def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool 
     """The content of the file for one optimizer of a rank.
 
     `experts`: True for the optimizer of the experts, False for that of the other parameters, None for one optimizer of
-    all parameters. Raises `Unsupported` if a state is missing or is not float32.
+    all parameters. Raises `UnsupportedError` if a state is missing or is not float32.
     """
     modules = [ModelChunk({parameter.local: parameter.states[MODEL] for parameter in chunk}, {}) for chunk in chunks]
     dp = target.parallel.expert_dp if experts else target.parallel.dp
@@ -68,12 +68,12 @@ def _flat(by_name: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferL
 def _state(parameter: LocalParameter, state: str) -> Tensor:
     """A state of a parameter, float32. The master of a float32 parameter is the parameter itself.
 
-    Raises `Unsupported` if the state is missing, or has another shape or dtype.
+    Raises `UnsupportedError` if the state is missing, or has another shape or dtype.
     """
     tensor = parameter.states.get(MASTER, parameter.states[MODEL]) if state == "param" else parameter.states.get(state)
     if tensor is None or tensor.shape != parameter.states[MODEL].shape or tensor.dtype != _FLOAT:
         actual = "is missing" if tensor is None else f"has dtype {tensor.dtype.name} and shape {list(tensor.shape)}"
-        raise Unsupported(
+        raise UnsupportedError(
             f"the state `{MASTER if state == 'param' else state}` of `{printable(parameter.name)}` {actual}",
             hint="Megatron's distributed optimizer stores Adam's moments and masters in fp32: try --zero 0.",
         )

@@ -7,7 +7,7 @@ from math import lcm
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import slab
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
@@ -64,10 +64,10 @@ class WriteLayout:
 
 
 def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
-    """The layout to write. Raises `Unsupported` or `BadRules` with the reason if it cannot be written."""
+    """The layout to write. Raises `UnsupportedError` or `RulesError` with the reason if it cannot be written."""
     record = source.extras.get("args")
     if not isinstance(record, Record) or not isinstance(record.state, dict):
-        raise Unsupported(
+        raise UnsupportedError(
             "the source has no arguments of a Megatron run (`args`), which Megatron needs to load a checkpoint",
             where=source.path,
             hint="Only checkpoints of Megatron, and models with a table of names, can be written for it.",
@@ -93,12 +93,12 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
 
 
 def _check_experts(source: Checkpoint, args: Arguments) -> None:
-    """Raise `Unsupported` if the model has more experts than its arguments state: no rank would hold them."""
+    """Raise `UnsupportedError` if the model has more experts than its arguments state: no rank would hold them."""
     stated = args.number("num_experts", default=0)
     for name, parameter in source.parameters.items():
         number = expert_of(name) if parameter.role != "extra" else None
         if number is not None and number >= stated:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` is of an expert that the arguments do not have: they state {stated} experts",
                 where=source.path,
                 hint="The arguments (`num_experts`) contradict the tensors: those of another run, perhaps.",
@@ -121,14 +121,14 @@ def _parallel(source: Checkpoint, args: Arguments, degrees: LayoutOptions) -> Pa
     # By default, Megatron shards an expert over as many ranks as other layers.
     etp = degrees.etp or (tp if old_etp == old_tp else old_etp) if experts else tp
     if degrees.ep and degrees.ep > 1 and not experts:
-        raise Unsupported("the model has no experts, so it has no expert-parallel ranks", hint="Leave --ep out.")
+        raise UnsupportedError("the model has no experts, so it has no expert-parallel ranks", hint="Leave --ep out.")
     if experts and experts % ep:
-        raise Unsupported(f"{experts} experts do not divide over {ep} expert-parallel ranks")
+        raise UnsupportedError(f"{experts} experts do not divide over {ep} expert-parallel ranks")
     ep = ep if experts else 1
     multiple = lcm(tp, etp * ep) // tp
     dp = degrees.dp or -(-degree(None, "dp") // multiple) * multiple
     if tp * dp % (etp * ep):
-        raise Unsupported(
+        raise UnsupportedError(
             f"tp {tp} x dp {dp} ranks do not divide by etp {etp} x ep {ep}",
             hint=f"Choose --dp as a multiple of {multiple}.",
         )
@@ -148,12 +148,12 @@ def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: La
     if is_same_degree and source.origin.engine == "megatron":
         try:
             return stages_of(args, pp)
-        except Unsupported:
+        except UnsupportedError:
             pass
     embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") and pp > 1 for what in ("embedding", "loss"))
     try:
         return even_stages(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
-    except Unsupported:
+    except UnsupportedError:
         return even_stages(layers, pp, degrees.vpp or 1)
 
 
@@ -162,7 +162,7 @@ def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
     ends = (*firsts[1:], layers)
     counts = tuple(end - first for first, end in zip(firsts, ends, strict=True))
     if len(firsts) != pp * chunks or firsts[0] != 0 or any(count < 0 for count in counts):
-        raise Unsupported(
+        raise UnsupportedError(
             f"--stages {','.join(map(str, firsts))} for {layers} layers and {pp} stages of {chunks} model chunks",
             hint="Give the first layer of each model chunk, in the model's order, from 0 on.",
         )
@@ -191,7 +191,7 @@ def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, options: Layo
 
 def _distributed(args: Arguments, degrees: LayoutOptions) -> bool:
     if degrees.zero not in (None, 0, 1):
-        raise Unsupported(
+        raise UnsupportedError(
             f"Megatron has no ZeRO stage {degrees.zero}",
             hint="Its distributed optimizer is --zero 1, its plain one --zero 0.",
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.core.views import reshaped
@@ -67,13 +67,13 @@ def _with_norms_inside(name: str, local_names: set[str]) -> str:
 def _joined(chunk: Sequence[LocalParameter]) -> Iterable[LocalParameter]:
     """The parameters of a chunk, with one tensor of all experts for each projection.
 
-    Raises `Unsupported` if experts have biases or different states.
+    Raises `UnsupportedError` if experts have biases or different states.
     """
     experts: dict[str, list[LocalParameter]] = {}
     for parameter in chunk:
         if match := _EXPERT.fullmatch(parameter.local):
             if match["kind"] != "weight":
-                raise Unsupported(f"`{parameter.name}`: experts that are joined in one tensor cannot have biases")
+                raise UnsupportedError(f"`{parameter.name}`: experts that are joined in one tensor cannot have biases")
             experts.setdefault(_joined_name(match), []).append(parameter)
     for parameter in chunk:
         match = _EXPERT.fullmatch(parameter.local)
@@ -90,11 +90,14 @@ def _joined_name(match: re.Match[str]) -> str:
 
 
 def _shared(experts: Sequence[LocalParameter]) -> list[str]:
-    """The names of the states of several experts. Raises `Unsupported` if experts have different states or values."""
+    """The names of the states of several experts.
+
+    Raises `UnsupportedError` if experts have different states or values.
+    """
     first = experts[0]
     for expert in experts:
         if expert.states.keys() != first.states.keys() or dict(expert.values) != dict(first.values):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{expert.name}` and `{first.name}` must be joined in one tensor, but have different optimizer states"
             )
     return list(first.states)

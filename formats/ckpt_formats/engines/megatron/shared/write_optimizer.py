@@ -9,7 +9,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read, with_replicas
 from ckpt_formats.core.text import printable
@@ -77,7 +77,7 @@ class WrittenOptimizer:
         return [WrittenGroup(options, frozenset(names), experts) for options, experts, names in ordered]
 
     def check(self, *, frozen: bool = False) -> None:
-        """Raise `Unsupported` unless every trained parameter is in one group, and all have the same states.
+        """Raise `UnsupportedError` unless every trained parameter is in one group, and all have the same states.
 
         `frozen` allows parameters that are in no group and have no optimizer states.
         """
@@ -85,7 +85,7 @@ class WrittenOptimizer:
         parameters = self.target.source.parameters.values()
         known = {p.name for p in parameters if p.role == "parameter" and not (frozen and p.states.keys() <= {MODEL})}
         if odd := sorted(known ^ set(grouped)) or [n for n in grouped if grouped.count(n) > 1]:
-            raise Unsupported(f"`{printable(odd[0])}` is not in exactly one parameter group of the optimizer")
+            raise UnsupportedError(f"`{printable(odd[0])}` is not in exactly one parameter group of the optimizer")
         trained = list(self.trained.values())
         for parameter in trained:
             self._check_states(parameter, trained[0])
@@ -95,16 +95,16 @@ class WrittenOptimizer:
         if names != first_names:
             odd = sorted(names ^ first_names)[0]
             lacks, has = (first, parameter) if odd in names else (parameter, first)
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(lacks.name)}` has no optimizer state `{printable(odd)}`, but `{printable(has.name)}` has",
                 hint="Megatron stores the same states for all parameters. --model-only writes only the weights.",
             )
         if MODEL not in parameter.states:
-            raise Unsupported(f"`{printable(parameter.name)}` has a master, but no weights of the model")
+            raise UnsupportedError(f"`{printable(parameter.name)}` has a master, but no weights of the model")
         if MASTER not in parameter.states and parameter.states[MODEL].dtype != _FLOAT:
-            raise Unsupported(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
+            raise UnsupportedError(f"`{printable(parameter.name)}` has optimizer states, but no fp32 master")
         if self.target.distributed and (other := names - {*STATES, "step"}):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"Megatron's distributed optimizer has no place for `{printable(sorted(other)[0])}`",
                 hint="Try --zero 0.",
             )
@@ -156,7 +156,7 @@ class WrittenOptimizer:
 
     @cached_property
     def step(self) -> Value:
-        """The step of all parameters. Raises `Unsupported` if parameters have different steps."""
+        """The step of all parameters. Raises `UnsupportedError` if parameters have different steps."""
         names_by_step: dict[Value, str] = {}
         with Reader(check=False) as reader:
             for name, parameter in self.trained.items():
@@ -165,7 +165,7 @@ class WrittenOptimizer:
                 names_by_step.setdefault(step, name)
         if len(names_by_step) > 1:
             (a, first), (b, second) = list(names_by_step.items())[:2]
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(first)}` is at step {a}, but `{printable(second)}` at {b}: Megatron's distributed "
                 "optimizer stores one step",
                 hint="Try --zero 0 --to megatron-legacy.",
@@ -174,14 +174,17 @@ class WrittenOptimizer:
 
 
 def optimizer_of(target: WriteLayout, *, frozen: bool = False) -> WrittenOptimizer | None:
-    """The optimizer to write, or None if the source has none. Raises `Unsupported` if Megatron could not load it."""
+    """The optimizer to write, or None if the source has none.
+
+    Raises `UnsupportedError` if Megatron could not load it.
+    """
     if target.source.groups:
         optimizer = WrittenOptimizer(target)
         optimizer.check(frozen=frozen)
         return optimizer
     parameters = target.source.parameters.values()
     if odd := next((p for p in parameters if p.role == "parameter" and p.states.keys() - {MODEL, MASTER}), None):
-        raise Unsupported(
+        raise UnsupportedError(
             f"`{printable(odd.name)}` has optimizer states, but the source has no parameter groups",
             where=target.source.path,
             hint="--model-only writes only the weights.",
@@ -238,7 +241,7 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
     for group, parameters in zip(groups, members, strict=True):
         steps = {step for parameter in parameters if isinstance(step := parameter.values.get("step"), int)}
         if len(steps) > 1:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"parameters of one group are at the steps {sorted(steps)}, but the optimizer stores one step"
             )
         numbers = range(number, number + len(parameters))

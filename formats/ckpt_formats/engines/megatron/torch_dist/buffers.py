@@ -7,7 +7,7 @@ rank are computed from the model's tensors, the layout rules and the stages. The
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.layout import Layout, split
 from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
 from ckpt_formats.core.values import Value
@@ -61,8 +61,8 @@ class ReplicaGroup:
 def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Tensor]]:
     """The full states of all parameters, by name.
 
-    Raises: Incomplete or Corrupt if buffers are missing or do not match the arguments, Unsupported if the order of the
-    parameters in the buffers is not known.
+    Raises: IncompleteError or CorruptError if buffers are missing or do not match the arguments, UnsupportedError if
+    the order of the parameters in the buffers is not known.
     """
     groups: dict[Group, object] = {**items.buckets, **{g: o for g, o in items.objects.items() if "param_state" in o}}
     separate_experts = any(chain for chain, _ in groups)
@@ -71,13 +71,15 @@ def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Te
     for rank in _ranks(model.parallel, separate_experts):
         group = (rank.chain, rank.index)
         if group not in groups:
-            raise Incomplete(f"the optimizer's buffers of rank group {rank.index} are missing", where=model.args.where)
+            raise IncompleteError(
+                f"the optimizer's buffers of rank group {rank.index} are missing", where=model.args.where
+            )
         chunks = [_chunk(model, rank, v, separate_experts) for v in range(model.stages.chunks)]
         for (_, name), rank_states in _read(model, rank, chunks, items, separate_experts).items():
             target = copied if name == HEAD and model.tied_copy else shards.setdefault(name, {})
             target[rank.shard] = LocalCopy(rank_states)
     if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, separate_experts)}):
-        raise Corrupt(
+        raise CorruptError(
             f"the optimizer has buffers of rank group {odd[0][1]}, but the arguments state tp {model.parallel.tp}, "
             f"pp {model.parallel.pp}, ep {model.parallel.ep}",
             where=model.args.where,
@@ -131,7 +133,7 @@ def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
     if layer is not None:
         return layer in layers
     if name.startswith("mtp."):
-        raise Unsupported(
+        raise UnsupportedError(
             "the optimizer's states have no names, and the order of multi-token prediction layers (mtp) is not known"
         )
     return first if name.startswith("embedding.") else last
@@ -159,6 +161,8 @@ def _read(
     for number, states in items.buckets[group].items():
         lists = {state: [parts[i] for i in sorted(parts)] for state, parts in states.items()}
         if any(sorted(parts) != list(range(len(parts))) for parts in states.values()):
-            raise Corrupt(f"a bucket of buffer {number} of rank group {rank.index} is missing", where=model.args.where)
+            raise CorruptError(
+                f"a bucket of buffer {number} of rank group {rank.index} is missing", where=model.args.where
+            )
         buckets_saved[number] = {"": lists}
     return read_buffers(buckets_saved, buffers, buckets, model.args.where)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Fragment, Tensor
@@ -49,11 +49,14 @@ class DistFiles:
 
 
 def open_dist(path: Path) -> DistFiles:
-    """Open the files. Raises `Incomplete` if one is missing, `Unsupported` for containers other than torch_dist."""
+    """Open the files.
+
+    Raises `IncompleteError` if one is missing, `UnsupportedError` for containers other than torch_dist.
+    """
     unknown = _check_container(path)
     common = open_file(path / COMMON_FILE)
     if not isinstance(common.root, dict):
-        raise Corrupt("it does not contain a mapping", where=common.path)
+        raise CorruptError("it does not contain a mapping", where=common.path)
     args = arguments_of(common.root, common.path)
     metadata = read_metadata(path / METADATA)
     shards = tuple(_shards(path, metadata, common))
@@ -94,14 +97,17 @@ def _statements(path: Path, common: TorchFile, objects: Mapping[str, Value], par
 
 
 def _absent(objects: Mapping[str, Value], path: Path) -> Iterator[Notice]:
-    """A notice of objects of which some parts are missing. Raises `Incomplete` if ranks' random states are missing."""
+    """A notice of objects of which some parts are missing.
+
+    Raises `IncompleteError` if ranks' random states are missing.
+    """
     parts: dict[tuple[str, tuple[int, ...]], int] = {}
     for key in objects:
         if shard := shard_of(key):
             parts[shard[0], shard[2]] = parts.get((shard[0], shard[2]), 0) + 1
     for (key, counts), count in parts.items():
         if count < prod(counts) and key == "rng_state":
-            raise Incomplete(
+            raise IncompleteError(
                 f"random states of {count} ranks are present, but `{key}` states {prod(counts)} ranks",
                 where=path / METADATA,
                 hint="Copy all files of the iteration again.",
@@ -125,7 +131,7 @@ def _check_container(path: Path) -> tuple[Notice, ...]:
     fields = parse_json_object(read_whole(file, _MAX_JSON_BYTES), file)
     backend = fields.get("sharded_backend")
     if backend != "torch_dist":
-        raise Unsupported(
+        raise UnsupportedError(
             f"its tensors are stored as {printable(str(backend))[:40]!r}, which Megatron no longer supports",
             where=file,
             hint="Load it with an older version of Megatron and save it with --ckpt-format torch_dist.",
@@ -139,7 +145,7 @@ def _tensor(key: str, stored: StoredTensor, items: ItemReader, blocks: list[Item
     blobs = []
     for box, item in stored.blocks:
         if item is None:
-            raise Corrupt(
+            raise CorruptError(
                 f"`{printable(key)}` has a block {box}, but .metadata does not state where it is stored",
                 where=items.folder,
             )
@@ -156,7 +162,7 @@ def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Sourc
         try:
             size = (path / file).stat().st_size
         except (OSError, ValueError):
-            raise Incomplete(
+            raise IncompleteError(
                 f"{printable(file)} is missing, but .metadata names it", where=path, hint="Copy the files of all ranks."
             ) from None
         rank = rank_of(Path(file).name)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from ckpt_formats.core.errors import Corrupt, Unsafe
+from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import unstacked_all
@@ -29,12 +29,12 @@ _SINGLE_EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)(\..*)")
 
 
 def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name. Raises `Corrupt` if parts of a tensor are missing, or two keys stand for one name."""
+    """The tensors by name. Raises `CorruptError` if parts of a tensor are missing, or two keys stand for one name."""
     by_name: dict[str, Tensor] = {}
     for key, tensor in _join_parts(tensors):
         for name, part in _unstack_key(key, tensor):
             if name in by_name:
-                raise Corrupt(f"`{printable(name)}` is stored twice")
+                raise CorruptError(f"`{printable(name)}` is stored twice")
             by_name[name] = part
     return by_name
 
@@ -42,7 +42,7 @@ def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names that a key stands for, each with its place along the stacked axes.
 
-    Raises: Corrupt if the shape has too few axes, Unsafe if the stack is too large.
+    Raises: CorruptError if the shape has too few axes, UnsafeError if the stack is too large.
     """
     single = _SINGLE_EXPERT.fullmatch(key)
     if single:
@@ -50,9 +50,9 @@ def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int,
     name, by_layer = unstack(key)
     axes = (*(("layer",) if by_layer else ()), *(("expert",) if "{expert}" in name else ()))
     if len(shape) < len(axes):
-        raise Corrupt(f"`{printable(key)}` of shape {list(shape)} is not stacked")
+        raise CorruptError(f"`{printable(key)}` of shape {list(shape)} is not stacked")
     if prod(shape[: len(axes)]) > _MAX_STACKED:
-        raise Unsafe(f"`{printable(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
+        raise UnsafeError(f"`{printable(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
     places: list[tuple[int, ...]] = [()]
     for length in shape[: len(axes)]:
         places = [(*place, i) for place in places for i in range(length)]
@@ -83,7 +83,9 @@ def _join_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for key, by_suffix in parts.items():
         order = next((order for order in (_DELTA, *_PART_SUFFIXES) if set(order) == set(by_suffix)), None)
         if order is None:
-            raise Corrupt(f"`{printable(key)}` is stored in parts, of which only {', '.join(by_suffix)} are present")
+            raise CorruptError(
+                f"`{printable(key)}` is stored in parts, of which only {', '.join(by_suffix)} are present"
+            )
         if unstack(key)[1]:
-            raise Corrupt(f"`{printable(key)}` is stored in parts and stacked by layer, which Megatron never does")
+            raise CorruptError(f"`{printable(key)}` is stored in parts and stacked by layer, which Megatron never does")
         yield key, stacked([by_suffix[suffix] for suffix in order])

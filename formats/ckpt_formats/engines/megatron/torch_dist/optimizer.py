@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_formats.core.checkpoint import MASTER
-from ckpt_formats.core.errors import Corrupt
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
 from ckpt_formats.core.text import printable
@@ -60,14 +60,14 @@ class SplitItems:
 
 
 def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> SplitItems:
-    """The tensors and objects of a checkpoint by kind. Raises `Corrupt` if two keys stand for the same value."""
+    """The tensors and objects of a checkpoint by kind. Raises `CorruptError` if two keys stand for the same value."""
     items = SplitItems()
     for key, tensor in tensors.items():
         if match := _STATE.fullmatch(key):
             state = MASTER if match[1] in MASTERS else match[1]
             name = match[2].removeprefix(WRAPPER)
             if items.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
-                raise Corrupt(f"the state `{state}` of `{printable(name)}` is stored twice")
+                raise CorruptError(f"the state `{state}` of `{printable(name)}` is stored twice")
         elif match := _BUCKET.fullmatch(key):
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
             state = MASTER if match[6] in MASTERS else match[6]
@@ -77,7 +77,7 @@ def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> 
         else:
             items.wrapped = items.wrapped or key.startswith(WRAPPER)
             if items.model.setdefault(key.removeprefix(WRAPPER), tensor) is not tensor:
-                raise Corrupt(f"`{printable(key)}` is stored twice")
+                raise CorruptError(f"`{printable(key)}` is stored twice")
     for key, value in objects.items():
         if match := _OBJECT.fullmatch(key):
             items.objects.setdefault((int(match[1] or 0), int(match[2])), {})[match[3]] = value
@@ -89,19 +89,19 @@ def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> 
 def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
     """A state in the shape of the model's tensor, from its flattened shards.
 
-    `flat`: (shards along each axis ..., elements of a shard). Raises `Corrupt` if the shapes do not fit.
+    `flat`: (shards along each axis ..., elements of a shard). Raises `CorruptError` if the shapes do not fit.
     """
     counts = flat.shape[:-1]
     if len(counts) != len(shape) or any(n < 1 or m % n for n, m in zip(counts, shape, strict=True)):
-        raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
+        raise CorruptError(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
     local = tuple(m // n for n, m in zip(counts, shape, strict=True))
     if prod(local) != flat.shape[-1] or prod(counts) > _MAX_SHARDS:
-        raise Corrupt(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
+        raise CorruptError(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
     by_place: dict[Shape, list[Fragment]] = {}
     for fragment in flat.fragments:
         # Megatron saves each rank's part of one shard: all axes but the last have length 1.
         if fragment.box.shape[:-1] != (1,) * len(counts):
-            raise Corrupt(f"a state of `{printable(key)}` has a block {fragment.box} of several shards")
+            raise CorruptError(f"a state of `{printable(key)}` has a block {fragment.box} of several shards")
         run = Box(fragment.box.start[-1:], fragment.box.stop[-1:])
         blob = Tensor.of(fragment.blob)
         for _ in counts:

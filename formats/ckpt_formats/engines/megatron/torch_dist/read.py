@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, Role
-from ckpt_formats.core.errors import Corrupt, Incomplete, Unsupported
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
@@ -45,7 +45,9 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
         values = steps.get(name, {}) if name in states else {}
         parameters[name] = Parameter(name, role, {MODEL: weight, **states.get(name, {})}, values)
     if unknown := sorted(states.keys() - weights.keys()):
-        raise Corrupt(f"the optimizer has states of `{printable(unknown[0])}`, which the model lacks", where=folder)
+        raise CorruptError(
+            f"the optimizer has states of `{printable(unknown[0])}`, which the model lacks", where=folder
+        )
     tied = is_tied(dist.args) and WORD_TABLE in weights and HEAD not in weights
     origin = origin_of(dist.args, dist.parallel, stages, dist.root, "torch_dist")
     return Checkpoint(
@@ -63,7 +65,7 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
-    """Raise `Incomplete` or `Corrupt` if the model does not have the layers that the arguments state."""
+    """Raise `IncompleteError` or `CorruptError` if the model does not have the layers that the arguments state."""
     if any(
         name.startswith("encoder.") for name in weights
     ):  # there are two stacks of layers, which have separate numbers
@@ -74,13 +76,13 @@ def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
         return
     lacking = next((layer for layer in range(min(stated, len(layers) + 1)) if layer not in layers), None)
     if lacking is not None:
-        raise Incomplete(
+        raise IncompleteError(
             f"layer {lacking} is missing: `num_layers` is {stated}, but {len(layers)} layers are present",
             where=dist.path,
             hint="Copy all files of the iteration again.",
         )
     if len(layers) > stated:
-        raise Corrupt(
+        raise CorruptError(
             f"{len(layers)} layers are present, but `num_layers` is {stated}", where=dist.common.path, hint=MIXED
         )
 
@@ -88,11 +90,11 @@ def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
 def _stages(dist: DistFiles, items: SplitItems) -> Stages | None:
     """The run's stages; None if they are not known.
 
-    Raises `Unsupported` if they are not known but needed, for buffers.
+    Raises `UnsupportedError` if they are not known but needed, for buffers.
     """
     try:
         return stages_of(dist.args, dist.parallel.pp)
-    except Unsupported:
+    except UnsupportedError:
         if items.flat:
             raise
         return None
@@ -167,7 +169,7 @@ def _optimizers(dist: DistFiles, items: SplitItems) -> list[tuple[bool | None, M
 
 
 def _check_rank_groups(dist: DistFiles, items: SplitItems) -> None:
-    """Raise `Corrupt` if rank groups disagree on the options of a parameter group, such as its learning rate."""
+    """Raise `CorruptError` if rank groups disagree on the options of a parameter group, such as its learning rate."""
     statements: list[Statement] = []
     for (chain, index), group_objects in sorted(items.objects.items()):
         optimizer = group_objects.get("optimizer")
@@ -221,5 +223,5 @@ def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:
 def _try_names(key: str, lengths: tuple[int, ...]) -> Sequence[tuple[str, tuple[int, ...]]]:
     try:
         return list(names_of(key, lengths))
-    except Corrupt:
+    except CorruptError:
         return []

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, slab
 from ckpt_formats.core.layout import Rule, cuts, split
 from ckpt_formats.core.tensor import Tensor
@@ -56,10 +56,10 @@ class _Stack:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The stacked tensor. Raises `Unsupported` if layers have different shapes or dtypes."""
+        """The stacked tensor. Raises `UnsupportedError` if layers have different shapes or dtypes."""
         first = next(iter(self.tensors.values()))
         if odd := next((t for t in self.tensors.values() if (t.shape, t.dtype) != (first.shape, first.dtype)), None):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(self.key.text)}` is {first.dtype.name} {list(first.shape)} in one layer, "
                 f"{odd.dtype.name} {list(odd.shape)} in another: Megatron could not stack them"
             )
@@ -128,7 +128,9 @@ class KeyedTensors:
             yield KeyedShards(key, tensor, tuple(blocks))
             return
         if not isinstance(rule.fused, tuple) or len(rule.fused) != len(names):
-            raise Unsupported(f"`{printable(name)}` is stored in the parts {', '.join(names)}, but its rule is: {rule}")
+            raise UnsupportedError(
+                f"`{printable(name)}` is stored in the parts {', '.join(names)}, but its rule is: {rule}"
+            )
         lengths = [int(length) for length in rule.fused]
         for part, length, at in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
             within = slab(tensor.shape, rule.axis, at, at + length)

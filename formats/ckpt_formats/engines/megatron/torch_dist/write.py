@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile_tree import tree_part, write_tree
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import Unsupported
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FileLayouts, FilePlan, Plan, Receipt, TensorRanges
 from ckpt_formats.core.notices import Notice, unsure
@@ -46,7 +46,7 @@ _FILES_PER_RANK = 2
 
 
 def plan(target: WriteLayout) -> Plan:
-    """The files of every rank. Raises `Unsupported` or `BadRules` for what Megatron could not load."""
+    """The files of every rank. Raises `UnsupportedError` or `RulesError` for what Megatron could not load."""
     _check_names(target)
     optimizer, items, keys = optimizer_of(target, frozen=True), RankExtras(target), Keys(target)
     if optimizer is not None:
@@ -145,7 +145,7 @@ def _by_rank(
 def _check_names(target: WriteLayout) -> None:
     for name, parameter in target.source.parameters.items():
         if parameter.role != "extra" and name.startswith(("language_model.", "word_embeddings", "lm_head.")):
-            raise Unsupported(
+            raise UnsupportedError(
                 f"`{printable(name)}` is a name from before Megatron core, which its distributed checkpoints do not "
                 "use",
                 where=target.source.path,
@@ -157,7 +157,7 @@ def _check_states(optimizer: WrittenOptimizer) -> None:
     for parameter in optimizer.trained.values():
         for state, tensor in parameter.states.items():
             if "." in state or (tensor.shape != parameter.weight.shape and state != "step"):
-                raise Unsupported(
+                raise UnsupportedError(
                     f"Megatron's distributed checkpoints have no place for the optimizer state `{printable(state)}` of "
                     f"`{printable(parameter.name)}`, of shape {list(tensor.shape)}",
                     hint="Use --to megatron-legacy, or --model-only.",
