@@ -5,7 +5,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -284,7 +284,7 @@ def _member(folder: Path, written: Manifest, step: int) -> Member:
         tuple(codecs),
         sum(DTYPES[t.dtype].itemsize * prod(t.shape) for entry in written.entries for t in entry.states.values()),
         stored,
-        datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         _errors(written),
         shared_packs(written),
     )
