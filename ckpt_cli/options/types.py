@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -24,7 +25,10 @@ class SizeType(click.ParamType[int]):
 
 
 class ShardType(click.ParamType[Any]):
-    """`i/N`, `auto` or `auto/N`: the share of the files that this process writes, with the words of the command."""
+    """`i/N`, `auto` or `auto/N`: the share of the files that this process writes, with the words of the command.
+
+    In these words, the share is numbers: `ckpt commit` repeats them where no job array is.
+    """
 
     name = "i/N"
 
@@ -37,7 +41,20 @@ class ShardType(click.ParamType[Any]):
         from ckpt.pipeline.shard import parse_shard
 
         words = ctx.meta.get("ckpt.words", ()) if ctx is not None else ()
-        return replace(parse_shard(value, os.environ), command=words)
+        shard = parse_shard(value, os.environ)
+        return replace(shard, command=_with_value(words, "--shard", str(shard)))
+
+
+def _with_value(words: Sequence[str], option: str, value: str) -> tuple[str, ...]:
+    """The words of a command line with another value of an option, which they have."""
+    end = words.index("--") if "--" in words else len(words)
+    replaced = list(words)
+    for i, word in enumerate(words[:end]):
+        if word.startswith(f"{option}="):
+            replaced[i] = f"{option}={value}"
+        elif word == option and i + 1 < len(words):
+            replaced[i + 1] = value
+    return tuple(replaced)
 
 
 class CheckpointPath(click.Path):

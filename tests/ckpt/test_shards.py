@@ -132,6 +132,47 @@ def test_commit_repeats_the_command_from_anywhere(
     assert files(tmp_path / "work" / "out") == local
 
 
+ARRAYS = {
+    "slurm": ("auto", {"SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "0"}, "SLURM_ARRAY_TASK_ID", 0),
+    "srun": ("auto", {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID", 0),
+    "kubernetes": ("auto/2", {}, "JOB_COMPLETION_INDEX", 0),
+    "lsf": ("auto", {"LSB_JOBINDEX_END": "2"}, "LSB_JOBINDEX", 1),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_commit_publishes_what_an_array_wrote_in_an_environment_without_the_array(
+    array: str, local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, shared, index, first = ARRAYS[array]
+    lease, command = None, (*COMMAND, f"--shard={text}") if array == "srun" else (*COMMAND, "--shard", text)
+    for task in range(2):
+        with monkeypatch.context() as here:
+            for name, value in {**shared, index: str(first + task)}.items():
+                here.setenv(name, value)
+            done = ckpt(*command)
+            assert done.code == 0, done.err
+        if lease is None:  # so that the last shard cannot publish
+            lease = FileLease(next(Path().glob(".out.*.shards.ckpt-partial")) / "lease")
+            assert lease.acquire() is None
+    assert lease is not None
+    lease.release()
+    assert not Path("out").exists()
+    monkeypatch.chdir(tmp_path)
+    if array == "slurm":  # `sbatch --wrap`: a batch step, which is no part of an array
+        monkeypatch.setenv("SLURM_PROCID", "0")
+    done = ckpt("commit", "work/out")
+    assert done.code == 0, done.err
+    assert files(tmp_path / "work" / "out") == local
+
+
+def test_a_job_records_its_shard_as_numbers(local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    assert ckpt(*COMMAND, "--shard", "auto/3").code == 0
+    [job] = Path().glob(".out.*.shards.ckpt-partial/job.json")
+    assert json.loads(job.read_text())["command"][-2:] == ["--shard", "1/3"]
+
+
 def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path) -> None:
     first, second, third = (FileLease(tmp_path / "lease") for _ in range(3))
     assert first.acquire() is None
