@@ -17,7 +17,9 @@ from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
     IncompleteError,
+    InvalidArgumentError,
     LockedError,
+    NoMatchError,
     NoSpaceError,
     NotFoundError,
     OutputError,
@@ -54,8 +56,12 @@ COMMANDS = {
     "completion": "ckpt_cli.commands.completion:completion",
 }
 
+USAGE = 2
+
 EXIT_CODES: dict[type[CkptError], int] = {
+    InvalidArgumentError: USAGE,
     NotFoundError: 10,
+    NoMatchError: 10,
     LockedError: 11,
     CorruptError: 20,
     IncompleteError: 20,
@@ -68,7 +74,9 @@ EXIT_CODES: dict[type[CkptError], int] = {
 """The first match counts, so a kind comes before its base class."""
 
 KINDS: dict[type[CkptError], str] = {
+    InvalidArgumentError: "usage",
     NotFoundError: "not found",
+    NoMatchError: "not found",
     LockedError: "locked",
     CorruptError: "damaged",
     IncompleteError: "incomplete",
@@ -80,7 +88,6 @@ KINDS: dict[type[CkptError], str] = {
 }
 """The names of the kinds in JSON."""
 
-USAGE = 2
 FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import NotFoundError, RulesError
+from ckpt_formats.core.errors import NoMatchError, RulesError
 from ckpt_formats.core.format import Naming, WritableFormat
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
@@ -31,7 +31,7 @@ def rename_by(
     is added. Lazy.
 
     `patterns` are pairs of a regular expression, searched anywhere in a name, and what stands in its place, with `\\1`
-    for its first group. Raises `NotFoundError` for a prefix or pattern that fits no name, `RulesError` for no regular
+    for its first group. Raises `NoMatchError` for a prefix or pattern that fits no name, `RulesError` for no regular
     expression, `UnsupportedError` if two parameters would get the same name.
     """
     names = {name: name for name in (*source, *source.aliases)}
@@ -58,8 +58,8 @@ def _replaced(names: Mapping[str, str], pattern: str, replacement: str) -> dict[
         raise RulesError(text, where="--rename", hint=r"Groups of the pattern are \1, \2, ...") from None
 
 
-def _no_name(what: str, option: str) -> NotFoundError:
-    return NotFoundError(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
+def _no_name(what: str, option: str) -> NoMatchError:
+    return NoMatchError(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
 
 
 def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) -> Checkpoint:

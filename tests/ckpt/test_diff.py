@@ -17,7 +17,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.registry import writable
 from damage import SAMPLES, ckpt
 from held import FLOATS, SHAPES, array, checkpoint, everything, parameter
@@ -167,14 +167,14 @@ def test_a_pattern_may_match_on_one_side_only() -> None:
     a, b = parameter("a", {"param": array(F32, (2,))}), parameter("b", {"param": array(F32, (2,))})
     first, second = checkpoint([a]), checkpoint([a, b])
     assert [(p.name, p.kind) for p in of(*select_both(first, second, Selection(("b",)))).pairs] == [("b", "added")]
-    with pytest.raises(NotFoundError, match="neither"):
+    with pytest.raises(NoMatchError, match="neither"):
         select_both(first, second, Selection(("neither",)))
 
 
 def test_states_are_compared_alone_if_asked_for() -> None:
     source = everything()
     assert {state for _, state in pair_tensors(source, source, ["exp_avg"]).first_tensors} == {"exp_avg"}
-    with pytest.raises(NotFoundError, match="momentum"):
+    with pytest.raises(NoMatchError, match="momentum"):
         pair_tensors(source, source, ["momentum"])
 
 

@@ -13,7 +13,7 @@ from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
 from ckpt_formats.core.edits import cast, select, weights_only
-from ckpt_formats.core.errors import NotFoundError, RulesError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Value
@@ -66,7 +66,7 @@ def test_choosing_twice_is_choosing_once(keep: list[str], drop: list[str]) -> No
 @pytest.mark.parametrize("side", ["keep", "drop"])
 def test_a_pattern_that_matches_nothing_is_surely_mistyped(side: str) -> None:
     given = (["layer.0", "nothing"], []) if side == "keep" else ([], ["nothing"])
-    with pytest.raises(NotFoundError, match=r"nothing|layer\.0"):
+    with pytest.raises(NoMatchError, match=r"nothing|layer\.0"):
         select(SOURCE, *given)
 
 
@@ -159,8 +159,8 @@ def test_names_are_changed_by_prefixes_and_patterns() -> None:
         assert bits(read(renamed[new].weight)) == bits(read(SOURCE[old].weight))
     assert [group.names for group in renamed.groups] == [tuple(expected[n] for n in g.names) for g in SOURCE.groups]
     for wrong, kind in (
-        ({"patterns": [("nought", "x")]}, NotFoundError),
-        ({"strip_prefix": "nought"}, NotFoundError),
+        ({"patterns": [("nought", "x")]}, NoMatchError),
+        ({"strip_prefix": "nought"}, NoMatchError),
         ({"patterns": [(".*", "same")]}, UnsupportedError),
         ({"patterns": [("(", "")]}, RulesError),
         ({"patterns": [("w", r"\3")]}, RulesError),

@@ -13,7 +13,7 @@ from ckpt.pipeline import Resources, seals_error
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import NoSpaceError, OutputError
+from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.locking import FULL
@@ -60,6 +60,8 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
     known = {} if before is None else before.blobs
     try:
         _write(path, tasks, known, checkpoint, resources)
+    except CkptError:
+        raise
     except OSError as error:
         kind, hint = (NoSpaceError, "Free some.") if error.errno in FULL else (OutputError, None)
         text = "no space left on the disk" if kind is NoSpaceError else f"cannot be written: {error.strerror or error}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter, SourceFile
-from ckpt_formats.core.errors import NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import NoMatchError, UnsupportedError
 from ckpt_formats.core.geometry import Box, missing
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import Fragment, Tensor
@@ -36,16 +36,14 @@ class RankSet:
 def lost_by_name(live: Checkpoint, patterns: Sequence[str]) -> LostBlocks:
     """All of the parameters whose names match a regular expression, searched anywhere in the name.
 
-    Step counts are not lost. Raises `NotFoundError` for a pattern that matches nothing.
+    Step counts are not lost. Raises `NoMatchError` for a pattern that matches nothing.
     """
     blocks: dict[tuple[str, str], tuple[Box, ...]] = {}
     for pattern in patterns:
         safe_pattern(pattern, "--lost")
         matching = [live.parameters[name] for name in live if re.search(pattern, name)]
         if not matching:
-            raise NotFoundError(
-                f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names."
-            )
+            raise NoMatchError(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
         for parameter in matching:
             states = (state for state in parameter.states if state != STEP_COUNT)
             blocks |= {(parameter.name, state): (Box.whole(parameter.states[state].shape),) for state in states}
@@ -56,7 +54,7 @@ def lost_by_rank(live: Checkpoint, ranks: Sequence[RankSet]) -> LostBlocks:
     """What only files of these ranks have, or no file.
 
     Of a parameter, a block is lost in all states of the weight's shape, so that master, copy and moments are of one
-    step. Raises `NotFoundError` for a rank that wrote no file, `UnsupportedError` if the dimension is not clear.
+    step. Raises `NoMatchError` for a rank that wrote no file, `UnsupportedError` if the dimension is not clear.
     """
     files = lost_files(live, ranks)
     blocks: dict[tuple[str, str], tuple[Box, ...]] = {}
@@ -75,7 +73,7 @@ def lost_by_rank(live: Checkpoint, ranks: Sequence[RankSet]) -> LostBlocks:
 def lost_files(live: Checkpoint, ranks: Sequence[RankSet]) -> frozenset[Path]:
     """The files of ranks.
 
-    Raises `NotFoundError` for a rank that wrote none, `UnsupportedError` if the dimension is not clear.
+    Raises `NoMatchError` for a rank that wrote none, `UnsupportedError` if the dimension is not clear.
     """
     files: set[Path] = set()
     for one in ranks:
@@ -83,7 +81,7 @@ def lost_files(live: Checkpoint, ranks: Sequence[RankSet]) -> frozenset[Path]:
         for number in one.numbers:
             matching = {file.path for file in live.files if file.rank.get(dimension) == number}
             if not matching:
-                raise NotFoundError(
+                raise NoMatchError(
                     f"no file is of rank {number} ({printable(dimension)})",
                     where=live.path,
                     hint="`ckpt inspect -v` lists files and their ranks.",

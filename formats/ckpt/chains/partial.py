@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, NoMatchError, UnsupportedError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.joined_seals import JoinedSeals
@@ -46,14 +46,14 @@ def recover_partially(
     file of the live checkpoint has (`ReadOptions.missing_files`). Step counts, groups and extras are the live ones.
     A block is taken in all states of the weight's shape: master, copy and moments are of one step.
 
-    Raises `NotFoundError` if nothing is lost, `IncompleteError` if the saved checkpoint lacks a block,
+    Raises `NoMatchError` if nothing is lost, `IncompleteError` if the saved checkpoint lacks a block,
     `UnsupportedError` if it has another shape or type, or is of a later step.
     """
     files = lost_files(live, lost_ranks) | {file.path for file in live.files if not file.path.exists()}
     named, of_ranks = lost_by_name(live, lost_names), lost_by_rank(live, lost_ranks)
     blocks = {**of_ranks, **named}  # a parameter that is lost by name is lost as a whole
     if not blocks:
-        raise NotFoundError(
+        raise NoMatchError(
             "nothing is lost: all blocks of the live checkpoint are in its files",
             where=live.path,
             hint="State what is lost: names (--lost) or ranks (--lost-ranks).",

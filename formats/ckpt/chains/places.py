@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline import Resources
-from ckpt_formats.core.errors import IncompleteError, LockedError, OutputError
+from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
@@ -205,6 +205,8 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
             chain, version = _read(now, bucket) if (now / file.NAME).is_file() else (None, None)
             # The store keeps conditions: the jobs within need not try it again.
             yield StorePlace(now, chain, replace(resources, locks=False), bucket, lease, scratch, version)
+    except CkptError:
+        raise
     except OSError as error:
         raise unwritable(error, run) from error
 

@@ -174,12 +174,12 @@ def _replayed(
         try:
             stage.mkdir(exist_ok=True)
             Job(source, folder, _with_content(source, Universal())).run(resources, progress)
-        except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
         except CkptError:
             with suppress(OSError):
                 stage.rmdir()  # fails if it is not empty: then an equal job can continue
             raise
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
     replayed = Universal().read(folder, ReadOptions())
     return replace(replayed, history=source.history)
 

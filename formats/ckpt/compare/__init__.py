@@ -45,7 +45,7 @@ def diff(
     """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
 
     `only` and `skip` are patterns of names, `states` names of states (`weight`, `exp_avg`, ...). With `tensors_only`,
-    extras, counters and the optimizer's options are left out. Raises `NotFoundError` for a pattern that matches
+    extras, counters and the optimizer's options are left out. Raises `NoMatchError` for a pattern that matches
     nothing,
     `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
     """

@@ -20,7 +20,7 @@ from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
-from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.state_table import TabulatedParameters
@@ -97,13 +97,13 @@ class Diff:
 
 
 def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:
-    """The tensors of both, all or those of some states. Raises `NotFoundError` for a state that neither has."""
+    """The tensors of both, all or those of some states. Raises `NoMatchError` for a state that neither has."""
     first_tensors, second_tensors = _tensors(first), _tensors(second)
     known = {state for _, state in (*first_tensors, *second_tensors)}
     for state in states:
         if state not in known:
             hint = f"There are: {', '.join(map(printable, sorted(known)))}."
-            raise NotFoundError(f"no tensor has the state `{printable(state)}`", hint=hint)
+            raise NoMatchError(f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
         first_tensors, second_tensors = (_of_states(tensors, states) for tensors in (first_tensors, second_tensors))
     return TensorPairs(first, second, first_tensors, second_tensors)

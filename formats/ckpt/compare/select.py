@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
-from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
@@ -32,15 +32,13 @@ class Selection:
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
     """Both checkpoints with the parameters that are chosen.
 
-    Raises `NotFoundError` for a pattern that matches in neither.
+    Raises `NoMatchError` for a pattern that matches in neither.
     """
     names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
     for pattern in (*choice.keep, *choice.drop):
         safe_pattern(pattern, "only or skip (--only, --skip)")
         if not any(re.search(pattern, name) for name in names):
-            raise NotFoundError(
-                f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names."
-            )
+            raise NoMatchError(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
     return _chosen(first, choice), _chosen(second, choice)
 
 

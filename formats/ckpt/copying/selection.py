@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
-from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.folders import entries_of, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
@@ -233,6 +233,8 @@ def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
     """
     try:
         entries = sorted(entries_of(root), key=lambda entry: entry.name)
+    except CkptError:
+        raise
     except OSError as error:
         raise NotFoundError(f"cannot be listed: {error.strerror or error}", where=root) from None
     for entry in entries:

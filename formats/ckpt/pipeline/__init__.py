@@ -152,14 +152,14 @@ def write(
             staging.reached("committed")
             check_unchanged(identities)
             stage.publish(plan.single_file)
-        except OSError as error:
-            raise system_error(error, stage, identities) from error
         except CkptError as error:
             if isinstance(error, OutputError):
                 raise
             stage.discard()
             check_unchanged(identities)  # the error then states the cause
             raise
+        except OSError as error:
+            raise system_error(error, stage, identities) from error
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
     return Result(listed_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)

@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
-from ckpt_formats.core.errors import LockedError, OutputError
+from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.stores.bucket import Bucket, Version
 
@@ -92,6 +92,8 @@ def hold_lease(bucket: Bucket, key: str, target: object, conditions: bool = True
     """
     try:
         lease = _take(bucket, key, target)
+    except CkptError:
+        raise
     except OSError as error:
         raise unwritable(error, Path(key)) from error
     try:

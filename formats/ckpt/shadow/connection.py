@@ -141,6 +141,8 @@ def _connect(address: NetworkAddress, credentials: Credentials, where: str) -> s
         context = ssl.create_default_context(cafile=credentials.certificate)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         return context.wrap_socket(plain, server_hostname=address.host)
+    except CkptError:
+        raise
     except ssl.SSLError as error:
         plain.close()
         raise UnsafeError(f"the shadow is not trusted: {error.reason or error}", where=where, hint=_TLS_HINT) from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
@@ -52,6 +52,8 @@ def read_tree(path: Path) -> tuple[Value, int]:
             root = reader.value(0)
             reader.check_end()
             return root, reader.nbytes
+        except CkptError:
+            raise
         except OSError as error:
             raise unreadable(error, path) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_formats.containers.stand_ins import check_stand_in
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
-from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.open_file import stream_nbytes
@@ -76,6 +76,8 @@ def read_header(path: Path) -> SafetensorsFile:
                     hint="It was damaged or cut off: copy or download it again.",
                 )
             encoded = file.read(length)
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
     header = parse_json_object(encoded, path)

@@ -223,7 +223,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def select(self, only: Sequence[str] = (), skip: Sequence[str] = ()) -> "Checkpoint":
         """The parameters whose names match one of `only` (all, if empty) and none of `skip`. Extras stay.
 
-        Patterns are regular expressions, searched anywhere in a name. Raises `NotFoundError` for one that matches
+        Patterns are regular expressions, searched anywhere in a name. Raises `NoMatchError` for one that matches
         nothing.
         """
         from ckpt_formats.core import edits
@@ -248,7 +248,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
-        Raises `NotFoundError` for a name that no parameter has, `UnsupportedError` if two would get the same name.
+        Raises `NoMatchError` for a name that no parameter has, `UnsupportedError` if two would get the same name.
         """
         from ckpt_formats.core import edits
 
@@ -257,7 +257,7 @@ class Checkpoint(Mapping[str, Parameter]):
     def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
         """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 
-        Raises `NotFoundError` for a name that no parameter has, `UnsupportedError` for another shape.
+        Raises `NoMatchError` for a name that no parameter has, `UnsupportedError` for another shape.
         """
         from ckpt_formats.core import edits
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
-from ckpt_formats.core.errors import NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import NoMatchError, UnsupportedError
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -63,7 +63,7 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
     for pattern in (*only, *skip):
         safe_pattern(pattern, "--only or --skip")
         if not any(re.search(pattern, name) for name in source.parameters):
-            raise NotFoundError(
+            raise NoMatchError(
                 f"no parameter matches `{printable(pattern)}`",
                 where=source.path,
                 hint="`ckpt inspect` lists their names.",
@@ -121,7 +121,7 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
         chosen = dict(names)
         for name in chosen:
             if name not in source.parameters and name not in source.aliases:
-                raise NotFoundError(
+                raise NoMatchError(
                     f"no parameter is called `{printable(name)}`", hint="`ckpt inspect` lists their names."
                 )
     new = {name: chosen.get(name, name) for name in source.parameters}
@@ -154,7 +154,7 @@ def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     for key, given in arrays.items():
         name, values = source.aliases.get(key, key), np.array(given, order="C")
         if name not in parameters:
-            raise NotFoundError(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
+            raise NoMatchError(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
         parameter = parameters[name]
         if values.shape != parameter.weight.shape:
             shapes = f"{list(parameter.weight.shape)}, not {list(values.shape)}"

@@ -1,7 +1,9 @@
 """The errors of this program: one class for each kind that a user can act upon.
 
     CkptError
-    ├── NotFoundError      nothing is here, or nothing that a format recognises
+    ├── InvalidArgumentError  an argument has a value that it cannot have; a `ValueError`
+    ├── NotFoundError      nothing is here, or nothing that a format recognises; a `FileNotFoundError`
+    ├── NoMatchError       a name, pattern or state that nothing has; a `LookupError`
     ├── UnsupportedError   recognised, but this version cannot do it
     ├── UnsafeError        refused: it would run code, leave a folder or exhaust the machine
     ├── CorruptError       the bytes contradict each other
@@ -16,6 +18,7 @@ Only `ckpt_cli.main` makes messages and exit codes of them.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -37,8 +40,24 @@ class CkptError(Exception):
         return self.what if self.where is None else f"{self.where}: {self.what}"
 
 
-class NotFoundError(CkptError):
-    """There is nothing at this path, or nothing that any format recognises."""
+class InvalidArgumentError(CkptError, ValueError):
+    """An argument, or an option of a format, has a value that it cannot have. No file is to blame."""
+
+
+class NoMatchError(CkptError, LookupError):
+    """Nothing has this name or state, or matches this pattern."""
+
+
+class NotFoundError(CkptError, FileNotFoundError):
+    """There is nothing at this path, or nothing that any format recognises.
+
+    As an `OSError`, it has `errno`, `strerror` and `filename`. Code that turns errors of the system into others
+    therefore catches `CkptError` first.
+    """
+
+    def __init__(self, what: str, *, where: str | Path | None = None, hint: str | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.errno, self.strerror, self.filename = errno.ENOENT, what, self.where
 
 
 class UnsupportedError(CkptError):
@@ -90,6 +109,8 @@ def form_of(what: str, where: Path) -> Iterator[None]:
     checkpoint."""
     try:
         yield
+    except CkptError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(
             f"the files lack the form of {what}: {flaw(error)}",

@@ -27,7 +27,7 @@ from isal import isal_zlib
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.coverage import Piece
-from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.evidence import Evidence, evidence_of, joined
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
@@ -416,8 +416,10 @@ _HINTS = {
 }
 
 
-def unreadable(error: OSError, path: Path) -> CorruptError | NotFoundError:
-    """The error for a file that the system did not let us read, with the reason."""
+def unreadable(error: OSError, path: Path) -> CkptError:
+    """The error for a file that the system did not let us read, with the reason; one of ours stays what it is."""
+    if isinstance(error, CkptError):
+        return error
     if isinstance(path, StorePath):
         return NotFoundError(f"cannot be read: {error.strerror}", where=path)
     if error.errno == errno.EIO:

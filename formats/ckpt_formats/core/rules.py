@@ -26,7 +26,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_formats.core.errors import RulesError, UnsafeError
+from ckpt_formats.core.errors import CkptError, RulesError, UnsafeError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.formula import is_formula
 from ckpt_formats.core.layout import ParallelGroup, Partitioning, Rule
@@ -79,6 +79,8 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
         import tomli as tomllib
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, and numbers without end

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePath
 from typing import Any, NoReturn, Protocol
 
+from ckpt_formats.core.errors import CkptError
+
 _BLOCK = 1 << 20
 """Bytes that a buffered file reads at once."""
 
@@ -170,6 +172,8 @@ class StorePath(PosixPath):
     def _has_mode(self, is_kind: Callable[[int], bool]) -> bool:
         try:
             return is_kind(self.stat().st_mode)
+        except CkptError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             return False
 

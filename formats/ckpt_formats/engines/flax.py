@@ -12,7 +12,7 @@ from ckpt_formats.containers.msgpack import MAX_DEPTH, array_pieces, map_header,
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
-from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -127,6 +127,8 @@ def _begins_as_dict(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             head = file.read(6)
+    except CkptError:
+        raise
     except OSError:
         return False
     return _DICT.match(head) is not None

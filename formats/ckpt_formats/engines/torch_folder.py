@@ -16,7 +16,7 @@ from typing import Literal
 from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, form_of
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError, form_of
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -260,6 +260,8 @@ def _is_torch(path: Path) -> bool:
             return False
         with path.open("rb") as file:
             head = file.read(2)
+    except CkptError:
+        raise
     except OSError:
         return False
     return head.startswith(STARTS)

@@ -30,7 +30,7 @@ from ckpt_formats.core.checkpoint import (
     Role,
     SourceFile,
 )
-from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsupportedError, flaw
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsupportedError, flaw
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
@@ -69,6 +69,8 @@ class Torch(WritableFormat):
         try:
             with path.open("rb") as file:
                 head = file.read(2)
+        except CkptError:
+            raise
         except OSError:
             return False
         return head.startswith(STARTS) or path.suffix in _SUFFIXES

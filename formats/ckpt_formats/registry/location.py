@@ -139,6 +139,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _check_there(path: Path) -> None:
     try:
         path.stat()
+    except CkptError:
+        raise
     except FileNotFoundError:
         raise NotFoundError("there is nothing at this path", where=printable(str(path)), hint=_meant(path)) from None
     except OSError as error:

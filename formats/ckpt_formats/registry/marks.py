@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of
 
 
@@ -85,6 +86,8 @@ class Place:
         """The names in a folder, in lower case and as they are; none if it cannot be read."""
         try:
             return [(entry.name.lower(), entry.name) for entry in entries_of(self._path)]
+        except CkptError:
+            raise
         except (OSError, ValueError):  # ValueError: no path has a zero byte
             return []
 
@@ -101,6 +104,8 @@ class Place:
         try:
             with self._path.open("rb") as file:
                 return file.read(1)
+        except CkptError:
+            raise
         except OSError:
             return b""
 
@@ -115,6 +120,8 @@ def _may_exist(path: Path) -> bool:
     """Whether there is something at a path; True also if that cannot be told, so that the format reports why."""
     try:
         path.lstat()
+    except CkptError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):

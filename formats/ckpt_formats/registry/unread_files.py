@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of, is_harmless
 from ckpt_formats.core.notices import Notice, Weight
 
@@ -67,6 +68,8 @@ def _entries(path: Path, around: Collection[tuple[str, ...]]) -> Iterator[tuple[
         try:
             entries = zip(entries_of(path.joinpath(*parts)), range(_MAX_ENTRIES - seen), strict=False)
             here = sorted((entry.name, entry.is_dir()) for entry, _ in entries)
+        except CkptError:
+            raise
         except OSError:
             continue  # the reader could read what it needs
         seen += len(here)

@@ -160,6 +160,8 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
             objects = retried(lambda: _listed(api, kind, name, commit, root))
+    except CkptError:
+        raise
     except HfHubHTTPError as error:
         raise _refused(error, where, revision) from None
     except HFValidationError:

@@ -11,7 +11,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -359,6 +359,8 @@ def _length(path: Path, stated: int, what: str) -> int:
     """The length of a file, which is the one that the manifest states."""
     try:
         nbytes = path.stat().st_size
+    except CkptError:
+        raise
     except FileNotFoundError:
         raise IncompleteError(f"a {what} of the checkpoint is missing", where=path) from None
     except OSError as error:

@@ -24,7 +24,7 @@ from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt.pipeline.writers import FileWork, check_scales_out
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import IncompleteError
+from ckpt_formats.core.errors import CkptError, IncompleteError
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.seal_checks import SealChecks
@@ -99,6 +99,8 @@ def write_shard(
                         check_unchanged(identities)
 
                     stage.publish(in_order, commit)
+        except CkptError:
+            raise
         except OSError as error:
             raise pipeline.system_error(error, stage, identities) from error
     total = sum(receipt.nbytes for receipt in in_order)

@@ -27,7 +27,7 @@ from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
 from ckpt.pipeline.shards.shard_staging import ShardStaging
 from ckpt.pipeline.staging import exists
-from ckpt_formats.core.errors import NotFoundError, OutputError
+from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush, flush_all, rename_new
@@ -220,6 +220,8 @@ def _job_in(folder: Path) -> ShardJob:
     path = folder / JOB
     try:
         return ShardJob.from_json(path.read_bytes(), path)
+    except CkptError:
+        raise
     except OSError:
         return ShardJob.from_json(b"", path)
 

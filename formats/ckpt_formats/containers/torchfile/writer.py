@@ -20,7 +20,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile.pickle_writer import Persistent, emit
 from ckpt_formats.containers.torchfile.storages import STORAGE_CLASSES, Storage, TensorRef
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import NoSpaceError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Shape, slabs
 from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
@@ -268,6 +268,8 @@ def write_file(path: Path, root: Value, chunks: Chunks, stem: str | None = None)
         with open(path, "wb") as file:
             for part in layout.stream(chunks, crcs):
                 file.write(part)
+    except CkptError:
+        raise
     except OSError as error:
         raise unwritable(error, path) from error
     return layout.seals(path, crcs)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import IncompleteError, NotFoundError
+from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -59,6 +59,8 @@ def is_checkpoint(path: Path) -> bool:
             return True
         steps = _steps(path)
         return bool(steps) and (len({prefix for prefix, _, _ in steps}) == 1 or steps[0][2].parent != path)
+    except CkptError:
+        raise
     except OSError:
         return False
 
@@ -82,6 +84,8 @@ def find(path: Path) -> FoundFolders:
                 tuple(_member(path / name) for name in ACCELERATE if (path / name).is_dir()), (), _number(path.name)
             )
         return _newest(path)
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Seal, unreadable
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
@@ -42,6 +42,8 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
     """The index of the checkpoint at a path. Raises a subclass of `CkptError` if it cannot be read."""
     try:
         return _checkpoint(path, options)
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
 
@@ -221,6 +223,8 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> di
                 continue
             try:
                 sizes[file] = (folder / file).stat().st_size
+            except CkptError:
+                raise
             except (OSError, ValueError):
                 missing.append(file)
         _check_serialization(folder, metadata)

@@ -95,6 +95,8 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
         with unrecorded(), open_regular(latest) as file:
             raw = file.read(_MAX_POINTER_BYTES + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, latest) from error
     tag = raw.decode("utf-8", "replace").strip()
@@ -127,6 +129,8 @@ def sort_files(path: Path) -> Folder:
     folder = Folder(path, {}, {}, {}, {}, {}, {})
     try:
         names = sorted(entry.name for entry in path.iterdir())
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
     for name in names:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -93,6 +93,8 @@ def list_folder(path: Path) -> Folder:
     """
     try:
         names = sorted(entry.name for entry in path.iterdir())
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
     sized = {name: match for name in names if (match := _VERL.fullmatch(name))}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_formats.core.errors import LockedError, OutputError
+from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
@@ -49,14 +49,14 @@ def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[Chai
                 if created and os.listdir(run) == [LOCK]:  # nothing was added
                     os.unlink(run / LOCK)
                     os.rmdir(run)
-    except OSError as error:
-        raise unwritable(error, run) from error
-    except OutputError:
-        if created:
+    except CkptError as error:
+        if created and isinstance(error, OutputError):
             with suppress(OSError):
                 os.unlink(run / LOCK)
                 os.rmdir(run)
         raise
+    except OSError as error:
+        raise unwritable(error, run) from error
 
 
 def peek(run: Path) -> ChainIndex | None:

@@ -22,7 +22,7 @@ import xxhash
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import CorruptError, IncompleteError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.open_file import OpenFile, open_file
 
@@ -200,6 +200,8 @@ def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], RankL
     try:
         with closing(open_file(path)) as file:
             return scan_file(file)
+    except CkptError:
+        raise
     except FileNotFoundError:
         raise IncompleteError(f"the log of rank {head.rank} is missing", where=path) from None
     except OSError as error:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_formats.core.errors import IncompleteError
+from ckpt_formats.core.errors import CkptError, IncompleteError
 from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.engines.deepspeed.folder import Folder, check_models, sort_files
@@ -73,6 +73,8 @@ def _states(zero: Path) -> dict[str, dict[str, Path]]:
             entries = sorted(entries_of(folder), key=lambda entry: entry.name)
             inner = [folder / entry.name for entry in entries if entry.is_dir() and not entry.is_symlink()]
             names = [entry.name for entry in entries if entry.name.endswith(".pt") and not entry.is_dir()]
+        except CkptError:
+            raise
         except OSError as error:
             raise unreadable(error, zero) from error
         pending += reversed(inner)

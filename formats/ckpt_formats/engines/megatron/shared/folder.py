@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.text import printable
@@ -117,6 +117,8 @@ def rank_folders(path: Path) -> list[RankFolder]:
     folders: dict[tuple[int, ...], RankFolder] = {}
     try:
         names = sorted(entry.name for entry in path.iterdir())
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, path) from error
     for name in names:
@@ -134,6 +136,8 @@ def _latest(path: Path) -> str:
     try:
         with unrecorded(), open_regular(pointer) as file:
             text = file.read(_MAX_POINTER_BYTES + 1).decode("utf-8", "replace").strip()
+    except CkptError:
+        raise
     except OSError as error:
         raise unreadable(error, pointer) from error
     if text == "release":

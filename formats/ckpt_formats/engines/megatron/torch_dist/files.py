@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Fragment, Tensor
@@ -161,6 +161,8 @@ def _shards(path: Path, metadata: Metadata, common: TorchFile) -> Iterator[Sourc
     for file in metadata.files:
         try:
             size = (path / file).stat().st_size
+        except CkptError:
+            raise
         except (OSError, ValueError):
             raise IncompleteError(
                 f"{printable(file)} is missing, but .metadata names it", where=path, hint="Copy the files of all ranks."
