@@ -150,7 +150,8 @@ _FIGURES = {
     "rms": ("number?", "the root of the mean square of the differences"),
     "relative": ("number?", "their norm divided by that of the first"),
     "cosine": ("number?", "the cosine between both"),
-    "not_finite": ("int", "differences that are NaN or infinite"),
+    "not_finite": ("int", "elements that are NaN or infinite in one or both; if any, the figures above are null"),
+    "codes": ("int", "elements of quantised weights, of which only the bits are compared"),
     "histogram": (
         {"lowest": ("int", "the power of two of the first count"), "counts": (["int"], "differences by power of two")},
         "how large the differences are",

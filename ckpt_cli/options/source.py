@@ -212,6 +212,7 @@ def edits(command: F) -> F:
         from pathlib import Path
 
         from ckpt.rename import use_names
+        from ckpt_cli.reading import noted
 
         if only or skip:
             source = source.select(only, skip)
@@ -221,7 +222,7 @@ def edits(command: F) -> F:
             config = click.get_current_context().params.get("config")
             source = use_names(source, names, Path(config) if config else None)
         if dtype:
-            source = source.cast(dtype)
+            source = noted(source.cast(dtype))
         return command(*args, source=source, **arguments)
 
     return cast(F, with_options(edited, *_EDITS, group="Edits"))

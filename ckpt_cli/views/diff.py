@@ -18,7 +18,7 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import diff_page, page
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
-from ckpt_formats.core.notices import Weight
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 SORTS: dict[str, Callable[[TensorDiff], Any]] = {
@@ -71,7 +71,10 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
         click.echo(f"{pair.kind:>9}  {printable(pair.name)} {printable(pair.state)}  {printable(pair.what)}")
     if top and len(unpaired) > top:
         click.echo(f"{'':>9}  and {len(unpaired) - top} more that are not on both sides")
-    differing = sorted((pair for pair in result.compared if pair.kind != "equal"), key=SORTS[sort])
+    differing = sorted(
+        (pair for pair in result.compared if pair.kind != "equal"),
+        key=lambda pair: (not pair.sums.not_finite, SORTS[sort](pair)),
+    )
     if differing:
         click.echo(_HEAD)
     for pair in differing[:top] if top else differing:
@@ -90,7 +93,9 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
 
 def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:
     click.echo(f"\nby {' and '.join(by)}\n{_HEAD}")
-    groups.sort(key=lambda row: SORTS[sort](TensorDiff(" ".join(row[0]), "", "changed", "", row[1])))
+    groups.sort(
+        key=lambda row: (not row[1].not_finite, SORTS[sort](TensorDiff(" ".join(row[0]), "", "changed", "", row[1])))
+    )
     for key, total in groups[:top] if top else groups:
         click.echo(f"{_row(total)}  {' '.join(map(printable, key))}")
     if top and len(groups) > top:
@@ -104,26 +109,33 @@ def note_differences(first: Checkpoint, second: Checkpoint, result: Diff) -> Non
     for which, checkpoint in (("first", first), ("second", second)):
         if checkpoint.errors:
             notes.note(f"{len(checkpoint.errors)} states of the {which} are approximate: they were coded with loss")
+    codes = tuple(dict.fromkeys(pair.name for pair in result.compared if pair.sums.codes))
+    if codes:
+        notes.note(Notice("codes and scales of quantised weights: only their bits are compared", codes))
 
 
 def _summary(first: Checkpoint, second: Checkpoint, result: Diff, unpaired: Sequence[TensorDiff]) -> str:
     compared = result.compared
     total = sum((pair.sums for pair in compared), DiffSums())
     unequal = sum(pair.kind != "equal" for pair in compared)
+    strange = [pair.sums.not_finite for pair in compared if pair.sums.not_finite]
+    finite = f", {sum(strange):,} NaN or infinite in {len(strange):,} tensors" if strange else ""
     steps = "" if result.same_step else f", step {first.origin.step} -> {second.origin.step}"
     if result.same:
-        return f"the same: {len(compared)} tensors, {total.elements:,} elements, every bit{steps}"
+        return f"the same: {len(compared)} tensors, {total.elements:,} elements, every bit{finite}{steps}"
     lacking = f", {len(unpaired)} not comparable" if unpaired else ""
     values = f", {len(result.values)} other values" if result.values else ""
     return (
         f"different: {unequal} of {len(compared)} tensors{lacking}, {total.changed:,} of {total.elements:,} elements"
-        f"{values}{steps}"
+        f"{finite}{values}{steps}"
     )
 
 
 def _row(sums: DiffSums) -> str:
     share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
+    if not sums.is_measured:
+        strange = f"  ({sums.not_finite:,} not finite)" if sums.not_finite else ""
+        return f"{share:>9} {'-':>9} {'-':>9} {'-':>9} {'-':>10}{strange}"
     cosine = "-" if sums.cosine is None else f"{sums.cosine:.7f}"
     relative = "-" if sums.relative is None else f"{sums.relative:.3g}"
-    strange = f"  ({sums.not_finite:,} not finite)" if sums.not_finite else ""
-    return f"{share:>9} {sums.largest:>9.3g} {sums.rms:>9.3g} {relative:>9} {cosine:>10}{strange}"
+    return f"{share:>9} {sums.largest:>9.3g} {sums.rms:>9.3g} {relative:>9} {cosine:>10}"

@@ -13,6 +13,7 @@ from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.quantised import check_not_quantised
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 
@@ -62,6 +63,8 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     if not sources:
         raise UnsupportedError("an average needs at least one checkpoint")
     numbers = _checked_weights(sources, weights)
+    for source in sources:
+        check_not_quantised(source, "averaged")
     models = [model_of(source) for source in sources]
     names = _shared_names(models)
     parameters: dict[str, Parameter] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.combine.adapter import adapter_config, adapter_tensors, prefix_change
+from ckpt.combine.adapter import BASE_LAYER, adapter_config, adapter_tensors, prefix_change
 from ckpt.combine.merge import LoraMerge
 from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
@@ -13,6 +13,7 @@ from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.quantised import check_not_quantised
 from ckpt_formats.core.tensor import Tensor
 
 
@@ -59,6 +60,8 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
     base = model_of(model)
     base = replace(base, aliases={alias: name for alias, name in base.aliases.items() if name in base.parameters})
     updates, full = adapter_tensors(adapter)
+    concerned = {*updates, *(name.replace(BASE_LAYER, ".").rpartition(".")[0] for name in full)}
+    check_not_quantised(base, "merged", concerned)
     prefix = prefix_change(adapter, updates, full, base)
     merge = LoraMerge(base, adapter, config, prefix, 1.0 if scale is None else float(scale))
     new = {**merge.full_tensors(full), **merge.updated_weights(updates, full)}

@@ -11,7 +11,10 @@ _HEADS = ("changed", "largest", "relative", "cosine")
 def of_diff(diff: Diff) -> str:
     """The verdict, a row for each kind of state, and the tensors that changed most, as HTML."""
     compared = diff.compared
-    differing = sorted((pair for pair in compared if pair.kind != "equal"), key=lambda pair: -(pair.sums.relative or 0))
+    differing = sorted(
+        (pair for pair in compared if pair.kind != "equal"),
+        key=lambda pair: (not pair.sums.not_finite, -(pair.sums.relative or 0)),
+    )
     unpaired = [(pair.name, pair.state, pair.kind, pair.what) for pair in diff.pairs if pair.kind not in COMPARED]
     total = sum((pair.sums for pair in compared), DiffSums())
     facts = [f"{total.changed:,} of {total.elements:,} elements changed", f"{len(diff.values):,} other values differ"]
@@ -35,6 +38,8 @@ def of_diff(diff: Diff) -> str:
 
 def _figures(sums: DiffSums) -> tuple[str, str, str, str]:
     share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
+    if not sums.is_measured:
+        return share, f"{sums.not_finite:,} not finite" if sums.not_finite else "codes", "-", "-"
     relative = "-" if sums.relative is None else f"{sums.relative:.3g}"
     cosine = "-" if sums.cosine is None else f"{sums.cosine:.7f}"
     return share, f"{sums.largest:.3g}", relative, cosine

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from ckpt.compare.sums import DiffSums, diff_sums
+from ckpt.compare.sums import DiffSums, changed_codes, diff_sums
 from ckpt.compare.tables import WEIGHT, Key, TablePairs, TableTensors
 from ckpt.compare.values import values
 from ckpt.pipeline import CountBytes, Resources
@@ -23,6 +23,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
+from ckpt_formats.core.quantised import parts_of, quantised_weights
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -61,6 +62,7 @@ class TensorDiff:
     state: str
     kind: Kind
     what: str = ""
+    """How types or shapes differ; `codes` if the numbers alone mean nothing, so that only bits are compared."""
     sums: DiffSums = field(default_factory=DiffSums)
 
 
@@ -135,6 +137,7 @@ def compare(
             equal = TablePairs.of(first_tensors, second_tensors).equal(resources, count)
             pairs += [TensorDiff(*key, "equal", "", DiffSums(size)) for key, size in equal.items()]
 
+        codes = {*parts_of(quantised_weights(both.first)), *parts_of(quantised_weights(both.second))}
         files = [*both.first.identities, *both.second.identities]
         own = resources.beside_prefetch() if reads_from_stores(files) else resources
 
@@ -145,7 +148,7 @@ def compare(
                 Reader(check=False, max_files=resources.files, planned=planned) as reader,
                 Transfer(reader, own.slab, count) as transfer,
             ):
-                return [_pair(*key, a, b, transfer) for key, a, b in batch]
+                return [_pair(*key, a, b, transfer, key[0] in codes) for key, a, b in batch]
 
         both_have = (key for key in first_tensors if key in second_tensors and key not in equal)
         found = ((key, first_tensors[key], second_tensors[key]) for key in both_have)
@@ -199,12 +202,12 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
-def _pair(name: str, state: str, a: Tensor, b: Tensor, transfer: Transfer) -> TensorDiff:
-    if a.shape != b.shape:
+def _pair(name: str, state: str, a: Tensor, b: Tensor, transfer: Transfer, are_codes: bool) -> TensorDiff:
+    if a.shape != b.shape or (are_codes and a.dtype != b.dtype):
         return TensorDiff(name, state, "reshaped", f"{_described(a)} -> {_described(b)}")
-    total = DiffSums()
+    sums, total = changed_codes if are_codes else diff_sums, DiffSums()
     for box in transfer.boxes(a):
-        total += diff_sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
+        total += sums(transfer.fetch(a, box, "first"), transfer.fetch(b, box, "second"))
     if a.dtype != b.dtype:
         return TensorDiff(name, state, "retyped", f"{a.dtype.name} -> {b.dtype.name}", total)
-    return TensorDiff(name, state, "changed" if total.changed else "equal", "", total)
+    return TensorDiff(name, state, "changed" if total.changed else "equal", "codes" if are_codes else "", total)

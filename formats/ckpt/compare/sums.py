@@ -37,7 +37,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class DiffSums:
-    """Sums over the blocks of a pair. Elements that are not finite in both tensors are only counted."""
+    """Sums over the blocks of a pair. Elements that are not finite in both tensors are only counted; so are codes."""
 
     elements: int = 0
     changed: int = 0
@@ -51,6 +51,8 @@ class DiffSums:
     not_finite: int = 0
     histogram: Histogram = Histogram()
     """Of the differences, without their signs."""
+    codes: int = 0
+    """Elements of quantised weights: codes and scales, whose numbers alone mean nothing."""
 
     def __add__(self, other: "DiffSums") -> "DiffSums":
         return DiffSums(
@@ -63,12 +65,21 @@ class DiffSums:
             self.product + other.product,
             self.not_finite + other.not_finite,
             self.histogram + other.histogram,
+            self.codes + other.codes,
         )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the figures stand for all elements that have values: none of those is NaN or infinite.
+
+        Else there is no largest difference and no cosine: those of the finite elements would look like a small change.
+        """
+        return not self.not_finite and not 0 < self.elements == self.codes
 
     @property
     def rms(self) -> float:
         """The root mean square of the differences."""
-        return sqrt(self.squares / self.elements) if self.elements else 0.0
+        return sqrt(self.squares / (self.elements - self.codes)) if self.elements > self.codes else 0.0
 
     @property
     def relative(self) -> float | None:
@@ -82,6 +93,12 @@ class DiffSums:
         if norm and not self.changed:
             return 1.0
         return max(-1.0, min(1.0, self.product / norm)) if norm else None
+
+
+def changed_codes(a: Array, b: Array) -> DiffSums:
+    """Compare the bits of two blocks of one shape and dtype, whose numbers alone mean nothing."""
+    a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    return DiffSums(a.size, _unequal_bits(a, b), codes=a.size)
 
 
 def diff_sums(a: Array, b: Array) -> DiffSums:

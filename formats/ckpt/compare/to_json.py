@@ -45,11 +45,12 @@ def numbers(sums: DiffSums) -> dict[str, Any]:
     return {
         "elements": sums.elements,
         "changed": sums.changed,
-        "max": _plain(sums.largest),
-        "rms": _plain(sums.rms),
-        "relative": _plain(sums.relative),
-        "cosine": _plain(sums.cosine),
+        "max": _plain(sums.largest, sums),
+        "rms": _plain(sums.rms, sums),
+        "relative": _plain(sums.relative, sums),
+        "cosine": _plain(sums.cosine, sums),
         "not_finite": sums.not_finite,
+        "codes": sums.codes,
         "histogram": {"lowest": sums.histogram.lowest, "counts": list(sums.histogram.counts)},
     }
 
@@ -64,5 +65,5 @@ def _layout(source: Checkpoint) -> str:
     return ", ".join(f"{key} {value}" for key, value in layout.items())
 
 
-def _plain(value: float | None) -> float | None:
-    return value if value is None or isfinite(value) else None
+def _plain(figure: float | None, sums: DiffSums) -> float | None:
+    return figure if figure is not None and isfinite(figure) and sums.is_measured else None

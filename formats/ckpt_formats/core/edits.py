@@ -11,12 +11,13 @@ import numpy as np
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
+from ckpt_formats.core.quantised import CONFIGS, carried, check_still_known, check_together, parts_of, quantised_weights
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 
-_OF_THE_MODEL = ("args", "checkpoint_version", "hf/config.json")
-"""Extras that state what the model is: Megatron's arguments, Hugging Face's configuration."""
+_OF_THE_MODEL = ("args", "checkpoint_version", *CONFIGS)
+"""Extras that state what the model is: Megatron's arguments, Hugging Face's configuration, how it was quantised."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
         if parameter.role == "extra"
         or ((not only or any(re.search(p, name) for p in only)) and not any(re.search(p, name) for p in skip))
     }
+    check_together(source, parameters.keys(), "selected")
     groups = tuple(Group(group.options, tuple(n for n in group.names if n in parameters)) for group in source.groups)
     aliases = {alias: name for alias, name in source.aliases.items() if name in parameters}
     edit = Select(tuple(only), tuple(skip))
@@ -99,8 +101,11 @@ def cast(source: Checkpoint, name: str) -> Checkpoint:
         raise UnsupportedError(
             f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
         )
-    parameters = {n: _cast(parameter, dtype) for n, parameter in source.parameters.items()}
-    return edited(source, Cast(dtype.name), parameters=parameters)
+    weights = quantised_weights(source)
+    parts = parts_of(weights)
+    parameters = {n: p if n in parts else _cast(p, dtype) for n, p in source.parameters.items()}
+    notices = dict.fromkeys((*source.notices, *carried(source, weights, "rounded")))
+    return edited(source, Cast(dtype.name), parameters=parameters, notices=tuple(notices))
 
 
 def _cast(parameter: Parameter, dtype: DType) -> Parameter:
@@ -136,7 +141,7 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
             )
         seen.add(name)
     changed = {old: name for old, name in chosen.items() if old != name}
-    return edited(
+    renamed = edited(
         source,
         Rename(changed),
         parameters={new[name]: replace(p, name=new[name]) for name, p in source.parameters.items()},
@@ -145,10 +150,13 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
         digests={(new.get(n, n), state): digest for (n, state), digest in source.digests.items()},
         errors={(new.get(n, n), state): figures for (n, state), figures in source.errors.items()},
     )
+    check_still_known(source, renamed, new)
+    return renamed
 
 
 def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
     """See `Checkpoint.replace`."""
+    check_together(source, {source.aliases.get(key, key) for key in arrays}, "replaced")
     parameters, digests = dict(source.parameters), dict[str, str]()
     dropped: set[str] = set()
     for key, given in arrays.items():

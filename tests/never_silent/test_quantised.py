@@ -1,0 +1,299 @@
+"""Quantised weights: no command changes codes or scales alone. Each scheme is tried with each command and type.
+
+The tiny checkpoints have the names, types and shapes that the libraries of each scheme write.
+"""
+# ruff: noqa: E501 -- a table is read along its lines
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckpt.combine import average, merge_lora
+from ckpt.compare import diff
+from ckpt.job import save
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.quantised import quantised_weights
+from ckpt_formats.registry.opening import open_checkpoint
+from damage import UNSUPPORTED, ckpt
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+U8, I8, I32, I64 = np.uint8, np.int8, np.int32, np.int64
+MODULE = "model.layers.0.self_attn.q_proj"
+
+Layout = Mapping[str, tuple[tuple[int, ...], Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a library stores a weight of (64, 32): names in the module, with shapes and types; and its configuration."""
+
+    layout: Layout
+    config: Mapping[str, Any] | None
+    module: str = MODULE
+
+
+def fp8_config(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **more}
+
+
+def tensors_config(kind: str) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": kind}
+
+
+_NF4 = {
+    "weight": ((1024, 1), U8),
+    "weight.absmax": ((32,), F32),
+    "weight.quant_map": ((16,), F32),
+    "weight.quant_state.bitsandbytes__nf4": ((80,), U8),
+}
+_NESTED = _NF4 | {
+    "weight.absmax": ((32,), U8),
+    "weight.nested_absmax": ((1,), F32),
+    "weight.nested_quant_map": ((256,), F32),
+}
+_GPTQ = {"qweight": ((4, 64), I32), "qzeros": ((1, 8), I32), "scales": ((1, 64), F16), "g_idx": ((32,), I32)}
+_PACKED = {"weight_packed": ((64, 4), I32), "weight_scale": ((64, 1), BF16), "weight_shape": ((2,), I64)}
+_EXPERTS = "model.layers.0.mlp.experts"
+
+CASES = {
+    "fp8-blocks": Case({"weight": ((64, 32), E4M3), "weight_scale_inv": ((1, 1), F32)}, fp8_config(weight_block_size=[128, 128])),
+    "fp8-e8m0": Case({"weight": ((64, 32), E4M3), "weight_scale_inv": ((1, 1), ml_dtypes.float8_e8m0fnu)}, fp8_config()),
+    "fp8-experts": Case({"gate_up_proj": ((2, 64, 32), E4M3), "gate_up_proj_scale_inv": ((2, 1, 1), F32)}, fp8_config(), _EXPERTS),
+    "fp8-deepseek": Case({"weight": ((64, 32), E4M3), "scale": ((1, 1), F32)}, None),
+    "fp8-tensor": Case({"weight": ((64, 32), E4M3), "weight_scale": ((1,), F32), "input_scale": ((1,), F32)}, tensors_config("float-quantized")),
+    "fp8-channel": Case({"weight": ((64, 32), E4M3), "weight_scale": ((64, 1), BF16)}, tensors_config("float-quantized")),
+    "fp8-e5m2": Case({"weight": ((64, 32), E5M2), "weight_scale": ((64, 1), F32)}, None),
+    "fp8-torchao": Case({"_weight_qdata": ((64, 32), E4M3), "_weight_scale": ((64, 1), F32)}, {"quant_method": "torchao"}),
+    "fp8-stack": Case({"w13": ((2, 64, 32), E4M3), "w13_scale": ((2, 64, 1), F32)}, None, _EXPERTS),
+    "int8-torchao": Case({"_weight_qdata": ((64, 32), I8), "_weight_scale": ((64, 1), F32)}, {"quant_method": "torchao"}),
+    "int8-channel": Case({"weight": ((64, 32), I8), "weight_scale": ((64, 1), F32)}, tensors_config("int-quantized")),
+    "int4-groups": Case(_PACKED, tensors_config("pack-quantized")),
+    "int4-asymmetric": Case(_PACKED | {"weight_zero_point": ((8, 1), I32), "weight_g_idx": ((32,), I32)}, tensors_config("pack-quantized")),
+    "awq": Case({"qweight": ((32, 8), I32), "qzeros": ((1, 8), I32), "scales": ((1, 64), F16)}, {"quant_method": "awq", "bits": 4}),
+    "gptq": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}),
+    "gptq-v2": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+    "hqq": Case({"W_q": ((32, 32), U8), "scale": ((1, 32), F16), "zero": ((1, 32), F16), "nbits": ((1,), F32)}, {"quant_method": "hqq"}),
+    "nf4": Case(_NF4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "nf4-nested": Case(_NESTED, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "fp4": Case({key.replace("nf4", "fp4"): form for key, form in _NF4.items()}, None),
+    "int8-bitsandbytes": Case({"weight": ((64, 32), I8), "SCB": ((64,), F32), "weight_format": ((), U8)}, {"load_in_8bit": True}),
+    "mxfp4": Case({"gate_up_proj_blocks": ((2, 64, 1, 16), U8), "gate_up_proj_scales": ((2, 64, 1), U8)}, {"quant_method": "mxfp4"}, _EXPERTS),
+    "nvfp4": Case({"weight_packed": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_global_scale": ((1,), F32)}, tensors_config("nvfp4-pack-quantized")),
+    "nvfp4-modelopt": Case({"weight": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_scale_2": ((), F32), "input_scale": ((), F32)}, {"quant_algo": "NVFP4"}),
+    "quanto": Case({"weight._data": ((64, 32), I8), "weight._scale": ((64, 1), F32), "input_scale": ((), F32)}, None),
+    "vptq": Case({"indices": ((1, 8, 32), np.int16), "centroids": ((1, 256, 8), F16), "perm": ((32,), np.uint16)}, {"quant_method": "vptq"}),
+    "unknown": Case({"levels": ((64, 8), I32), "range": ((64, 1), F16)}, {"quant_method": "of-tomorrow"}),
+    "without-a-name": Case({"codes": ((64, 32), U8), "row_scale": ((64, 1), F16)}, None),
+}  # fmt: skip
+
+
+def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    """Numbers of a type that no other type of floats holds exactly; codes of all bits."""
+    random = np.random.default_rng([seed, *shape])
+    kind = np.dtype(dtype)
+    if kind in (np.dtype(F32), np.dtype(F16), np.dtype(BF16)):
+        return (random.uniform(0.001, 0.002, shape)).astype(kind)
+    raw = random.integers(1, 120, shape, np.uint8)
+    return raw.view(kind) if kind.itemsize == 1 else raw.astype(kind)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    """A file of safetensors, of any element types."""
+    header, data = {}, b""
+    for name, values in tensors.items():
+        header[name] = {
+            "dtype": SAFETENSORS_TAGS[values.dtype.name],
+            "shape": list(values.shape),
+            "data_offsets": [len(data), len(data) + values.nbytes],
+        }
+        data += values.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def codes_of(case: Case) -> set[str]:
+    return {f"{case.module}.{name}" for name in case.layout}
+
+
+def model(folder: Path, case: Case, seed: int = 0, config: bool = True) -> Checkpoint:
+    """A checkpoint of Hugging Face's: one quantised weight, its bias, and a plain norm."""
+    folder.mkdir(parents=True)
+    tensors = {f"{case.module}.{name}": random_array(*form, seed) for name, form in case.layout.items()}
+    tensors[f"{case.module}.bias"] = random_array((64,), F32, seed)
+    tensors["model.norm.weight"] = random_array((32,), F32, seed)
+    write_safetensors(folder / "model.safetensors", tensors)
+    stated = {"quantization_config": case.config} if case.config is not None and config else {}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", **stated}))
+    return open_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    root = tmp_path_factory.mktemp("quantised")
+    return {name: model(root / name, case) for name, case in CASES.items()}
+
+
+def values(source: Checkpoint) -> dict[str, tuple[str, bytes]]:
+    return {name: (p.dtype.name, np.asarray(p).tobytes()) for name, p in source.items()}
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_codes_and_scales_are_recognised(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    (weight,) = quantised_weights(models[scheme])
+    assert set(weight.parts) == codes_of(CASES[scheme])
+
+
+@pytest.mark.parametrize("scheme", [name for name in CASES if name not in ("vptq", "unknown")])
+def test_known_schemes_are_recognised_without_a_configuration(scheme: str, tmp_path: Path) -> None:
+    (weight,) = quantised_weights(model(tmp_path / "m", CASES[scheme], config=False))
+    assert set(weight.parts) == codes_of(CASES[scheme])
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_cast_carries_codes_and_scales_and_says_so(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    source, codes = models[scheme], codes_of(CASES[scheme])
+    before = values(source)
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        result = source.cast(dtype)
+        after = values(result)
+        assert {name: after[name] for name in codes} == {name: before[name] for name in codes}
+        assert {after[name][0] for name in before.keys() - codes} == {dtype}
+        (said,) = [notice for notice in result.notices if notice not in source.notices]
+        assert "1 quantised weight" in said
+        assert CASES[scheme].module in said.names
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_average_refuses_quantised_weights(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    with pytest.raises(UnsupportedError, match=r"quantised weight.* cannot be averaged"):
+        average([models[scheme], models[scheme]])
+    rest = models[scheme].select(only=["norm"])
+    assert list(average([rest, rest])) == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_select_keeps_codes_and_scales_together(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    source, names = models[scheme], sorted(codes_of(CASES[scheme]))
+    for name in names:
+        with pytest.raises(UnsupportedError, match="together they are one quantised weight"):
+            source.select(skip=[f"^{name}$".replace(".", r"\.")])
+        with pytest.raises(UnsupportedError, match="together they are one quantised weight"):
+            source.select(only=[f"^{name}$".replace(".", r"\.")])
+    assert set(source.select(only=[CASES[scheme].module])) == {*names, f"{CASES[scheme].module}.bias"}
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_replace_takes_all_parts_or_none(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    source, codes = models[scheme], sorted(codes_of(CASES[scheme]))
+    arrays = {name: np.asarray(source[name]) for name in codes}
+    for name in codes:
+        with pytest.raises(UnsupportedError, match="replaced without"):
+            source.replace({name: arrays[name]})
+    assert values(source.replace(arrays)) == values(source)
+
+
+@pytest.mark.parametrize("scheme", [name for name in CASES if name not in ("vptq", "unknown", "without-a-name")])
+def test_rename_leaves_parts_recognisable(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    source, codes = models[scheme], sorted(codes_of(CASES[scheme]))
+    moved = source.rename(lambda name: f"inner.{name}")
+    assert {part for weight in quantised_weights(moved) for part in weight.parts} == {f"inner.{n}" for n in codes}
+    with pytest.raises(UnsupportedError, match="no longer be known"):
+        source.rename({name: f"tensor{number}.values" for number, name in enumerate(codes)})
+
+
+def adapter(folder: Path, module: str) -> Checkpoint:
+    folder.mkdir()
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": random_array((2, 32), F32, 1),
+        f"base_model.model.{module}.lora_B.weight": random_array((64, 2), F32, 2),
+    }
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_merge_lora_refuses_quantised_weights(scheme: str, models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"quantised weight.* cannot be merged"):
+        merge_lora(models[scheme], adapter(tmp_path / "adapter", CASES[scheme].module))
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_diff_compares_the_bits_of_codes_and_scales(
+    scheme: str, models: Mapping[str, Checkpoint], tmp_path: Path
+) -> None:
+    other = model(tmp_path / "other", CASES[scheme], seed=5)
+    result = diff(models[scheme], other)
+    rows = {pair.name: pair.sums for pair in result.compared}
+    codes = codes_of(CASES[scheme])
+    assert {name for name, sums in rows.items() if not sums.is_measured} == codes
+    assert all(sums.codes == sums.elements and not sums.squares for name, sums in rows.items() if name in codes)
+    assert all(rows[name].changed for name in codes if rows[name].elements > 2)
+
+
+@pytest.mark.parametrize("scheme", [name for name in CASES if name != "fp8-e8m0"])  # not every format has its type
+def test_convert_carries_every_bit(scheme: str, models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
+    source, codes = models[scheme], codes_of(CASES[scheme])
+    before = values(source)
+    for target in ("out.safetensors", "out.pt", "universal"):
+        save(source.cast("bf16"), tmp_path / target)
+        back = values(open_checkpoint(tmp_path / target))
+        assert {name: back[name] for name in codes} == {name: before[name] for name in codes}
+
+
+def plain(*tensors: tuple[str, tuple[int, ...], Any]) -> Callable[[Path], Checkpoint]:
+    def write(folder: Path) -> Checkpoint:
+        folder.mkdir()
+        write_safetensors(folder / "model.safetensors", {name: random_array(s, d, 3) for name, s, d in tensors})
+        return open_checkpoint(folder)
+
+    return write
+
+
+PLAIN = {
+    "swin": plain(("a.logit_scale", (2, 1, 1), F32), ("a.relative_position_index", (4, 4), I64)),
+    "clip": plain(("logit_scale", (), F32), ("position_ids", (1, 8), I64), ("w.weight", (4, 4), F32)),
+    "batch-norm": plain(("bn.weight", (4,), F32), ("bn.num_batches_tracked", (), I64), ("bn.scale", (4,), F32)),
+    "causal-mask": plain(("attn.bias", (1, 1, 4, 4), U8), ("attn.c_attn.weight", (4, 4), F32)),
+    "plain-fp8": plain(("a.weight", (4, 4), E4M3), ("b.weight", (4, 4), BF16)),
+    "attention-of-its-own": plain(("attn.W_q", (4, 4), F32), ("attn.scale", (4,), F32)),
+    "own-scale": plain(("a.weight", (4, 4), F32), ("a.weight_scale", (4,), F32)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_weights_beside_scales_and_integers_are_rounded(name: str, tmp_path: Path) -> None:
+    source = PLAIN[name](tmp_path / "m")
+    assert quantised_weights(source) == ()
+    result = source.cast("fp16")
+    assert {p.dtype.name for p in result.values() if p.dtype.kind not in "iub"} <= {"float16"}
+
+
+def test_a_stated_quantisation_without_codes_is_spoken_of(tmp_path: Path) -> None:
+    source = model(tmp_path / "m", Case({"weight": ((64, 32), F32)}, {"quant_method": "of-tomorrow"}))
+    (said,) = [notice for notice in source.cast("bf16").notices if notice not in source.notices]
+    assert "of-tomorrow" in said
+
+
+def test_commands_speak_of_quantised_weights(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
+    path = models["fp8-blocks"].path
+    ran = ckpt("convert", path, tmp_path / "hf", "--to", "hf", "--dtype", "bf16", "--json")
+    (said,) = [note for note in json.loads(ran.out)["notes"] if "quantised" in note["text"]]
+    assert said["names"] == [MODULE]
+    assert (
+        values(open_checkpoint(tmp_path / "hf"))[f"{MODULE}.weight"] == values(models["fp8-blocks"])[f"{MODULE}.weight"]
+    )
+    for wrong in (["average", path, path, tmp_path / "a"], ["convert", path, tmp_path / "a", "--skip", "scale_inv"]):
+        ran = ckpt(*wrong)
+        assert ran.code == UNSUPPORTED
+        assert "quantised weight" in ran.err
+        assert not (tmp_path / "a").exists()
