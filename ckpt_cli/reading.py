@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
 _MAX_TOKEN = 1 << 12
 """Maximum bytes of a file with a token."""
+_OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 SHADOW = "tcp://"
 """How the address of a shadow begins."""
 
@@ -142,8 +144,20 @@ def shadow_token() -> bytes | None:
     """The token of shadows, from the environment or from the file that it names; None if there is none."""
     file, token = os.environ.get("CKPT_SHADOW_TOKEN_FILE"), os.environ.get("CKPT_SHADOW_TOKEN")
     if file is not None:
-        return read_whole(Path(file), _MAX_TOKEN).strip()
+        return _token_in(Path(file))
     return None if token is None else os.fsencode(token).strip()
+
+
+def _token_in(path: Path) -> bytes:
+    """The token in a file; a note if other users of this machine can read it too."""
+    token = read_whole(path, _MAX_TOKEN).strip()
+    if (mode := stat.S_IMODE(path.stat().st_mode)) & _OTHERS_READ:
+        notes.note(
+            f"other users can read the token in {printable(str(path))} (mode {mode:04o}): make it yours alone with "
+            f"`chmod 600`",
+            weight=Weight.UNSURE,
+        )
+    return token
 
 
 def _open_shadow_state(address: str, step: int | None) -> "ChainState":

@@ -8,8 +8,9 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import NoMatchError, RulesError
+from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError
 from ckpt_formats.core.format import Naming, WritableFormat
+from ckpt_formats.core.name_patterns import MAX_NAME, MAX_PATTERN, backtracking, search
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
@@ -48,14 +49,35 @@ def rename_by(
 
 
 def _replaced(names: Mapping[str, str], pattern: str, replacement: str) -> dict[str, str]:
-    found = re.compile(safe_pattern(pattern, "--rename"))
-    if not any(map(found.search, names.values())):
+    safe_pattern(pattern, "--rename")
+    if not any(search(pattern, name) for name in names.values()):
         raise _no_name(f"matches `{printable(pattern)}`", "--rename")
+    if len(replacement) > MAX_PATTERN:
+        raise UnsafeError(f"a replacement of {len(replacement):,} characters", where="--rename")
+    compiled = backtracking(pattern, max(map(len, names.values())))
     try:
-        return {old: found.sub(replacement, name) for old, name in names.items()}
+        return {old: _with_replacement(compiled, replacement, name) for old, name in names.items()}
     except (re.error, IndexError) as error:
         text = f"`{printable(replacement)}` cannot stand in place of `{printable(pattern)}`: {error}"
         raise RulesError(text, where="--rename", hint=r"Groups of the pattern are \1, \2, ...") from None
+
+
+def _with_replacement(pattern: re.Pattern[str], replacement: str, name: str) -> str:
+    """The name with all matches replaced. Raises `UnsafeError` as soon as it becomes too long."""
+    room = MAX_NAME - len(name)
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal room
+        text = match.expand(replacement)
+        room -= len(text) - len(match[0])
+        if room < 0:
+            raise UnsafeError(
+                f"the new name of `{printable(name[:80])}` would have more than {MAX_NAME:,} characters",
+                where="--rename",
+            )
+        return text
+
+    return pattern.sub(replaced, name)
 
 
 def _no_name(what: str, option: str) -> NoMatchError:

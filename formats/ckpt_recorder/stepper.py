@@ -7,7 +7,7 @@ roots with functions of its library, so the bits are exact on a machine like tha
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.optimizers import WEIGHTS, States
+from ckpt_codecs.optimizers import WEIGHTS, States, check_steps
 from ckpt_formats.core.values import Value
 
 MODULES = ("torch.optim.",)
@@ -103,16 +103,38 @@ def _numbers(class_name: str, options: Mapping[str, Value], count: int) -> dict[
     """The states that are one number for a tensor and depend only on the options and the count."""
     if class_name not in _NUMBERS:
         return {}
-    products = _MU_PRODUCTS.setdefault((options["betas"][0], options["momentum_decay"]), [torch.tensor(1.0)])
-    while len(products) <= count:
-        decay = 0.96 ** (len(products) * options["momentum_decay"])
-        products.append(products[-1] * (options["betas"][0] * (1.0 - 0.5 * decay)))
-    return {"mu_product": products[count].clone()}
+    check_steps(count)
+    products = _mu_products(float(options["betas"][0]), float(options["momentum_decay"]))
+    return {"mu_product": torch.tensor(float(products.after(count)))}
 
 
 _NUMBERS = {"torch.optim.nadam.NAdam": ("mu_product",)}
-_MU_PRODUCTS: dict[tuple[float, float], list[torch.Tensor]] = {}
-"""NAdam's products of momentum factors, by (beta1, momentum decay) and by count, in float32 as in torch."""
+
+
+class _MuProducts:
+    """NAdam's products of momentum factors, in float32 as in torch: the one after every `_BLOCK` steps is kept."""
+
+    def __init__(self, beta1: float, momentum_decay: float) -> None:
+        self._beta1, self._momentum_decay = beta1, momentum_decay
+        self._ends = [np.float32(1)]
+
+    def after(self, count: int) -> np.float32:
+        """The product after `count` steps."""
+        blocks, rest = divmod(count, _BLOCK)
+        while len(self._ends) <= blocks and self._ends[-1]:
+            self._ends.append(self._times(self._ends[-1], (len(self._ends) - 1) * _BLOCK, _BLOCK))
+        if blocks >= len(self._ends):  # the product is zero, and stays so
+            return self._ends[-1]
+        return self._times(self._ends[blocks], blocks * _BLOCK, rest)
+
+    def _times(self, product: np.float32, start: int, steps: int) -> np.float32:
+        decays = (0.96 ** (number * self._momentum_decay) for number in range(start + 1, start + steps + 1))
+        factors = [product, *(self._beta1 * (1.0 - 0.5 * decay) for decay in decays)]
+        return np.float32(np.multiply.accumulate(np.array(factors, np.float32))[-1])
+
+
+_BLOCK = 1 << 12
+_mu_products = lru_cache(64)(_MuProducts)
 
 
 def _construct(

@@ -165,6 +165,9 @@ def test_names_are_changed_by_prefixes_and_patterns() -> None:
         ({"patterns": [("(", "")]}, RulesError),
         ({"patterns": [("w", r"\3")]}, RulesError),
         ({"patterns": [("(a+)+b", "")]}, UnsafeError),
+        ({"patterns": [("", "x" * 1000), ("", r"\g<0>" + "x" * 990)]}, UnsafeError),
+        ({"patterns": [("x*", "x" * 2000)]}, UnsafeError),
+        ({"patterns": [("(.*)", r"\1" * 400), ("(.*)", r"\1" * 400)]}, UnsafeError),
     ):
         with pytest.raises(kind):
             rename_by(SOURCE, **wrong)

@@ -163,7 +163,16 @@ def test_the_token_is_demanded(listening: Listening, tmp_path: Path, monkeypatch
     assert ckpt("inspect", address).code == 22
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     monkeypatch.setenv("CKPT_SHADOW_TOKEN_FILE", str(tmp_path / "token"))
-    assert ckpt("inspect", address).code == 0
+    (tmp_path / "token").chmod(0o600)
+    mine = ckpt("inspect", address)
+    assert mine.code == 0
+    assert "can read the token" not in mine.err
+    (tmp_path / "token").chmod(0o644)
+    shared = ckpt("inspect", address)
+    assert shared.code == 0
+    assert "other users can read the token" in shared.err
+    assert "(mode 0644)" in shared.err
+    assert TOKEN.decode() not in shared.err + shared.out
     monkeypatch.delenv("CKPT_SHADOW_TOKEN_FILE")
     monkeypatch.setenv("CKPT_SHADOW_TOKEN", TOKEN.decode())
     assert ckpt("inspect", address).code == 0

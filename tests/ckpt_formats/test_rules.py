@@ -1,9 +1,11 @@
 """The language of rules: what it says, what it refuses, and that no pattern can run for ever."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,42 @@ def test_rules_of_the_shipped_sets_do_not_contradict_each_other() -> None:
     for name in names:
         sets = {one for one in SETS for rule in rule_set(one) if rule.matches(name)}
         assert len(sets - {"megatron-legacy"} or sets) == 1, (name, sets)
+
+
+BOMBS = {
+    "a key of 50,000 parts": ".".join("a" * 50_000) + " = 1",
+    "a quoted key": ".".join(['"a"'] * 50_000) + " = 1",
+    "a table": "[" + ".".join("a" * 50_000) + "]",
+    "an inline table": "x = {" + ".".join("a" * 50_000) + " = 1}",
+    "behind a text of several lines": "x = ['''\n' ''', {" + ".".join("a" * 50_000) + " = 1}, '']",
+    "two mebibytes": "#" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.timeout(60)
+def test_rules_that_would_exhaust_memory_are_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(BOMBS[kind])
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsafeError):
+            read_rules(path)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_rules_from_a_device_without_end_are_refused() -> None:
+    with pytest.raises(UnsafeError, match="more than 1,048,576 bytes"):
+        read_rules(Path("/dev/zero"))
+
+
+def test_rules_may_come_from_a_pipe() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"[[rule]]\nmatch = 'layers\\..*\\.weight'  # " + b"." * 100 + b"\n")
+    os.close(writing)
+    try:
+        assert [rule.pattern for rule in read_rules(Path(f"/dev/fd/{reading}"))] == [r"layers\..*\.weight"]
+    finally:
+        os.close(reading)

@@ -2,13 +2,22 @@
 
 from ckpt_codecs.optimizers.adagrad import Adagrad
 from ckpt_codecs.optimizers.adam import Adam
-from ckpt_codecs.optimizers.base import VECTOR, WEIGHTS, OptimizerStep, States, whole_vectors
+from ckpt_codecs.optimizers.base import (
+    MAX_COUNT,
+    VECTOR,
+    WEIGHTS,
+    OptimizerStep,
+    States,
+    check_steps,
+    whole_vectors,
+)
 from ckpt_codecs.optimizers.deepspeed_cpu_adam import DEEPSPEED_VECTOR, DeepSpeedCpuAdam
 from ckpt_codecs.optimizers.lion import Lion
 from ckpt_codecs.optimizers.sgd import Sgd
 
 __all__ = [
     "DEEPSPEED_VECTOR",
+    "MAX_COUNT",
     "VECTOR",
     "WEIGHTS",
     "Adagrad",
@@ -18,5 +27,6 @@ __all__ = [
     "OptimizerStep",
     "Sgd",
     "States",
+    "check_steps",
     "whole_vectors",
 ]

@@ -11,6 +11,8 @@ States = Mapping[str, Array]
 
 WEIGHTS = "param"
 """The name of the tensor that is updated: the master, if there is one."""
+MAX_COUNT = 1 << 24
+"""The largest count of steps where each step must be computed from the one before: torch counts in float32 up to it."""
 VECTOR = 8
 """Elements in a vector of torch's fused kernels for CPUs. The rest of a tensor is rounded differently."""
 
@@ -53,6 +55,15 @@ def check_count(count: int) -> None:
     """Raise CodecError if this is not the number of a step."""
     if count < 1:
         raise CodecError(f"steps are counted from 1: there is no step {count}")
+
+
+def check_steps(steps: int) -> None:
+    """Raise CodecError if there are too many steps to compute a number of each from the one before.
+
+    Counts come from files, so they bound neither memory nor time by themselves.
+    """
+    if steps > MAX_COUNT:
+        raise CodecError(f"{steps:,} steps are more than {MAX_COUNT:,}, up to which their factors are computed")
 
 
 def state_of(states: States, name: str) -> Array:

@@ -1,5 +1,6 @@
 """Steps of DeepSpeed's Adam for CPUs, which it uses for offloaded optimizers."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,7 +10,7 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import stepping
 from ckpt_codecs.optimizers.adam import FIRST, SECOND
-from ckpt_codecs.optimizers.base import WEIGHTS, States, check_count, state_of
+from ckpt_codecs.optimizers.base import WEIGHTS, States, check_count, check_steps, state_of
 
 DEEPSPEED_VECTOR = 16
 """Elements in a vector of the operator if it was built for AVX-512; 8 for AVX2, 4 for NEON. See `whole_vectors`.
@@ -76,7 +77,43 @@ class DeepSpeedCpuAdam:
 
 @lru_cache(64)
 def _power(beta: float, count: int, start: int) -> np.float32:
-    """Return beta^count in float32: beta^start rounded once, then times beta for each further step."""
-    factors = np.full(count - start + 1, beta, np.float32)
-    factors[0] = beta**start
+    """Return beta^count in float32: beta^start rounded once, then times beta for each further step.
+
+    Raises CodecError if there are more than `MAX_COUNT` further steps.
+    """
+    check_steps(count - start)
+    return np.float32(_POWERS.after(beta, start, count - start))
+
+
+class _Powers:
+    """The float32 products after every `_BLOCK` steps, by (beta, start): each step is computed once for all counts."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[tuple[float, int], list[np.float32]] = OrderedDict()
+
+    def after(self, beta: float, start: int, steps: int) -> np.float32:
+        """The product after `steps` steps; memory is that of one block, whatever `steps` is."""
+        ends = self._ends.setdefault((beta, start), [np.float32(beta**start)])
+        self._ends.move_to_end((beta, start))
+        while len(self._ends) > _MAX_KEPT:
+            self._ends.popitem(last=False)
+        while len(ends) <= steps // _BLOCK and not _is_fixed(ends, beta):
+            ends.append(_times(ends[-1], beta, _BLOCK))
+        blocks = min(steps // _BLOCK, len(ends) - 1)
+        return ends[-1] if blocks < steps // _BLOCK else _times(ends[blocks], beta, steps % _BLOCK)
+
+
+_BLOCK = 1 << 14
+_MAX_KEPT = 64
+_POWERS = _Powers()
+
+
+def _is_fixed(ends: list[np.float32], beta: float) -> bool:
+    """Whether a further step gives the same product: mostly zero."""
+    return bool(ends[-1] * np.float32(beta) == ends[-1])
+
+
+def _times(product: np.float32, beta: float, steps: int) -> np.float32:
+    factors = np.full(steps + 1, beta, np.float32)
+    factors[0] = product
     return np.float32(np.multiply.accumulate(factors)[-1])

@@ -3,7 +3,6 @@
 A block is a box of a parameter. A copy of it that another rank saved is as good, so it is lost only if all copies are.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
 from ckpt_formats.core.geometry import Box, missing
+from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import Fragment, Tensor
 from ckpt_formats.core.text import printable
@@ -41,7 +41,7 @@ def lost_by_name(live: Checkpoint, patterns: Sequence[str]) -> LostBlocks:
     blocks: dict[tuple[str, str], tuple[Box, ...]] = {}
     for pattern in patterns:
         safe_pattern(pattern, "--lost")
-        matching = [live.parameters[name] for name in live if re.search(pattern, name)]
+        matching = [live.parameters[name] for name in live if search(pattern, name)]
         if not matching:
             raise NoMatchError(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
         for parameter in matching:

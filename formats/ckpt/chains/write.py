@@ -2,7 +2,6 @@
 
 import os
 import posixpath
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -24,6 +23,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.store_path import StorePath
@@ -111,7 +111,7 @@ class DeltaPolicy:
         lossless = self.delta_codec.lossless
 
         def gets_codec(parameter: Parameter) -> bool:
-            named = any(re.search(pattern, parameter.name) for pattern in self.exact)
+            named = any(search(pattern, parameter.name) for pattern in self.exact)
             return parameter.role != "extra" and (lossless or (parameter.role == "parameter" and not named))
 
         return {name: parameter for name, parameter in source.parameters.items() if gets_codec(parameter)}

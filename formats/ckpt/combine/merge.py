@@ -1,7 +1,6 @@
 """One merge of an adapter into a model: which weight gets which update, and with which scale."""
 
 import math
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.name_patterns import match_start
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -137,7 +137,7 @@ class LoraMerge:
         if not isinstance(table, dict):
             raise CorruptError(f"`{patterns}` is not a table", where=self.adapter.path)
         for pattern, number in table.items():
-            if _module_pattern(pattern, f"{self.adapter.path}: {patterns}").match(module):
+            if match_start(_module_pattern(pattern, f"{self.adapter.path}: {patterns}"), module):
                 value = number
                 break
         with suppress(OverflowError):
@@ -184,9 +184,9 @@ class LoraMerge:
 
 
 @lru_cache(4096)
-def _module_pattern(pattern: str, origin: str) -> re.Pattern[str]:
+def _module_pattern(pattern: str, origin: str) -> str:
     """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `RulesError` or `UnsafeError`."""
-    return re.compile(safe_pattern(rf"(.*\.)?({pattern})$", origin))
+    return safe_pattern(rf"(.*\.)?({pattern})$", origin)
 
 
 def _as_type(tensor: Tensor, dtype: DType) -> Tensor:

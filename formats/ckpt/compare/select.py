@@ -1,10 +1,10 @@
 """Which tensors of two checkpoints are compared."""
 
-import re
 from dataclasses import dataclass, replace
 
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NoMatchError
+from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
@@ -25,8 +25,8 @@ class Selection:
     def takes(self, name: str, role: str) -> bool:
         if role == "extra":
             return self.extras
-        is_chosen = not self.keep or any(re.search(pattern, name) for pattern in self.keep)
-        return is_chosen and not any(re.search(pattern, name) for pattern in self.drop)
+        is_chosen = not self.keep or any(search(pattern, name) for pattern in self.keep)
+        return is_chosen and not any(search(pattern, name) for pattern in self.drop)
 
 
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
@@ -37,7 +37,7 @@ def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tup
     names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
     for pattern in (*choice.keep, *choice.drop):
         safe_pattern(pattern, "only or skip (--only, --skip)")
-        if not any(re.search(pattern, name) for name in names):
+        if not any(search(pattern, name) for name in names):
             raise NoMatchError(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
     return _chosen(first, choice), _chosen(second, choice)
 

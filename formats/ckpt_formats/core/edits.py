@@ -1,6 +1,5 @@
 """Lazy edits of a checkpoint: fewer tensors, fewer states, other names, other values. No data is read."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -11,6 +10,7 @@ import numpy as np
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
+from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.quantised import CONFIGS, carried, check_still_known, check_together, parts_of, quantised_weights
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
@@ -63,7 +63,7 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
     """See `Checkpoint.select`. A pattern that matches nothing is an error, because it is probably mistyped."""
     for pattern in (*only, *skip):
         safe_pattern(pattern, "--only or --skip")
-        if not any(re.search(pattern, name) for name in source.parameters):
+        if not any(search(pattern, name) for name in source.parameters):
             raise NoMatchError(
                 f"no parameter matches `{printable(pattern)}`",
                 where=source.path,
@@ -73,7 +73,7 @@ def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Chec
         name: parameter
         for name, parameter in source.parameters.items()
         if parameter.role == "extra"
-        or ((not only or any(re.search(p, name) for p in only)) and not any(re.search(p, name) for p in skip))
+        or ((not only or any(search(p, name) for p in only)) and not any(search(p, name) for p in skip))
     }
     check_together(source, parameters.keys(), "selected")
     groups = tuple(Group(group.options, tuple(n for n in group.names if n in parameters)) for group in source.groups)

@@ -375,6 +375,25 @@ def read_whole(path: Path, max_nbytes: int) -> bytes:
             raise unreadable(error, path) from error
 
 
+def read_settings(path: Path, max_nbytes: int) -> bytes:
+    """All bytes of a file that the user names, which may also be a pipe or a device: it is read up to its bound.
+
+    Raises `UnsafeError` if there are more than `max_nbytes`, and as `open_to_read`.
+    """
+    if isinstance(path, StorePath):
+        return read_whole(path, max_nbytes)
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_nbytes + 1)
+    except OSError as error:
+        raise unreadable(error, path) from error
+    except ValueError as error:
+        raise NotFoundError("no file can have this name: it holds a NUL character") from error
+    if len(content) > max_nbytes:
+        raise UnsafeError(f"has more than {max_nbytes:,} bytes", where=path)
+    return content
+
+
 def write_sealed(folder: Path, file: str, parts: Iterable[bytes | memoryview]) -> Seal:
     """Write a file front to back. Returns a seal of the whole file, with a path relative to `folder`."""
     digest, nbytes = xxhash.xxh3_128(), 0

@@ -14,6 +14,7 @@ from typing import Literal
 from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
+from ckpt_formats.core.name_patterns import full_match
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
@@ -73,7 +74,7 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for the parameter of this name."""
-        return re.fullmatch(self.pattern, name) is not None
+        return full_match(self.pattern, name)
 
     def sized(self, sizes: Mapping[str, int]) -> "Rule":
         """The same rule with numbers for its formulas. Raises `RulesError` for a size that is not known."""

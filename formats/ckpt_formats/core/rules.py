@@ -21,20 +21,14 @@ fused = ["ffn", "ffn"]      # formulas of the sizes that the checkpoint states
 
 import re
 import sys
-import warnings
-from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
 from ckpt_formats.core.errors import CkptError, RulesError, UnsafeError
-from ckpt_formats.core.files import unreadable
+from ckpt_formats.core.files import read_settings
 from ckpt_formats.core.formula import is_formula
 from ckpt_formats.core.layout import ParallelGroup, Partitioning, Rule
-
-if sys.version_info >= (3, 11):
-    from re import _parser as regex_parser  # type: ignore[attr-defined]
-else:
-    import sre_parse as regex_parser
+from ckpt_formats.core.name_patterns import check_pattern
 
 _KEYS = {
     "match",
@@ -49,10 +43,11 @@ _KEYS = {
     "over",
     "when",
 }
+_MAX_NBYTES = 1 << 20
+_MAX_DOTS = 64
+"""Dots in a line that are in no string. A dotted key takes memory that grows with the square of its parts."""
+_STRINGS = re.compile(r"""'[^'\n]*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*""")
 _SETS = Path(__file__).parent / "rule_sets"
-_MAX_PATTERN = 1000
-_MAX_BACKTRACKS = 1e8
-"""The count of four open repeats in a row."""
 
 
 def shipped() -> tuple[str, ...]:
@@ -78,11 +73,11 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
     else:
         import tomli as tomllib
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        text = read_settings(path, _MAX_NBYTES).decode("utf-8")
+        _check_keys(text, path)
+        tables = tomllib.loads(text)
     except CkptError:
         raise
-    except OSError as error:
-        raise unreadable(error, path) from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, and numbers without end
         raise RulesError(f"not a TOML file: {error}", where=path) from None
     unknown = set(tables) - {"rule"}
@@ -91,29 +86,21 @@ def _read(path: Path, origin: str) -> tuple[Rule, ...]:
     return tuple(_rule(table, f"{origin}, rule {i}") for i, table in enumerate(tables["rule"], 1))
 
 
-def safe_pattern(pattern: str, origin: str) -> str:
-    """The pattern itself, if a match always ends in reasonable time.
+def _check_keys(text: str, path: Path) -> None:
+    """Raise `UnsafeError` for keys of many parts, before the parser of TOML takes memory for them."""
+    several_lines = "'''" in text or '"""' in text  # then, where a string ends is not seen in one line
+    outside = text if several_lines else _STRINGS.sub("_", text)
+    for number, line in enumerate(outside.splitlines(), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise UnsafeError(f"line {number} has a key of too many parts", where=path)
 
-    Rules are stored in checkpoints, so they are untrusted input: a choice within a
-    repeat can take time exponential in the length of a name, and many repeats in a
-    row nearly as much. Raises `RulesError` for what is no regular expression, `UnsafeError`
-    for one that could take too long.
+
+def safe_pattern(pattern: str, origin: str) -> str:
+    """The pattern itself, if it is a regular expression that can be matched in reasonable time.
+
+    Raises `RulesError` or `UnsafeError`; see `name_patterns.check_pattern`.
     """
-    if len(pattern) > _MAX_PATTERN:
-        raise UnsafeError(f"a name pattern of {len(pattern)} characters", where=origin)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = regex_parser.parse(pattern)
-            re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise RulesError(f"`{pattern}` is not a regular expression: {error}", where=origin) from None
-    if _count_backtracks(parsed) > _MAX_BACKTRACKS:
-        raise UnsafeError(
-            f"the pattern `{pattern}` has too many choices: a match may take too long",
-            where=origin,
-            hint="Write it without a repeat within a repeat.",
-        )
+    check_pattern(pattern, origin)
     return pattern
 
 
@@ -161,24 +148,3 @@ def _rule(table: Any, where: str) -> Rule:
 
 def _natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count_backtracks(parsed: Any, repeated: bool = False) -> float:
-    """How often the matcher may try again on a name of 100 characters; infinite for a choice within a repeat."""
-    total = 1.0
-    for op, argument in parsed:
-        name, count = str(op), 1.0
-        if name.endswith("_REPEAT"):
-            low, high, inner = argument
-            count = min(high - low + 1, 100) * _count_backtracks(inner, repeated or high > 1)
-        elif name == "SUBPATTERN":
-            total *= _count_backtracks(argument[3], repeated)
-        elif name == "ATOMIC_GROUP":
-            total *= _count_backtracks(argument, repeated)
-        elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _count_backtracks(argument[1], repeated)
-        elif name in ("BRANCH", "GROUPREF_EXISTS"):
-            branches = argument[1] if name == "BRANCH" else argument[1:]
-            count = sum(_count_backtracks(branch, repeated) for branch in branches if branch is not None)
-        total *= inf if repeated and count > 1 else count
-    return total
