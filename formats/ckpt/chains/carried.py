@@ -3,6 +3,7 @@
 The values of a state are in a file while they are needed: until it is written again, and the next state was replayed.
 """
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.transfer import as_bytes
@@ -78,7 +80,7 @@ def _write(
 ) -> None:
     checks = SealChecks()
     with (
-        path.open("wb", buffering=0) as out,
+        os.fdopen(create_own(path), "wb", buffering=0) as out,
         interruptible(lambda nbytes: None) as count,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):

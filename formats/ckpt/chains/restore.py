@@ -1,5 +1,6 @@
 """Restore the full state of a step, in any format."""
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from ckpt.chains import tip
 from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
 from ckpt.pipeline import Resources, Result
-from ckpt.pipeline.folder_staging import staging_folder
+from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -168,11 +169,15 @@ def _replayed(
 
     Raises `NoSpaceError` unless there is space for it, and for `needed` bytes that the target takes.
     """
-    folder = stage / f"replayed-{_name_of(source)}"
+    folder = stage / f"{REPLAYED}{_name_of(source)}"
+    is_beside = stage != place  # else a folder that only this process knows
+    if is_beside and os.path.lexists(stage):
+        make_staging(stage, place)  # before anything in it is believed
     if not folder.is_dir():
         _check_space(place, stage, _universal_nbytes(source) + needed)
+        if is_beside:
+            make_staging(stage, place)
         try:
-            stage.mkdir(exist_ok=True)
             Job(source, folder, _with_content(source, Universal())).run(resources, progress)
         except CkptError:
             with suppress(OSError):

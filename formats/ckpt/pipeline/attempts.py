@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.own_folder import check_own, create_own
 from ckpt_formats.core.publish import flush
 
 ATTEMPTS = "attempts"
@@ -71,7 +72,7 @@ def attempt_in(
     folder: Path, data: Path, keep: bool = False, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[Attempt]:
     """A new attempt in the staging folder `folder`, whose complete files are in `data`; removed at the end."""
-    final = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
+    final = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         own = _new_folder(folder / ATTEMPTS)
         try:
@@ -98,6 +99,7 @@ class SharedFolder:
     def attempt(self) -> Iterator[Attempt]:
         """A sink for some files. Raises `OutputError` if the folder cannot be seen from here, or the run has ended."""
         try:
+            check_own(self.folder)
             # In this order: who begins another job removes the mark first, then the files.
             with attempt_in(self.folder, self.folder / "data", is_wanted=self.is_open) as attempt:
                 if not self.is_open():
@@ -134,7 +136,7 @@ def shared(folder: Path) -> Iterator[SharedFolder]:
     shutil.rmtree(folder / ATTEMPTS, ignore_errors=True)
     (folder / ATTEMPTS).mkdir(exist_ok=True)
     share = SharedFolder(folder.absolute(), os.urandom(8).hex())
-    (folder / f"run-{share.token}").touch()
+    os.close(create_own(folder / f"run-{share.token}"))
     try:
         yield share
     finally:

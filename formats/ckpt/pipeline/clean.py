@@ -1,11 +1,15 @@
 """Remove what an interrupted job left of a target. A complete target stays as it is."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.pipeline import folder_staging
 from ckpt.pipeline.folder_staging import FolderStaging, locked_folder, staging_folder
+from ckpt.pipeline.shards import folder as shards_folder
 from ckpt.pipeline.shards.folder import folders_of
+from ckpt_formats.core.own_folder import check_own
 from ckpt_formats.core.store_path import StorePath
 
 
@@ -25,7 +29,9 @@ def clean(target: Path) -> Removed:
         return _clean_store(target)
     folder = staging_folder(target)
     shards = folders_of(target) if target.parent.is_dir() else []
-    staged = [one for one in (folder, *shards) if one.is_dir()]
+    staged = [one for one in (folder, *shards) if os.path.lexists(one)]
+    for one in staged:
+        check_own(one, *(folder_staging.OWN if one == folder else shards_folder.OWN))
     sizes = [path.stat().st_size for one in staged for path in one.rglob("*") if path.is_file()]
     if folder in staged:
         with locked_folder(folder, target):

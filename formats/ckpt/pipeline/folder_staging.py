@@ -27,11 +27,16 @@ from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.own_folder import is_own, make_own, open_own
 from ckpt_formats.core.publish import flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL
 
 _LOCK = "lock"
 _PUBLISHED = "published"
+REPLAYED = "replayed-"
+"""The beginning of the names of states that `restore` replays into the staging folder of its target."""
+OWN = (_LOCK, REPLAYED, f".{REPLAYED}")
+"""The beginnings of names of which one is in every staging folder that is not empty."""
 _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
 
@@ -68,15 +73,17 @@ class FolderStaging(Staging):
             attempts.end_runs(self.folder)
             if os.path.lexists(self.data):
                 shutil.rmtree(self.data)  # files that stay would be published
-            with self.journal.open("w") as file:
+            with open_own(self.journal, "w") as file:
                 file.write(json.dumps({"plan": job_id}))
-        with self.journal.open("a") as file:
+        with open_own(self.journal, "a") as file:
             file.write("\n")  # ends a line that a full disk cut short
         self.data.mkdir(exist_ok=True)
 
     def receipts(self, format: WritableFormat) -> Iterator[Receipt]:
+        with open_own(self.journal) as file:
+            lines = file.read().splitlines()[1:]
         with Reader(check=False) as reader:
-            for receipt in receipts.from_lines(self.journal.read_text("utf-8", "replace").splitlines()[1:]):
+            for receipt in receipts.from_lines(lines):
                 path = self.data / receipt.file
                 is_whole = path.is_file() and path.stat().st_size == receipt.nbytes
                 if is_whole and format.is_intact(self.data, receipt, reader):
@@ -89,7 +96,7 @@ class FolderStaging(Staging):
         return receipt
 
     def note(self, receipt: Receipt) -> None:
-        with self.journal.open("a") as file:
+        with open_own(self.journal, "a") as file:
             file.write(receipts.to_line(receipt))
 
     def shared(self) -> AbstractContextManager[SharedFolder]:
@@ -99,7 +106,8 @@ class FolderStaging(Staging):
         """Flush everything to the disk, then rename it."""
         flush_all(self.data)
         complete = self.data if product is None else self.data / product
-        self._published.touch()
+        with open_own(self._published, "a"):
+            pass
         staging.reached("before rename")
         try:
             rename_new(complete, self.target)
@@ -123,7 +131,7 @@ class FolderStaging(Staging):
 
     def _job_id(self) -> str | None:
         try:
-            with self.journal.open() as file:
+            with open_own(self.journal) as file:
                 first: dict[str, str] = json.loads(file.readline())
                 return first["plan"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -147,18 +155,21 @@ def staging_folder(target: Path) -> Path:
 @contextmanager
 def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[None]:
     """A folder, created if necessary, that no other process uses meanwhile. Raises `LockedError`, which names the
-    target.
+    target, and `UnsafeError` if other users can write it.
 
     Without `locks`, a file system that cannot lock files is accepted.
     """
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise unwritable(error, target.parent) from error
-    if folder.is_symlink():
-        raise OutputError("is a link; ckpt needs a folder here", where=folder, hint="Remove it.")
+    make_staging(folder, target)
     with lock(folder / _LOCK, locked(target), locks):
         yield
+
+
+def make_staging(folder: Path, target: Path) -> None:
+    """Make a staging folder, or check that what is there is one. Raises `UnsafeError`, `OutputError`."""
+    try:
+        make_own(folder, *OWN)
+    except OSError as error:
+        raise unwritable(error, target.parent) from error
 
 
 def sweep(place: Path) -> None:
@@ -168,7 +179,7 @@ def sweep(place: Path) -> None:
     """
     for folder in place.glob(f".?*{PARTIAL}"):
         stage = FolderStaging(place / folder.name[1 : -len(PARTIAL)], folder)
-        if stage.left_over:
+        if stage.left_over and is_own(folder, *OWN):
             with suppress(CkptError), locked_folder(folder, stage.target):
                 if stage.left_over:
                     stage.discard()

@@ -1,6 +1,5 @@
 """A folder for files on their way to a store. One that a killed process left is removed by the next."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.own_folder import is_own
 
 _PREFIX = "ckpt-scratch-"
 _LOCK = ".lock"
@@ -53,6 +53,6 @@ def _sweep(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*"):
         lock_file = folder / _LOCK
         with suppress(OutputError, LockedError, OSError):
-            if lock_file.is_file() and folder.lstat().st_uid == os.getuid():
+            if lock_file.is_file() and is_own(folder, _LOCK):
                 with lock(lock_file, LockedError("in use", where=folder)):
                     shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -35,6 +34,7 @@ from ckpt_formats.core.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from ckpt_formats.core.own_folder import create_own, is_own
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts
@@ -83,6 +83,7 @@ class LogMirror:
             place.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(Path(tempfile.gettempdir()) if place is None else place)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        os.close(create_own(self._root / _LOCK))
         self._lock = _lock(self._root)
         self.path = self._root / "0"
         self.path.mkdir()
@@ -540,7 +541,7 @@ _LOCK = "lock"
 
 def _lock(root: Path) -> int | None:
     """Lock the folder of a mirror for as long as this process lives. None: another one does."""
-    file = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(root / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -553,10 +554,8 @@ def _remove_leftovers(place: Path) -> None:
     """Remove the folders of mirrors whose process was killed."""
     for root in place.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            status = root.lstat()
-            is_own = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
             # A younger one may not be locked yet.
-            if not is_own or time.time() - status.st_mtime < _YOUNG:
+            if time.time() - root.lstat().st_mtime < _YOUNG or not is_own(root, _LOCK):
                 continue
             file = _lock(root)
             if file is not None:

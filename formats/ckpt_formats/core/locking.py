@@ -4,10 +4,11 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_formats.core.errors import LockedError, NoSpaceError, OutputError
+from ckpt_formats.core.own_folder import check_plain
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -18,13 +19,16 @@ def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Ite
     """Within, hold the lock of a file, which is created if it does not exist.
 
     Raises `error_if_locked` if another process holds it, `OutputError` if the file system cannot lock and a lock is
-    `required`.
+    `required`, `UnsafeError` if there is something else than a plain file.
     """
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        with suppress(FileNotFoundError):
+            check_plain(os.lstat(file), file)
         raise unwritable(error, file) from error
     try:
+        check_plain(os.fstat(descriptor), file)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

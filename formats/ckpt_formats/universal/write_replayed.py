@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, Parameter
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.chunked import ChunkDigests
@@ -39,7 +40,7 @@ def spill_states(path: Path, parameter: Parameter, replay: StatesReplay, transfe
         if isinstance(blob, DeltaBlob) and blob.replay is replay:
             plain[id(blob)] = FileBlob.packed(path, at, blob.shape, blob.dtype)
             at += plain[id(blob)].span
-    with path.open("wb", buffering=0) as out:
+    with os.fdopen(create_own(path), "wb", buffering=0) as out:
         copies = [(flat(Tensor.of(blob)), plain[id(blob)]) for blob in blobs.values() if id(blob) in plain]
         for index in range(replay.chunking.count):
             start, stop = replay.chunking.range(index)

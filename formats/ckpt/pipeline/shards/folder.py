@@ -30,6 +30,7 @@ from ckpt.pipeline.staging import exists
 from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.own_folder import check_own, is_own, make_own, open_own
 from ckpt_formats.core.publish import flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL
 
@@ -38,6 +39,8 @@ SHARDS = f".shards{PARTIAL}"
 JOB = "job.json"
 _DATA = "data"
 _JOURNALS = "journals"
+OWN = (JOB, _JOURNALS, ATTEMPTS)
+"""One of these is in every folder of shards that is not empty."""
 _PUBLISHED = "published"
 _COMMIT = "commit-"
 _LEASE = "lease"
@@ -69,7 +72,9 @@ class ShardFolder(ShardStaging):
         complete: dict[str, Receipt] = {}
         places = self._places()
         for path in sorted((self.folder / _JOURNALS).iterdir()):
-            for receipt in journal_lines.from_lines(path.read_text("utf-8", "replace").splitlines()):
+            with open_own(path) as file:
+                lines = file.read().splitlines()
+            for receipt in journal_lines.from_lines(lines):
                 if receipt.file not in complete and any(_is_there(place, receipt) for place in places):
                     complete[receipt.file] = receipt
         return complete
@@ -80,7 +85,7 @@ class ShardFolder(ShardStaging):
     def note(self, receipt: Receipt) -> None:
         if not self._journals:
             self._journals.append(_new_file(self.folder / _JOURNALS, f"{self.shard.number}-{process_name()}"))
-        with self._journals[0].open("a") as file:
+        with open_own(self._journals[0], "a") as file:
             file.write(journal_lines.to_line(receipt))
 
     @contextmanager
@@ -103,7 +108,8 @@ class ShardFolder(ShardStaging):
         data = self._take_over(receipts)
         commit(data)
         flush_all(data)
-        (self.folder / _PUBLISHED).touch()
+        with open_own(self.folder / _PUBLISHED, "a"):
+            pass
         staging.reached("before rename")
         try:
             rename_new(data, self.target)
@@ -117,15 +123,15 @@ class ShardFolder(ShardStaging):
     def begin(self, job: ShardJob) -> None:
         """Make the folder, if no shard has done so."""
         try:
-            self.folder.mkdir(exist_ok=True)
+            make_own(self.folder, *OWN)
         except OSError as error:
             raise unwritable(error, self.target.parent) from error
         if not os.path.lexists(self.target):
+            for name in (_JOURNALS, ATTEMPTS):
+                (self.folder / name).mkdir(exist_ok=True)
             if not self._places():  # new, or the user removed the target that these shards had written
                 (self.folder / _PUBLISHED).unlink(missing_ok=True)
                 (self.folder / _DATA).mkdir(exist_ok=True)
-            for name in (_JOURNALS, ATTEMPTS):
-                (self.folder / name).mkdir(exist_ok=True)
         if not (self.folder / JOB).exists():
             draft = _new_file(self.folder, f"job-{process_name()}")
             draft.write_bytes(job.to_json())
@@ -161,7 +167,10 @@ def open_folder(target: Path, job: ShardJob, shard: Shard) -> ShardFolder:
     stage = ShardFolder(target, folder_of(target, job.id), shard)
     stage.begin(job)
     for folder in folders_of(target):
-        if folder != stage.folder and not (folder / _PUBLISHED).exists():
+        if folder == stage.folder:
+            continue
+        check_own(folder, *OWN)
+        if not (folder / _PUBLISHED).exists():
             raise _job_in(folder).refused(target, f"remove {folder}")
     return stage
 
@@ -186,6 +195,8 @@ def unfinished_job(target: Path) -> ShardJob | None:
     if not folders:
         raise no_shards(target)
     # A job whose target was published, and removed since, is done.
+    for folder in folders:
+        check_own(folder, *OWN)
     unfinished = [folder for folder in folders if not (folder / _PUBLISHED).exists()] or folders[:1]
     if len(unfinished) > 1:
         raise _job_in(unfinished[1]).refused(target, f"remove {unfinished[1]}")
@@ -203,6 +214,7 @@ def is_published(target: Path, job_id: str) -> bool:
     stage = ShardFolder(target, folder_of(target, job_id), Shard(0, 0))
     done = stage.is_published()
     if done:
+        check_own(stage.folder, *OWN)
         stage.remove_all_but_the_mark()
     return done
 
@@ -211,7 +223,7 @@ def sweep(place: Path) -> None:
     """Remove what is left of shards that published their targets more than a day ago."""
     for folder in place.glob(f".*{SHARDS}"):
         with suppress(OSError):
-            if time.time() - (folder / _PUBLISHED).stat().st_mtime > _KEPT:
+            if time.time() - (folder / _PUBLISHED).stat().st_mtime > _KEPT and is_own(folder, *OWN):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -219,7 +231,8 @@ def _job_in(folder: Path) -> ShardJob:
     """The job whose shards write in a folder. Raises `CorruptError`."""
     path = folder / JOB
     try:
-        return ShardJob.from_json(path.read_bytes(), path)
+        with open_own(path) as file:
+            return ShardJob.from_json(file.read().encode(), path)
     except CkptError:
         raise
     except OSError:

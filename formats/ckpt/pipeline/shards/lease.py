@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
+from ckpt_formats.core.own_folder import create_own
 
 _TOUCH_EVERY = 10.0
 _LASTS = 60.0
@@ -27,7 +28,8 @@ class FileLease:
     def acquire(self) -> str | None:
         """None if this process has the lease now, else who has it: a part of a sentence. Does not wait."""
         draft = self._path.with_name(f"{self._path.name}-{self._owner.id}")
-        draft.write_bytes(self._owner.to_json())
+        with os.fdopen(create_own(draft), "wb") as file:
+            file.write(self._owner.to_json())
         try:
             for _ in range(2):
                 if _link_new(draft, self._path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED
@@ -170,7 +171,7 @@ def remove(paths: list[Path]) -> None:
 def replace(run: Path, chain: ChainIndex) -> None:
     """Replace the chain of a folder by `chain`, with one rename. It is on the disk when this returns."""
     draft = run / _DRAFT
-    with draft.open("wb") as file:
+    with os.fdopen(create_own(draft), "wb") as file:
         file.write(index.dump(chain))
         file.flush()
         os.fsync(file.fileno())
