@@ -336,10 +336,11 @@ def test_a_file_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_the_smallest_file_is_a_checkpoint_of_nothing(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.safetensors"
     path.write_bytes(file_of({}))
-    assert open_checkpoint(path).parameters == {}
+    with pytest.raises(NotFoundError, match="no tensor"):
+        open_checkpoint(path)
     assert load_file(path) == {}
     reopened = write(checkpoint([]), tmp_path / "ours.safetensors")
     assert reopened.parameters == {}

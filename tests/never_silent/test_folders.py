@@ -707,3 +707,28 @@ def test_a_model_without_a_configuration_is_no_folder_of_transformers(tmp_path: 
     assert done.code == UNSUPPORTED
     assert "--config" in done.err
     assert not (tmp_path / "out").exists()
+
+
+# What lies beside a pipeline
+
+
+@pytest.mark.parametrize("names", [["flux1-dev.safetensors"], ["flux1-dev.safetensors", "ae.safetensors"]])
+def test_models_beside_a_pipeline_are_named_and_not_merged(names: list[str], tmp_path: Path) -> None:
+    folder = pipeline(tmp_path / "p")
+    parts = set(open_checkpoint(folder).parameters)
+    for name in names:
+        save_file({"single.weight": torch.ones(3)}, folder / name)
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.parameters) == parts
+    assert all(any(name in one.names for one in checkpoint.notices) for name in names)
+    assert set(open_checkpoint(folder / names[0]).parameters) == {"single.weight"}
+    assert ckpt("inspect", folder).out.count("checkpoints") == 0
+
+
+def test_a_model_that_modules_json_does_not_list_is_named_and_not_merged(tmp_path: Path) -> None:
+    folder = put(tmp_path / "s", modules__json=[{"path": "0_Transformer", "type": "models.Transformer"}])
+    put(folder / "0_Transformer", model__safetensors=WEIGHTS, config__json=CONFIG)
+    put(folder, export__safetensors=OTHER, config__json=CONFIG)
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.parameters) - {"hf/modules.json"} == {f"0_Transformer.{name}" for name in WEIGHTS}
+    assert any("export.safetensors" in one.names for one in checkpoint.notices)

@@ -12,7 +12,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.stand_ins import check_stand_in
+from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, check_content
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
@@ -22,6 +22,7 @@ from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 
+SUFFIX = ".safetensors"
 MAX_HEADER = 100_000_000
 """Bytes: the limit of the reference implementation."""
 
@@ -58,6 +59,19 @@ class TensorSlot:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors by its content; by its ending if the content is nothing else. Raises
+    `CkptError` of a store only."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(HEAD_NBYTES)
+    except CkptError:
+        return path.suffix == SUFFIX and path.is_file()
+    if SAFETENSORS.match(head):
+        return True
+    return path.suffix == SUFFIX and not ZIP.match(head) and not PICKLE.match(head)
+
+
 def read_header(path: Path) -> SafetensorsFile:
     """The header of a file. All ranges lie inside the file, do not overlap, leave no gaps, and match the shapes.
 
@@ -69,7 +83,14 @@ def read_header(path: Path) -> SafetensorsFile:
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 file.seek(0)
-                check_stand_in(file.read(64), path)
+                head = file.read(HEAD_NBYTES)
+                check_content(head, path)
+                if ZIP.match(head) or PICKLE.match(head):
+                    raise UnsupportedError(
+                        "is a zip archive or a pickle, as torch.save writes, not a file of safetensors",
+                        where=path,
+                        hint="Give it the ending .pt, or name the file itself.",
+                    )
                 raise CorruptError(
                     f"not a safetensors file: a header of {length} bytes in a file of {nbytes}",
                     where=path,

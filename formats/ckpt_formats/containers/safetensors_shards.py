@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers.safetensors import (
+    SUFFIX,
     SafetensorsFile,
     TensorSlot,
     header_bytes,
@@ -30,7 +31,6 @@ from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, from_fragments
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 
-SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = f"{SUFFIX}{INDEX_SUFFIX}"
 OPTIMIZER_KEY = "ckpt.optimizer"
 """The key of the metadata of a file that has states of an optimizer, too: see `state_dicts.states_beside_weights`."""
@@ -58,7 +58,7 @@ class ShardedWeights:
 
 def shard_paths(path: Path) -> tuple[list[Path], ShardIndex | None]:
     """The files of a model, and its index if it has one. `path` is a file, an index, or the folder of either."""
-    if path.name.endswith(SUFFIX) and path.is_file():
+    if path.suffix != ".json" and path.is_file():
         return [path], None
     files = path if path.is_file() else one_set(path, SUFFIX)
     if isinstance(files, Path):

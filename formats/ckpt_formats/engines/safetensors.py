@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import MAX_HEADER, is_natural, read_header
+from ckpt_formats.containers.safetensors import MAX_HEADER, SUFFIX, is_natural, is_safetensors, read_header
 from ckpt_formats.containers.safetensors_shards import (
     OPTIMIZER_KEY,
     SAFETENSORS_INDEX,
-    SUFFIX,
     lost_states,
     read_weights,
     shard_paths,
@@ -49,10 +48,10 @@ class Safetensors(WritableFormat):
     def detect(self, path: Path) -> bool:
         if path.is_dir():
             return any(path.glob(f"*{SAFETENSORS_INDEX}")) or any(path.glob(f"*{SUFFIX}"))
-        return path.name.endswith((SUFFIX, SAFETENSORS_INDEX)) and path.is_file()
+        return path.is_file() and (path.name.endswith(SAFETENSORS_INDEX) or is_safetensors(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        single = path.name.endswith(SUFFIX) and path.is_file()
+        single = path.is_file() and not path.name.endswith(SAFETENSORS_INDEX)
         weights = read_weights(*shard_paths(path), with_states=single)
         if single and weights.has_blocks:
             raise UnsupportedError(

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from ckpt_formats.containers.contents import HEAD_NBYTES, SAFETENSORS
 from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.containers.torchfile_tree import tree_part, unshare_states, write_tree
 from ckpt_formats.containers.typed_json import decode, encode
@@ -68,10 +69,12 @@ class Torch(WritableFormat):
             return False
         try:
             with path.open("rb") as file:
-                head = file.read(2)
+                head = file.read(HEAD_NBYTES)
         except CkptError:
             raise
         except OSError:
+            return False
+        if SAFETENSORS.match(head):
             return False
         return head.startswith(STARTS) or path.suffix in _SUFFIXES
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ckpt_formats.containers.contents import other_ending
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -18,6 +19,8 @@ ENDINGS = {
 """Formats by the ending of a single file."""
 SINGLE_UNIVERSAL = ".ucp"
 """By its ending, a single file of the universal format is known."""
+_BY_CONTENT = ("safetensors", "torch", "flax")
+"""Formats of single files that are known by their content, whatever their ending."""
 _OF_OTHERS = {
     ".npz": "arrays of NumPy",
     ".npy": "an array of NumPy",
@@ -53,6 +56,14 @@ def format_of_ending(target: Path) -> str | None:
             hint=f"Known endings: {', '.join(ENDINGS)}; a name without one is a folder. --to names a format.",
         )
     return ENDINGS.get(ending)
+
+
+def notices_of_content(source: Path, format_name: str) -> tuple[Notice, ...]:
+    """A notice if a single file is by its content of another format than its ending says."""
+    expected = ENDINGS.get(source.suffix.lower())
+    if expected == format_name or format_name not in _BY_CONTENT or expected not in _BY_CONTENT:
+        return ()
+    return (other_ending(source, format_name),)
 
 
 def notices_of_ending(target: Path, format_name: str) -> tuple[Notice, ...]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile import STARTS
+from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, check_content
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
@@ -30,21 +30,22 @@ _HINTS = {
     "arrays of NumPy, as MLX and others save weights": "Save them as safetensors: safetensors.numpy.save_file.",
 }
 _HINT = "Save them there as safetensors, which is read."
-_MAGIC = (
-    (b"GGUF", "weights of llama.cpp (GGUF), most often quantised"),
-    (b"\x89HDF\r\n", "weights of Keras or TensorFlow (HDF5)"),
-)
-
-
+_ARCHIVES = "an archive", "an archive of NeMo"
 _OF_TORCH = (".tar", ".pickle")
 
 
 def check_file(path: Path) -> None:
-    """Raise `UnsupportedError` for a file of another framework."""
-    head = _head(path)
-    if path.suffix.lower() in _OF_TORCH and head.startswith(STARTS):
-        return  # `model.pth.tar` and `model.pickle` are old names for files of torch.save
-    kind = _kind_of(path.name) or next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
+    """Raise an error for a file of another framework: by its content, or by its name if the content tells nothing."""
+    head, kind = _head(path), _kind_of(path.name)
+    if SAFETENSORS.match(head) or (path.suffix.lower() in _OF_TORCH and PICKLE.match(head)):
+        return
+    if ZIP.match(head):
+        if kind is None or (error := _archive_error(path)) is None:
+            return  # `model.pth.tar`, `model.zip` and `model.pickle` are names for files of torch.save, too
+        if kind in _ARCHIVES and isinstance(error, UnsupportedError):
+            raise error
+    if kind not in _ARCHIVES:
+        check_content(head, path)
     if kind is not None:
         raise UnsupportedError(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))
 
@@ -64,9 +65,22 @@ def _kind_of(name: str) -> str | None:
     return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
 
 
+def _archive_error(path: Path) -> CkptError | None:
+    """Why a zip archive is not one of torch.save, by its directory; None if it is."""
+    from ckpt_formats.containers.torchfile.file_window import Window  # only a file with an unusual name needs them
+    from ckpt_formats.containers.torchfile.zip_archive import read_directory
+
+    try:
+        with Window(path) as window:
+            read_directory(window)
+    except CkptError as error:
+        return error
+    return None
+
+
 def _head(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
-            return file.read(8)
+            return file.read(HEAD_NBYTES)
     except CkptError:
         return b""  # the reader of the file reports the error

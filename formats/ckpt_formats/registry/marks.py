@@ -4,11 +4,13 @@ A format is imported only if one of its marks is there, because to import all of
 checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
 """
 
+import re
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_formats.containers.contents import SAFETENSORS
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of
 
@@ -22,12 +24,13 @@ class Marks(NamedTuple):
     """Patterns of the names in a folder, in lower case."""
     files: tuple[str, ...] = ()
     """Patterns of the name of a single file, in lower case."""
-    starts: bytes = b""
-    """The first byte of a single file is one of these."""
+    starts: re.Pattern[bytes] | None = None
+    """What the first bytes of a single file match."""
 
 
+_START_NBYTES = 16
 _POINTER_OF_MEGATRON = "latest_checkpointed_iteration.txt"
-_DICT_OF_MSGPACK = bytes((*range(0x81, 0x90), 0xDE, 0xDF))
+_DICT_OF_MSGPACK = re.compile(rb"[\x81-\x8f\xde\xdf]")
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 _TORCH = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 
@@ -46,9 +49,9 @@ MARKS: dict[str, Marks] = {
     "fsdp-ranks": Marks((), ("*rank*",), ("*rank*",)),
     # Its folders may be inside folders of any names, those of the steps of a run.
     "dcp": Marks((".metadata", "pytorch_model_fsdp_0", "optimizer_0", "checkpoint"), ("*",), ("*.metadata", "__*")),
-    "safetensors": Marks((), _SAFETENSORS, _SAFETENSORS),
+    "safetensors": Marks((), _SAFETENSORS, _SAFETENSORS, SAFETENSORS),
     "flax": Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
-    "torch": Marks((), (), _TORCH, b"P\x80"),
+    "torch": Marks((), (), _TORCH, re.compile(rb"[P\x80]")),
     "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
 }
 """The marks of each format. A format without marks is asked about every path."""
@@ -78,7 +81,7 @@ class Place:
             any(_may_exist(self._path / path) for path in marks.paths)
             or any(map(self._has_entry, marks.entries))
             or any(fnmatchcase(self._file_name, pattern) for pattern in marks.files)
-            or (marks.starts != b"" and self._start != b"" and self._start in marks.starts)
+            or (marks.starts is not None and self._start != b"" and marks.starts.match(self._start) is not None)
         )
 
     @cached_property
@@ -98,12 +101,12 @@ class Place:
 
     @cached_property
     def _start(self) -> bytes:
-        """The first byte of a single file; empty for anything else."""
+        """The first bytes of a single file; empty for anything else."""
         if not self._file_name:
             return b""
         try:
             with self._path.open("rb") as file:
-                return file.read(1)
+                return file.read(_START_NBYTES)
         except CkptError:
             raise
         except OSError:

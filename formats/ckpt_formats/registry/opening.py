@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
@@ -15,6 +16,7 @@ from ckpt_formats.core.missing_states import check_states
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.registry.endings import notices_of_content
 from ckpt_formats.registry.location import Located, locate
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
 from ckpt_formats.registry.traces import check_traces
@@ -43,6 +45,8 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     located = locate(path)
     format = located.format
     checkpoint = identified(lambda: _read(located, options or ReadOptions()))
+    if not checkpoint.parameters and format.name not in _OURS:
+        raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
     _check_folders(checkpoint, located)
     check_whole_of_meta(checkpoint)
     written = [
@@ -59,7 +63,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
             *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
         )
     if is_file:
-        notices = (*notices, *parts_unread(path))
+        notices = (*notices, *notices_of_content(path, format.name), *parts_unread(path))
     elif format.name not in _OURS:
         named = {name for notice in notices for name in notice.names}
         notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))

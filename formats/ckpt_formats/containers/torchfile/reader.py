@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.containers.stand_ins import check_stand_in
+from ckpt_formats.containers.contents import HEAD_NBYTES, SAFETENSORS, check_content
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, PROTO, Interpreter
@@ -80,10 +80,17 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
         head = window.at(0, min(4, window.length))
         if head == LOCAL:
             return _open_archive(window)
+        start = window.at(0, min(HEAD_NBYTES, window.length))
+        if SAFETENSORS.match(start):
+            raise UnsupportedError(
+                "is a file of safetensors, by its content", where=path, hint="Give it the ending .safetensors."
+            )
         if head[0] == PROTO:
             return _open_stream(window)
-        check_stand_in(window.at(0, min(64, window.length)), path)
-        raise CorruptError("is neither an archive nor a stream of torch.save, nor a pickle", where=path)
+        check_content(start, path)
+        raise CorruptError(
+            "is neither an archive nor a stream of torch.save, nor a pickle of protocol 2 or later", where=path
+        )
 
 
 def open_item(window: ByteSource) -> TorchFile:

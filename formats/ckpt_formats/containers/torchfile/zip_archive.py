@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from ckpt_formats.containers.contents import archive_kind
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, crc32
@@ -446,6 +447,8 @@ def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any)
         seen.add(name)
     if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
         return _torchscript_error(f"{window.path} ({name})")
+    if (kind := archive_kind(names)) is not None:
+        return kind.error(kind.what, where=window.path, hint=kind.hint)
     flags, method = int(entries["flags"][number]), int(entries["method"][number])
     return _error_for_entry(f"{window.path} ({name})", flags, method, name in seen)
 
@@ -513,12 +516,19 @@ def _resolve_zip64(extra: bytes, fields: tuple[int, int, int], window: ByteSourc
     raise CorruptError("the archive gives a 64-bit size without its value", where=f"{window.path} ({name})")
 
 
+def _check_kind(names: Sequence[str], path: Path) -> None:
+    """Raise `UnsupportedError` if the names are those of an archive that another program wrote."""
+    if (kind := archive_kind(names)) is not None:
+        raise kind.error(kind.what, where=path, hint=kind.hint)
+
+
 def _stem(archive: Archive) -> str:
     """The archive's one folder."""
     names = archive.directory.names
     folders = [name.partition("/")[0] for name in names if name.count("/") == 1]
     stems = [folder for folder in dict.fromkeys(folders) if f"{folder}/data.pkl" in archive.index]
     if len(stems) != 1:
+        _check_kind(names, archive.path)
         raise CorruptError(
             f"the archive has {len(stems) or 'no'} data.pkl",
             where=archive.path,

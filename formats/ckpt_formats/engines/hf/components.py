@@ -52,6 +52,13 @@ class ComponentFiles:
     notices: tuple[Notice, ...] = ()
 
 
+def has_own_model(path: Path) -> bool:
+    """Whether the list of components names the folder itself, too. Without a list, the folder is a model."""
+    if (path / MODEL_INDEX).is_file():
+        return False
+    return not (path / MODULES).is_file() or any(entry.get("path") == "" for entry in _modules(path / MODULES))
+
+
 def components_of(path: Path) -> tuple[Component, ...]:
     """The components that have folders of their own.
 
@@ -143,11 +150,15 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value)
 
 
-def _of_modules(index: Path) -> Iterator[Component]:
+def _modules(index: Path) -> list[dict[str, Any]]:
     entries = parse_json(read_whole(index, _MAX_JSON_BYTES), index)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CorruptError("is not a list of modules", where=index)
-    for entry in entries:
+    return entries
+
+
+def _of_modules(index: Path) -> Iterator[Component]:
+    for entry in _modules(index):
         path, kind = entry.get("path"), entry.get("type")
         if not isinstance(path, str) or not isinstance(kind, str):
             raise CorruptError("has a module without a path or a type", where=index)

@@ -14,7 +14,13 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.components import ComponentFiles, components_of, merge_models, read_components
+from ckpt_formats.engines.hf.components import (
+    ComponentFiles,
+    components_of,
+    has_own_model,
+    merge_models,
+    read_components,
+)
 from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
@@ -37,7 +43,10 @@ _NO_OPTIMIZER = Notice(
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint in a folder, without reading tensors. Raises a suitable `CkptError`."""
     with form_of("a folder of Hugging Face's libraries", path):
-        return _read(sort_files(path), options)
+        folder = sort_files(path)
+        if not has_own_model(path):  # what lies beside the components is no part of them
+            folder = replace(folder, entry=None, optimizer=None)
+        return _read(folder, options)
 
 
 def _read(folder: Folder, options: ReadOptions) -> Checkpoint:

@@ -1,9 +1,11 @@
 """Read the model's tensors from files of safetensors or torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckpt_formats.containers.contents import other_ending
+from ckpt_formats.containers.safetensors import is_safetensors
 from ckpt_formats.containers.safetensors_shards import read_weights, shard_paths
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.containers.torchfile import TorchFile, open_file
@@ -45,8 +47,12 @@ def read_model(folder: Folder) -> ModelFiles:
 
 
 def read_entry(entry: Path, container: Container) -> ModelFiles:
-    """The model in a file, in the files of an index, or in a folder of files."""
-    return _safetensors(entry) if container == "safetensors" else _torch(entry)
+    """The model in a file, in the files of an index, or in a folder of files. A file is read by its content."""
+    actual: Container = container
+    if entry.is_file() and not entry.name.endswith(INDEX_SUFFIX):
+        actual = "safetensors" if is_safetensors(entry) else "torch"
+    model = _safetensors(entry) if actual == "safetensors" else _torch(entry)
+    return model if actual == container else replace(model, notices=(*model.notices, other_ending(entry, actual)))
 
 
 def torch_shard(file: TorchFile, role: str) -> SourceFile:
