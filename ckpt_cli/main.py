@@ -51,6 +51,7 @@ COMMANDS = {
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",
     "doctor": "ckpt_cli.commands.doctor:doctor",
+    "seal": "ckpt_cli.commands.seal:seal",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",
     "completion": "ckpt_cli.commands.completion:completion",

@@ -65,6 +65,7 @@ _WRITTEN = {
     "resumed_files": ("int", "files that an earlier, interrupted run had written"),
     "pending?": ("text", "with `--shard`: what other shards have yet to do before the target is there"),
     "checksums_verified": ("int", "checksums of the source that were compared"),
+    "seal_file?": ("text", "with `--seal`: the file with the target's checksums"),
 }
 _PARTIAL = {
     "partial?": (
@@ -611,6 +612,16 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
     ),
     "commit": (Part("", _WRITTEN),),
+    "seal": (
+        Part(
+            "",
+            {
+                "seal_file": ("text", "the file with the checksums; with --dry-run, where it would be"),
+                "files": ("int", "files that it covers"),
+                "nbytes": ("int", "their bytes"),
+            },
+        ),
+    ),
     "clean": (
         Part(
             "",

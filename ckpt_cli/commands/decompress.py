@@ -24,4 +24,5 @@ def decompress(source: "Checkpoint", target: "Target", resources: "Resources", a
     format, notices = original_format(source, target.path, target.format_name)
     target.note_ending(format.name)
     work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
-    job.show_result(job.run("decompressing", work, resources, notices), as_json)
+    result = job.run("decompressing", work, resources, notices)
+    job.show_result(result, as_json, seals=resources if target.seal else None)

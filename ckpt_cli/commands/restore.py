@@ -26,4 +26,4 @@ def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Re
     if dry_run:
         restore.show_plan(state, target.path, format, resources, as_json)
     else:
-        restore.restore(state, target.path, format, resources, as_json)
+        restore.restore(state, target.path, format, resources, as_json, seal=target.seal)

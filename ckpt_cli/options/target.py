@@ -105,6 +105,8 @@ class Target:
     path: Path
     format_name: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    seal: bool = False
+    """Whether the user wants the target sealed."""
     is_folder: bool = False
     """Whether the user wrote the path with a slash at its end: a folder, whatever its ending says."""
 
@@ -130,6 +132,21 @@ class Target:
 
         note(*notices_of_ending(self.path, format_name))
 
+    def _check_seal(self, format_name: str) -> None:
+        from ckpt_formats.core.errors import UnsupportedError
+        from ckpt_formats.core.store_path import StorePath
+
+        if self.seal and format_name == "universal":
+            raise UnsupportedError(
+                "a universal checkpoint has checksums of all its bytes", where=self.path, hint="Leave out --seal."
+            )
+        if self.seal and isinstance(self.path, StorePath):
+            raise UnsupportedError(
+                "a target in a store is not sealed",
+                where=self.path,
+                hint="Write a folder with --seal, then upload it: `ckpt copy` takes its seal file along.",
+            )
+
     def _note(self, text: str) -> None:
         from ckpt_cli.reading import note
         from ckpt_formats.core.notices import Notice
@@ -145,6 +162,7 @@ class Target:
 
         from ckpt_formats.core.errors import UnsupportedError
 
+        self._check_seal(format.name)
         known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
             flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
@@ -175,10 +193,10 @@ def target(default: str) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def wrapper(*args: Any, target: str, format_name: str | None, **arguments: Any) -> Any:
+        def wrapper(*args: Any, target: str, format_name: str | None, seal: bool, **arguments: Any) -> Any:
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            place = Target(target_path(target), format_name, given, target.endswith("/"))
+            place = Target(target_path(target), format_name, given, seal, target.endswith("/"))
             return command(*args, target=place, **arguments)
 
         options = [
@@ -193,7 +211,10 @@ def target(default: str) -> Callable[[F], F]:
             metavar="FORMAT",
             help=f"Format of TARGET: {writable}.  [default: by TARGET's ending, {_ENDINGS}; else {default}]",
         )
-        grouped = with_options(wrapper, to, *options, group="Target")
+        seal = click.option(
+            "--seal", is_flag=True, help="Then write checksums of all files beside them, as `ckpt seal` does."
+        )
+        grouped = with_options(wrapper, to, *options, seal, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))
 
     return decorate

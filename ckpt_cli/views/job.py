@@ -41,12 +41,17 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
         return job.run(resources, progress)
 
 
-def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool) -> None:
-    """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write."""
+def write(
+    label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool, seals: Resources | None = None
+) -> None:
+    """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write.
+
+    With `seals`, what was written is sealed, with these resources.
+    """
     if dry_run:
         show_plan(job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources))
     else:
-        show_result(run(label, job, resources), as_json)
+        show_result(run(label, job, resources), as_json, seals=seals)
 
 
 def planned(job: Job) -> Plan:
@@ -109,8 +114,16 @@ def _reads_json(reads: StoreReads | None) -> dict[str, Any]:
     return {} if reads is None else {"store_reads": {"nbytes": reads.nbytes, "requests": reads.requests}}
 
 
-def show_result(result: Result, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
-    """Show what a job wrote. `more`: further fields of the JSON."""
+def show_result(
+    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seals: Resources | None = None
+) -> None:
+    """Show what a job wrote. `more`: further fields of the JSON. With `seals`, it is sealed first."""
+    if seals is not None and not result.pending:
+        from ckpt_cli.views.seal import seal_target  # few targets are sealed
+
+        more = {**(more or {}), "seal_file": seal_target(result.target, seals)}
+    elif seals is not None:
+        notes.note(f"not sealed yet: run `ckpt seal {printable(str(result.target))}` when it is published")
     if as_json:
         data({**to_json(result), **(more or {})})
         return

@@ -23,7 +23,9 @@ def show_plan(state: ChainState, target: Path, format: WritableFormat, resources
     job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work, **_partial_json(state)})
 
 
-def restore(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
+def restore(
+    state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool, seal: bool = False
+) -> None:
     """Restore with a progress bar, and show what was written."""
     with doing(f"planning the files of {printable(str(target))}"):
         plan = chain_restore.plan(state, target, format, resources)
@@ -31,7 +33,7 @@ def restore(state: ChainState, target: Path, format: WritableFormat, resources: 
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target, format, resources, progress)
-    job.show_result(result, as_json, _partial_json(state))
+    job.show_result(result, as_json, _partial_json(state), resources if seal else None)
     if not (as_json or state.checkpoint.errors):
         conclude("exact: every bit is as it was saved")
 

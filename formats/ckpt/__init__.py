@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt.compare import Diff, diff
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
+    from ckpt.copying.sealing import Sealed, seal
     from ckpt.findings import Finding, verify
     from ckpt.job import Job, Progress, save
     from ckpt.opening import open
@@ -80,6 +81,7 @@ _NAMES = {
     "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
     "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
     "ckpt.rename": ("use_names",),
+    "ckpt.copying.sealing": ("Sealed", "seal"),
     "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
     "ckpt_formats.core.errors": (
@@ -163,6 +165,7 @@ __all__ = [
     "RunCosts",
     "Safetensors",
     "Schedule",
+    "Sealed",
     "Shadow",
     "Shard",
     "Tensor",
@@ -184,6 +187,7 @@ __all__ = [
     "recover_partially",
     "save",
     "save_partially",
+    "seal",
     "update_copy",
     "use_names",
     "verify",

@@ -39,7 +39,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 RUNS: dict[str, list[list[Any]]] = {
-    "convert": [[ZERO1, "u"], [ZERO1, "x", "--dry-run"]],
+    "convert": [[ZERO1, "u"], [ZERO1, "x", "--dry-run"], ["b.safetensors", "c.safetensors", "--seal"]],
     "reshard": [[ZERO1, "r", "--dp", "1"], [ZERO1, "x", "--dp", "1", "--dry-run"]],
     "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"]],
     "verify": [["u"], ["run.chain"], ["recorded.chain"], ["--quick", "u"], [SAMPLES / "damaged" / "flipped-bit"],
@@ -63,6 +63,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "doctor": [[]],
     "commit": [["u"]],
     "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
+    "seal": [["a.safetensors", "--dry-run"], ["a.safetensors"]],
     "clean": [["x"]],
     "formats": [[]],
     "completion": [["fish"]],
@@ -91,6 +92,7 @@ WRONG: dict[str, list[Any]] = {
     "decompress": ["gone", "x"],
     "doctor": ["gone"],
     "commit": ["gone"],
+    "seal": ["gone"],
     "clean": [],
     "formats": ["too many"],
     "completion": ["tcsh"],

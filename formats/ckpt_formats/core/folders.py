@@ -9,13 +9,15 @@ from ckpt_formats.core.store_path import FolderEntry, StorePath
 
 _MAX_NAMES = 200_000
 """Limit of the entries of a folder that are read."""
+SEAL_SUFFIX = ".ckpt-seal"
+"""The ending of files with the checksums of a checkpoint: they are compared with it, and are no part of it."""
 _HARMLESS = re.compile(
-    r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~)"
+    r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~|ckpt-seal)"
     r"|events\.out\.tfevents\..*|__pycache__"
     r"|latest|latest_universal|latest_checkpointed_iteration\.txt|zero_to_(fp32|torch)\.py",
     re.IGNORECASE,
 )
-"""Texts, pictures, logs, locks, hidden files, and pointers to a checkpoint: they contain no part of a checkpoint."""
+"""Texts, pictures, logs, locks, seals, hidden files, and pointers to a checkpoint: they contain no part of one."""
 _TORCH_FILE_OF_A_RUN = re.compile(
     r"(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"

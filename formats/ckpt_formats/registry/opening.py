@@ -18,6 +18,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.registry.endings import notices_of_content
 from ckpt_formats.registry.location import Located, locate
+from ckpt_formats.registry.seal_file import with_seals
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
 from ckpt_formats.registry.traces import check_traces
 from ckpt_formats.registry.unread_files import unread
@@ -44,7 +45,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         check_alone(path)
     located = locate(path)
     format = located.format
-    checkpoint = identified(lambda: _read(located, options or ReadOptions()))
+    checkpoint = identified(lambda: _sealed(located, options or ReadOptions()))
     if not checkpoint.parameters and format.name not in _OURS:
         raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
     _check_folders(checkpoint, located)
@@ -98,6 +99,12 @@ def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
     repeats = zip(numbers.tolist(), counts.tolist(), strict=True)
     again = sum((count - 1) * written_size(table.values[number]) for number, count in repeats if count > 1)
     return _ROW_NBYTES * len(parameters), again
+
+
+def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
+    """The checkpoint with the checksums that a seal file has of it."""
+    checkpoint = _read(located, options)
+    return checkpoint if located.format.name in _OURS else with_seals(checkpoint, located.path)
 
 
 def _read(located: Located, options: ReadOptions) -> Checkpoint:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.core.folders import entries_of, is_torch_file_of_run
+from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of, is_torch_file_of_run
 
 Container = Literal["safetensors", "torch"]
 
@@ -130,7 +130,7 @@ def sort_files(path: Path) -> Folder:
     training = [path / name for name in sorted(names) if is_torch_file_of_run(name)]
     models = [path / name for name in sorted(names) if _FURTHER_MODEL.fullmatch(name)]
     known = {entry, optimizer, *training, *models}
-    visible = [path / name for name in sorted(names) if not name.startswith(".")]
+    visible = [path / name for name in sorted(names) if not name.startswith(".") and not name.endswith(SEAL_SUFFIX)]
     side_files = [file for file in visible if file not in known and not _is_weights(file.name)]
     return Folder(
         path,

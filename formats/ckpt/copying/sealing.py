@@ -1,0 +1,208 @@
+"""Seal a checkpoint: write the checksums of all its files into a file beside them, which is compared ever after."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.copying.selection import ChosenFile, select
+from ckpt.job import Progress, count_to
+from ckpt.pipeline import Resources, check_complete, raise_if_damaged
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import OutputError, UnsupportedError
+from ckpt_formats.core.evidence import Evidence
+from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.identity import check_unchanged
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.publish import flush, rename_new
+from ckpt_formats.core.seal_checks import SealChecks
+from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.registry.location import locate
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.registry.seal_file import SealedFile, place_of, to_bytes
+from ckpt_formats.stores.location import is_url, source_path
+
+_RANGE = 8 << 20
+"""A range of a file has at least so many bytes, unless a tensor or the file ends before."""
+_BLOCK = 1 << 20
+_OURS = ("universal", "chain")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What `seal` wrote."""
+
+    seal_file: Path
+    files: int
+    """Files whose checksums are in it."""
+    nbytes: int
+    """Their bytes: all of them were read."""
+
+
+@dataclass(frozen=True)
+class SealPlan:
+    """What will be sealed: files with the ends of their ranges."""
+
+    checkpoint: Checkpoint
+    seal_file: Path
+    files: tuple[tuple[ChosenFile, tuple[int, ...]], ...]
+    seals: Mapping[Path, Sequence[Seal]] = field(repr=False)
+    """The checksums that the files have already, by file: those of an optimizer's file beside the weights."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.nbytes for file, _ in self.files)
+
+
+def plan_seal(path: str | os.PathLike[str]) -> SealPlan:
+    """What `seal` would do. No tensor is read. Raises as `seal`."""
+    if is_url(os.fspath(path)):
+        raise UnsupportedError(
+            "a checkpoint in a store is not sealed where it is",
+            where=printable(str(path)),
+            hint="Seal it before the upload: `ckpt copy` uploads a folder with its seal file.",
+        )
+    place = source_path(os.fspath(path))
+    if locate(place).format.name in _OURS:
+        raise UnsupportedError(
+            "has checksums of all its bytes already", where=place, hint="`ckpt verify` compares them."
+        )
+    seal_file = place_of(place)
+    if os.path.lexists(seal_file):
+        raise OutputError(
+            "is sealed already",
+            where=seal_file,
+            hint=f"`ckpt verify` compares it. If you changed files on purpose: rm {printable(seal_file.name)}",
+        )
+    chosen = select(place)
+    checkpoint = open_checkpoint(place)
+    check_complete(checkpoint)
+    borders = _borders(checkpoint)
+    files = ((one, _ends(one.nbytes, borders.get(one.path, ()))) for one in (*chosen.files, *chosen.last))
+    return SealPlan(checkpoint, seal_file, tuple(files), chosen.seals)
+
+
+def seal(
+    path: str | os.PathLike[str],
+    *,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+) -> Sealed:
+    """Read all files of a checkpoint once, and write their checksums into a file beside them.
+
+    `path`: a file or folder of a format that has no checksums of its own, such as safetensors. From then on `verify`,
+    `save` and `copy` compare what they read with it. A folder gets `checkpoint.ckpt-seal`, a file `NAME.ckpt-seal`.
+
+    Raises `CorruptError` or `IncompleteError` if tensors are not complete or checksums that some of the files have do
+    not fit, `OutputError` if it is sealed already or
+    the file cannot be written, `UnsupportedError` for a store and for formats that have checksums of everything.
+    """
+    return run_seal(plan_seal(path), resources=resources, progress=progress)
+
+
+def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: Progress | None = None) -> Sealed:
+    """Do what was planned. Raises as `seal`."""
+    resources = resources or Resources.of_machine()
+    count_bytes = count_to(plan.nbytes, progress)
+    identities = plan.checkpoint.identities
+    work = [(number, start, end) for number, (_, ends) in enumerate(plan.files) for start, end in pairwise((0, *ends))]
+    crcs: dict[int, dict[int, int]] = defaultdict(dict)
+    checks = SealChecks()
+    with interruptible(count_bytes) as count, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+
+        def checksum(item: tuple[int, int, int]) -> tuple[int, int, int, Evidence]:
+            number, start, end = item
+            path = plan.files[number][0].path
+            own = [one for one in plan.seals.get(path, ()) if one.offset < end and start < one.offset + one.nbytes]
+            with Reader(identities=identities) as reader:
+                crc, at = 0, start
+                for block in _blocks(reader, path, start, end):
+                    crc = crc32(block, crc)
+                    for one in own:
+                        low, high = max(at, one.offset), min(at + len(block), one.offset + one.nbytes)
+                        if low < high:
+                            reader.note_sealed(one, low - one.offset, block[low - at : high - at])
+                    at += len(block)
+                    count(len(block))
+                return number, start, crc, reader.evidence()
+
+        for number, start, crc, evidence in run_tasks(pool, checksum, work, 2 * resources.workers):
+            crcs[number][start] = crc
+            checks.add(evidence)
+    raise_if_damaged(checks, identities)
+    check_unchanged(identities)
+    sealed = {
+        file.name: SealedFile(ends, tuple(crcs[number][start] for start in sorted(crcs[number])))
+        for number, (file, ends) in enumerate(plan.files)
+    }
+    _publish(plan.seal_file, to_bytes(sealed))
+    return Sealed(plan.seal_file, len(sealed), plan.nbytes)
+
+
+def _borders(checkpoint: Checkpoint) -> dict[Path, Sequence[int]]:
+    """By file, the ends of its tensors' bytes at which a range may end: those inside no other tensor, ascending."""
+    extents: dict[Path, list[tuple[int, int]]] = defaultdict(list)
+    for _, _, tensor in checkpoint.tensors():
+        for copy in (tensor, *tensor.replicas):
+            for raw in copy.sources():
+                if raw.span:
+                    extents[raw.path].append((raw.offset, raw.offset + raw.span))
+    result = dict[Path, Sequence[int]]()
+    for path, own in extents.items():
+        own.sort()
+        starts, ends = np.array(own, np.int64).T
+        reach = np.maximum.accumulate(ends)
+        is_border = np.append(starts[1:] >= reach[:-1], True)
+        result[path] = reach[is_border].tolist()
+    return result
+
+
+def _ends(nbytes: int, borders: Sequence[int]) -> tuple[int, ...]:
+    """The ends of the ranges of a file: at borders of tensors; of a file without tensors, of `_RANGE` bytes each."""
+    if not nbytes:
+        return ()
+    if not borders:
+        return (*range(_RANGE, nbytes, _RANGE), nbytes)
+    ends, begin = list[int](), 0
+    for border in borders:
+        if border - begin >= _RANGE and border < nbytes:
+            ends.append(border)
+            begin = border
+    return (*ends, nbytes)
+
+
+def _blocks(reader: Reader, path: Path, start: int, end: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_BLOCK, end - start)))
+    for at in range(start, end, _BLOCK):
+        block = buffer[: min(_BLOCK, end - at)]
+        reader.read_into(path, at, block)
+        yield block
+
+
+def _publish(place: Path, content: bytes) -> None:
+    """Write a file that appears when it is whole, and replaces nothing."""
+    partial = place.with_name(f".{place.name}.{os.getpid()}{PARTIAL}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        rename_new(partial, place)
+        flush(place.parent)
+    except FileExistsError as error:
+        raise OutputError("is sealed already, by another process", where=place) from error
+    except OSError as error:
+        raise unwritable(error, place) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
