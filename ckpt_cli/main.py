@@ -268,7 +268,8 @@ def _of_system(error: OSError) -> CkptError:
     """The error for one of the system that reaches `run`: an output stream fails, or a file disappeared."""
     message = error.strerror or str(error)
     if error.filename is not None:
-        return NotFoundError(f"cannot be read: {message}", where=os.fsdecode(error.filename))
+        hint = getattr(error, "hint", None)  # what a store refuses has one
+        return NotFoundError(f"cannot be read: {message}", where=os.fsdecode(error.filename), hint=hint)
     _drop_stdout()
     return OutputError(f"standard output cannot be written: {message}")
 

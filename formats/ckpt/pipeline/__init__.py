@@ -31,6 +31,7 @@ from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
+from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.stores.location import listed_again
@@ -274,6 +275,5 @@ def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
         return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
-    return OutputError(
-        f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=resume
-    )
+    hint = f"{error.hint} {resume}" if isinstance(error, StoreError) and error.hint else resume
+    return OutputError(f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=hint)

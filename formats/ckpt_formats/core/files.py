@@ -32,7 +32,7 @@ from ckpt_formats.core.evidence import Evidence, evidence_of, joined
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
 from ckpt_formats.core.prefetch import PlannedReads
-from ckpt_formats.core.store_path import ObjectFile, StorePath
+from ckpt_formats.core.store_path import ObjectFile, StoreError, StorePath
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -440,7 +440,8 @@ def unreadable(error: OSError, path: Path) -> CkptError:
     if isinstance(error, CkptError):
         return error
     if isinstance(path, StorePath):
-        return NotFoundError(f"cannot be read: {error.strerror}", where=path)
+        hint = error.hint if isinstance(error, StoreError) else None
+        return NotFoundError(f"cannot be read: {error.strerror}", where=path, hint=hint)
     if error.errno == errno.EIO:
         return CorruptError("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0

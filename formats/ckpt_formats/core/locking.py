@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import LockedError, NoSpaceError, OutputError
 from ckpt_formats.core.own_folder import check_plain
+from ckpt_formats.core.store_path import StoreError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -46,7 +47,8 @@ def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Ite
 def unwritable(error: OSError, place: Path) -> OutputError:
     """The error for a target that the system did not let us write, with the reason."""
     kind = NoSpaceError if error.errno in FULL else OutputError
-    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place)
+    hint = error.hint if isinstance(error, StoreError) else None
+    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place, hint=hint)
 
 
 def _unable(error: OSError, file: Path) -> OutputError:

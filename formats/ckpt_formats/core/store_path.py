@@ -4,6 +4,7 @@ A `StorePath` is a `Path`, so no format knows where its bytes lie. What would re
 `TypeError` instead, so nothing is read from or written to the local disk by mistake.
 """
 
+import errno
 import io
 import os
 import posixpath
@@ -18,6 +19,20 @@ from ckpt_formats.core.errors import CkptError
 
 _BLOCK = 1 << 20
 """Bytes that a buffered file reads at once."""
+
+
+class StoreError(OSError):
+    """A store does not do what it is asked, or cannot be reached: `strerror` is for the user, and so is the hint."""
+
+    def __init__(self, text: str, where: str, hint: str | None = None, is_denied: bool = False) -> None:
+        super().__init__(errno.EIO, text, where)
+        self.strerror: str = text
+        self.hint = hint
+        self.is_denied = is_denied
+        """Whether there are no credentials, or none that allow it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.strerror, self.filename, self.hint, self.is_denied)
 
 
 class FolderEntry(Protocol):
@@ -36,7 +51,7 @@ class FolderEntry(Protocol):
 class Store(Protocol):
     """Objects by keys such as `runs/step-10/model.safetensors`. A prefix that ends before a slash is a folder.
 
-    All raise `OSError`, with a text for the user, if the store cannot be reached or refuses.
+    All raise `StoreError` if the store cannot be reached or refuses.
     """
 
     @property

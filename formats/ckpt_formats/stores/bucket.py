@@ -15,23 +15,18 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.store_path import StoreError
+from ckpt_formats.stores.clients import client_of
 from ckpt_formats.stores.listed_store import StoredObject
-from ckpt_formats.stores.object_store import client_of, described, error_text
+from ckpt_formats.stores.object_store import described, listed
+from ckpt_formats.stores.refusals import Refusal
+from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
 
 T = TypeVar("T")
 
-_ATTEMPTS = 5
-_FIRST_PAUSE = 0.1
-"""Seconds before the second attempt; each further pause is twice as long."""
 _SINGLE_REQUEST = 16 << 20
 """Bytes of a file that is uploaded by one request, and read as a whole. Larger ones are uploaded in parts."""
 _PART = 8 << 20
@@ -39,8 +34,8 @@ _MAX_PARTS = 9_000
 """Stores allow 10,000."""
 _ATTEMPT = "ckptattempt"
 """Azure takes only names that are identifiers."""
-_CLIENT: Any = {"timeout": "300s", "connect_timeout": "10s"}
-"""The timeout is that of a whole request: 16 MiB may take it on a slow line."""
+_SMALL = 1 << 20
+"""Bytes that are sent in one request without more time for that."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,8 @@ class Bucket:
     url: str
 
     def list(self, folder: str) -> dict[str, StoredObject]:
-        """All objects below a folder, by their keys."""
-
-        def listed() -> dict[str, StoredObject]:
-            pages = obstore.list(self._client, f"{folder}/" if folder else None, chunk_size=1000)
-            return {meta["path"]: described(meta) for page in pages for meta in page}
-
-        return self._attempt(folder, listed)
+        """All objects below a folder, by their keys, without those that only stand for a folder."""
+        return self._attempt(folder, lambda: listed(self._client, folder, f"{self.url}/{folder}"))
 
     def read(self, key: str) -> tuple[bytes, Version] | None:
         """A small object; None if there is none."""
@@ -79,10 +69,10 @@ class Bucket:
             try:
                 result = obstore.get(self._client, key)
                 data = bytes(result.bytes())
-            except (NotFoundError, FileNotFoundError):
-                return None
+            except (NotFoundError, FileNotFoundError) as error:
+                return _absence(error)
             if len(data) != result.meta["size"]:
-                raise OSError(errno.EIO, "the store answers with fewer bytes than the object has")
+                raise Transient("the store answers with fewer bytes than the object has", is_wrong=True)
             return data, Version(result.meta["e_tag"], result.meta["version"])
 
         return self._attempt(key, read)
@@ -93,20 +83,20 @@ class Bucket:
         def head() -> StoredObject | None:
             try:
                 return described(obstore.head(self._client, key))
-            except (NotFoundError, FileNotFoundError):
-                return None
+            except (NotFoundError, FileNotFoundError) as error:
+                return _absence(error)
 
         return self._attempt(key, head)
 
     def create(self, key: str, data: bytes) -> Version:
         """Create an object in one request. Raises `FileExistsError` if there is one."""
-        attempt = uuid4().hex
+        attempt, client = uuid4().hex, self._client if len(data) <= _SMALL else self._sending
 
         def create() -> Version:
             try:
                 return _version(
                     obstore.put(
-                        self._client,
+                        client,
                         key,
                         data,
                         mode="create",
@@ -150,7 +140,7 @@ class Bucket:
 
         def upload() -> str:
             stored = obstore.put(
-                self._client,
+                self._in_parts,
                 key,
                 _parts(file, part, check),
                 use_multipart=True,
@@ -159,7 +149,7 @@ class Bucket:
             )
             return stored["e_tag"] or ""
 
-        return self._attempt(key, upload)
+        return self._attempt(key, upload, takes_place=False)
 
     def tag_if_equal(self, key: str, file: Path) -> str | None:
         """The e_tag of an object if it has the bytes of a file, else None. It is read for that."""
@@ -218,25 +208,43 @@ class Bucket:
         return {"url": self.url}
 
     @cached_property
-    def _client(self) -> Any:
-        return client_of(self.url, _CLIENT)
+    def _repeated(self) -> Repetition:
+        return Repetition()
 
-    def _attempt(self, key: str, request: Callable[[], T]) -> T:
+    @cached_property
+    def _client(self) -> Any:
+        return client_of(self.url, self._repeated.policy.http(), retries=ONCE)
+
+    @cached_property
+    def _sending(self) -> Any:
+        """The client of requests that send up to 16 MiB."""
+        return client_of(self.url, self._repeated.policy.http(_SINGLE_REQUEST), retries=ONCE)
+
+    @cached_property
+    def _in_parts(self) -> Any:
+        """The client of uploads in parts, each of which it repeats by itself."""
+        policy = self._repeated.policy
+        return client_of(self.url, policy.http(_SINGLE_REQUEST), retries=policy.of_parts())
+
+    def _attempt(self, key: str, request: Callable[[], T], takes_place: bool = True) -> T:
         """The result of a request, which is repeated if the store or the line fails."""
-        where, pause = f"{self.url}/{key}", _FIRST_PAUSE
-        for left in reversed(range(_ATTEMPTS)):
+        where = f"{self.url}/{key}"
+
+        def attempt() -> T:
             try:
                 return request()
-            except FileExistsError:
+            except (FileExistsError, StoreError, CkptError):
                 raise
-            except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise PermissionError(errno.EACCES, f"the store refuses: {error_text(error)}", where) from None
             except (BaseError, OSError) as error:
-                if not left:
-                    raise OSError(errno.EIO, error_text(error), where) from None
-            time.sleep(pause)
-            pause *= 2
-        raise AssertionError
+                raise Refusal.of(error).error(where) from None
+
+        return self._repeated(attempt, where, takes_place)
+
+
+def _absence(error: BaseException) -> None:
+    """Nothing, if an error says that there is no such object; if there is no such bucket, it is raised."""
+    if not Refusal.of(error).is_absence:
+        raise error
 
 
 def part_nbytes(nbytes: int) -> int:

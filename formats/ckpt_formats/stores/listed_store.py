@@ -64,6 +64,7 @@ class ListedStore(ABC):
         self._objects = dict(objects)
         self._folders: dict[str, dict[str, bool]] = {}
         self._siblings: dict[str, dict[str, bool]] = {}
+        self._singles: dict[str, StoredObject | None] = {}
         self._lock = Lock()
         self._ahead = ReadAhead(self.get)
         for key in objects:
@@ -81,11 +82,14 @@ class ListedStore(ABC):
     def url(self) -> str:
         return self._url
 
+    def _single(self, key: str) -> StoredObject | None:
+        """An object that was not listed; None if there is none, or if the store does not say."""
+        return self._level(key.rpartition("/")[0])[0].get(key)
+
     def stat(self, key: str) -> os.stat_result:
-        is_folder = not key or self._is_folder(key)
-        if (known := self._objects.get(key)) is not None:
+        if (known := self._known(key)) is not None:
             return known.status()
-        if is_folder:
+        if not key or self._is_folder(key):
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
 
@@ -109,13 +113,22 @@ class ListedStore(ABC):
     def keep(self, nbytes: int) -> None:
         self._ahead.keep(nbytes)
 
+    def _known(self, key: str) -> StoredObject | None:
+        """An object; the store is asked for one that is not below the checkpoint, and for nothing else."""
+        if key in self._objects or self._has_listed(key) or self._is_above(key):
+            return self._objects.get(key)
+        with self._lock:
+            if key not in self._singles:
+                self._singles[key] = self._single(key)
+                if (found := self._singles[key]) is not None:
+                    self._objects[key] = found
+            return self._singles[key]
+
     def _is_folder(self, key: str) -> bool:
-        if self._has_listed(key):
-            return key in self._folders
-        if self._root.startswith(f"{key}/"):
-            return True
-        above, _, name = key.rpartition("/")
-        return self._names(above).get(name, False)
+        return key in self._folders if self._has_listed(key) else self._is_above(key) or bool(self._names(key))
+
+    def _is_above(self, key: str) -> bool:
+        return self._root.startswith(f"{key}/")
 
     def _has_listed(self, key: str) -> bool:
         return not self._root or key == self._root or key.startswith(f"{self._root}/")

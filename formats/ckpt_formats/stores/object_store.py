@@ -3,53 +3,44 @@
 Each range is requested with the e_tag of the listing, so an object that changes while it is read is refused.
 """
 
-import errno
-import os
-import re
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.exceptions import (
-    NotFoundError as NoObjectError,
-)
+from obstore.exceptions import BaseError, PreconditionError
 
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
+from ckpt_formats.core.store_path import StoreError, StorePath
+from ckpt_formats.stores.clients import client_of
 from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
-from ckpt_formats.stores.repetition import Repetition, Transient
+from ckpt_formats.stores.refusals import Refusal
+from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
 
 _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
-_RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=45)}
-"""Of the library, with exponential backoff, where a request is answered with an error of the server."""
 _ATTEMPTS = 4
-"""How often a listing is requested whose body was cut."""
-_FIRST_PAUSE = 0.1
-"""Seconds before the second attempt; each further pause is twice as long."""
+"""How often a path is opened whose objects are replaced meanwhile."""
 _LIST = "chain.json"
 """An object that is replaced, while those beside it stay."""
 _MAX_LIST = 1 << 28
-_ONCE: Any = {"max_retries": 0}
-"""Ranges are repeated here, because the library does not say that a store complains."""
-_THROTTLED = ("429", "503")
-"""Status codes by which a store says that there are too many requests."""
-_MAX_TEXT = 300
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
-_CREDENTIALS = "Check the credentials in the environment, and that they may list and read this bucket."
+_PLACEHOLDER = "_$folder$"
+"""The end of the names of objects without bytes that stand for folders, as Hadoop writes them."""
+_CLOCK_STEP = 2.0
+"""Seconds between the times that two answers give for one version of an object: one of them is rounded."""
+_MAX_SKIPPED = 64 << 20
+"""Bytes that are read and dropped of an object whose store answers the whole of it in place of a range."""
+_CHANGED = "was changed or replaced while it was read"
+_WAIT = "Read it when no process writes it any more."
 
 
 class ObjectStore(ListedStore):
@@ -59,8 +50,8 @@ class ObjectStore(ListedStore):
         """`anonymous`: requests are not signed."""
         super().__init__(url, objects, root)
         self.anonymous = anonymous
-        self._client = client_of(url, anonymous=anonymous, retries=_ONCE)
         self._repeated = Repetition()
+        self._client = client_of(url, self._repeated.policy.http(), anonymous=anonymous, retries=ONCE)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._objects, self._root, self.anonymous)
@@ -69,34 +60,109 @@ class ObjectStore(ListedStore):
         return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
 
     def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
-        """A range of an object. Raises `Transient`, `CorruptError`, `IncompleteError` or `OSError`."""
-        where = f"{self._url}/{key}"
+        """A range of an object. Raises `Transient`, `CorruptError`, `IncompleteError` or `StoreError`."""
+        where, listed = f"{self._url}/{key}", self._objects[key]
+        is_whole = offset == 0 and nbytes == listed.nbytes
+        try:
+            if not is_whole:
+                with suppress(_WholeAnswer):
+                    return self._range(key, offset, nbytes)
+            return self._of_whole(key, offset, nbytes)
+        except PreconditionError:
+            raise CorruptError(_CHANGED, where=where, hint=_WAIT) from None
+        except (BaseError, OSError) as error:
+            if isinstance(error, (StoreError, CkptError)):
+                raise
+            refusal = Refusal.of(error)
+            if refusal.is_absence:
+                raise IncompleteError("was removed while it was read", where=where) from None
+            raise refusal.error(where) from None
+
+    def _range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range, by a request for it. Raises `_WholeAnswer` if the store answers with all of the object."""
         options: Any = {"range": (offset, offset + nbytes), **self._objects[key].condition()}
         try:
-            data = memoryview(obstore.get(self._client, key, options=options).bytes())
-        except PreconditionError:
-            raise CorruptError(
-                "was changed or replaced while it was read",
-                where=where,
-                hint="Read it when no process writes it any more.",
-            ) from None
-        except (NoObjectError, FileNotFoundError):
-            raise IncompleteError("was removed while it was read", where=where) from None
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, error_text(error), where) from None
-        except (BaseError, OSError) as error:
-            status = re.search(r"status code: (\d+)", str(error))
-            raise Transient(error_text(error), status is not None and status[1] in _THROTTLED) from None
-        if data.nbytes != nbytes:
-            raise Transient(f"the store answers with fewer than {nbytes} bytes")
-        return data
+            answer = obstore.get(self._client, key, options=options)
+        except BaseError as error:
+            if "Received non-partial response" in str(error):
+                raise _WholeAnswer from None
+            raise
+        self._check_answer(key, answer)
+        return _body(answer, nbytes)
+
+    def _of_whole(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range, from an answer that has all of the object."""
+        if offset > _MAX_SKIPPED:
+            raise UnsupportedError(
+                "the store does not answer ranges of objects",
+                where=f"{self._url}/{key}",
+                hint="Copy the checkpoint to a disk first, with the tools of the store.",
+            )
+        answer = obstore.get(self._client, key, options={**self._objects[key].condition()})  # type: ignore[typeddict-item]
+        self._check_answer(key, answer)
+        if offset == 0 and nbytes == self._objects[key].nbytes:
+            return _body(answer, nbytes)
+        data, at, stop = bytearray(), 0, offset + nbytes
+        for part in answer.stream(min_chunk_size=1 << 16):
+            view = memoryview(part)
+            data += view[max(0, offset - at) : max(0, stop - at)]
+            at += view.nbytes
+            if at >= stop:
+                break
+        if len(data) != nbytes:
+            raise _of_other_length(at, stop)
+        return memoryview(data).toreadonly()
+
+    def _check_answer(self, key: str, answer: Any) -> None:
+        """Compare what an answer says of the object with the listing. Some stores ignore the condition of a request.
+
+        Raises `CorruptError` if the object is another one now.
+        """
+        listed, now = self._objects[key], described(answer.meta)
+        tags = now.e_tag and listed.e_tag and _bare(now.e_tag) != _bare(listed.e_tag)
+        times = now.modified and listed.modified and abs(now.modified - listed.modified) > _CLOCK_STEP
+        if tags or times or now.nbytes != listed.nbytes:
+            raise CorruptError(_CHANGED, where=f"{self._url}/{key}", hint=_WAIT)
+
+    def _single(self, key: str) -> StoredObject | None:
+        return _single(self._client, self._repeated, key, f"{self._url}/{key}")
 
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
-        with store_errors(self._url):
-            client = client_of(self._url, anonymous=self.anonymous)
-            found = obstore.list_with_delimiter(client, f"{key}/" if key else None)
+        """A folder that was not named: what the store refuses to list is as if it were not there."""
+
+        def listed() -> Any:
+            with _requests(self._url):
+                return obstore.list_with_delimiter(self._client, f"{key}/" if key else None)
+
+        try:
+            found = self._repeated(listed, f"{self._url}/{key}")
+        except StoreError as error:
+            if not error.is_denied:
+                raise
+            return {}, []
         objects = {meta["path"]: described(meta) for meta in found["objects"]}
-        return objects, [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        folders = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        return {path: one for path, one in objects.items() if not _is_placeholder(path, one, key)}, folders
+
+
+def _body(answer: Any, nbytes: int) -> memoryview:
+    """The body of an answer, if it has `nbytes`: not more of it is kept in memory. Else raises `Transient`."""
+    data, total = memoryview(b""), 0
+    for part in answer.stream(min_chunk_size=nbytes):  # all of it is one part
+        data, total = memoryview(part), total + len(part)
+        if total > nbytes:
+            break
+    if data.nbytes != nbytes or total != nbytes:
+        raise _of_other_length(total, nbytes)
+    return data
+
+
+def _of_other_length(got: int, asked: int) -> Transient:
+    return Transient(f"the store answers with {got:,} bytes in place of {asked:,}", is_wrong=True)
+
+
+class _WholeAnswer(Exception):
+    """A store answers a request for a range with the whole object."""
 
 
 def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
@@ -108,98 +174,108 @@ def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
 
 
 def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
-    with store_errors(f"{url}/{key}"):
-        client, root = client_of(url, anonymous=anonymous), key
-        objects = _listed(client, url, key)
+    repeated = Repetition()
+    try:
+        with _requests(f"{url}/{key}"):
+            client = client_of(url, repeated.policy.http(), anonymous=anonymous, retries=ONCE)
+        root, objects = key, _found(client, repeated, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
-            objects = _listed(client, url, root)
+            objects = _found(client, repeated, url, root)
         sizes = {path: one.nbytes for path, one in objects.items()}
         store = joined(ObjectStore(url, objects, root, anonymous), sizes)
         # The list of a chain is read at once, so that it is of the same moment as the listing.
         list_key = f"{root}/{_LIST}"
         if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
             StorePath(store, list_key).read_bytes()
+    except StoreError as error:
+        raise NotFoundError(
+            f"the store cannot be read: {error.strerror}", where=f"{url}/{key}", hint=error.hint
+        ) from None
+    except Transient as error:
+        raise NotFoundError(f"the store cannot be read: {error.text}", where=f"{url}/{key}", hint=error.hint) from None
     return StorePath(store, key)
 
 
-def _listed(client: Any, url: str, key: str) -> dict[str, StoredObject]:
-    """The objects below a key, or that of the key itself. Raises `UnsafeError` if there are too many."""
-    pause = _FIRST_PAUSE
-    for _ in range(_ATTEMPTS - 1):
-        try:
-            return _listed_once(client, url, key)
-        except BaseError as error:
-            if "response body" not in str(error):
-                raise  # the library repeats requests, but not if the body of an answer was cut
-        time.sleep(pause)
-        pause *= 2
-    return _listed_once(client, url, key)
-
-
-def _listed_once(client: Any, url: str, key: str) -> dict[str, StoredObject]:
-    objects: dict[str, StoredObject] = {}
-    for page in obstore.list(client, f"{key}/" if key else None, chunk_size=1000):
-        objects |= {meta["path"]: described(meta) for meta in page}
-        if len(objects) > _MAX_OBJECTS:
-            raise UnsafeError(
-                f"there are more than {_MAX_OBJECTS:,} objects below this path",
-                where=f"{url}/{key}",
-                hint="Name the folder of one checkpoint.",
-            )
-    if not objects and key:
-        with suppress(NoObjectError, FileNotFoundError):  # then there is nothing at this path, as its status says
-            objects[key] = described(obstore.head(client, key))
-    return objects
-
-
-def described(meta: Any) -> StoredObject:
-    return StoredObject(int(meta["size"]), meta["e_tag"] or "", meta["last_modified"].timestamp())
-
-
-def client_of(
-    url: str, options: Mapping[str, Any] = MappingProxyType({}), *, anonymous: bool = False, retries: Any = _RETRIES
-) -> Any:
-    """The client of a bucket. Its credentials come from the environment, as those of the store's own tools.
-
-    `options`: those of `obstore` for HTTP, such as timeouts. `anonymous`: without credentials, for a public bucket.
-    """
-    client_options: Any = dict(options)
-    if any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS):
-        client_options["allow_http"] = True
-    more: dict[str, Any] = {}
-    if anonymous:
-        more["skip_signature"] = True
-    elif url.startswith("s3://") and _needs_boto3():
-        more["credential_provider"] = _of_boto3()
-    if url.startswith("az://"):
-        account, _, container = url.removeprefix("az://").partition("/")
-        more["account_name"] = account
-        return obstore.store.AzureStore(container, client_options=client_options, retry_config=retries, **more)
-    return obstore.store.from_url(url, client_options=client_options, retry_config=retries, **more)
-
-
-def _needs_boto3() -> bool:
-    """Whether the credentials are those of a profile, which only the tools of Amazon can read."""
-    given = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if any(name in os.environ for name in given):
-        return False
-    return "AWS_PROFILE" in os.environ or (Path.home() / ".aws").is_dir()
-
-
-def _of_boto3() -> Any:
+def _found(client: Any, repeated: Repetition, url: str, key: str) -> dict[str, StoredObject]:
+    """The objects below a key, or that of the key itself. A single object needs no right to list the bucket."""
+    where = f"{url}/{key}"
     try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"the profiles of AWS need the package {error.name}",
-            hint="Install it (pip install 'ckpt-suite[aws]'), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
-        ) from None
-    return Boto3CredentialProvider()
+        objects = repeated(partial(listed, client, key, where), where)
+    except StoreError as error:
+        single = _single(client, repeated, key, where) if key and error.is_denied else None
+        if single is None:
+            raise
+        return {key: single}
+    single = _single(client, repeated, key, where) if key and not objects else None
+    return objects if single is None else {key: single}
 
 
-class store_errors:
-    """Within, what the store refuses becomes `NotFoundError`."""
+def _single(client: Any, repeated: Repetition, key: str, where: str) -> StoredObject | None:
+    """The object of a key; None if there is none, or if the store does not say."""
+
+    def asked() -> StoredObject | None:
+        try:
+            return described(obstore.head(client, key))
+        except (BaseError, OSError) as error:
+            refusal = Refusal.of(error)
+            if refusal.is_absence or refusal.is_denied:
+                return None
+            raise refusal.error(where) from None
+
+    return repeated(asked, where)
+
+
+def listed(client: Any, key: str, where: str) -> dict[str, StoredObject]:
+    """All objects below a folder, by their keys, without those that only stand for a folder.
+
+    Made for a `Repetition`. Raises `Transient` or `StoreError` if the store fails, or lists what it was not asked for; `UnsafeError` if there
+    are too many objects.
+    """
+    above = f"{key}/" if key else ""
+    objects: dict[str, StoredObject] = {}
+    with _requests(where):
+        for page in obstore.list(client, above or None, chunk_size=1000):
+            for meta in page:
+                path, one = meta["path"], described(meta)
+                if _is_placeholder(path, one, key):
+                    continue
+                if not path.startswith(above):
+                    raise Transient("the store lists objects that it was not asked for", is_wrong=True)
+                if one.nbytes and objects.get(path, one).nbytes and path in objects:
+                    raise Transient("the store lists the same objects twice", is_wrong=True)
+                if one.nbytes or path not in objects:
+                    objects[path] = one
+            if len(objects) > _MAX_OBJECTS:
+                raise UnsafeError(
+                    f"there are more than {_MAX_OBJECTS:,} objects below this path",
+                    where=where,
+                    hint="Name the folder of one checkpoint.",
+                )
+    return without_folders(objects)
+
+
+def without_folders(objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    """Objects without those of no bytes that others lie below: consoles make them in the place of folders."""
+    empty = {path for path, one in objects.items() if not one.nbytes}
+    folders = {path[:at] for path in objects for at in _slashes(path) if path[:at] in empty} if empty else set()
+    return {path: one for path, one in objects.items() if path not in folders}
+
+
+def _slashes(path: str) -> Iterator[int]:
+    at = path.find("/")
+    while at >= 0:
+        yield at
+        at = path.find("/", at + 1)
+
+
+def _is_placeholder(path: str, one: StoredObject, folder: str) -> bool:
+    """Whether an object in the listing of a folder only stands for a folder: for that one, or as Hadoop writes it."""
+    return not one.nbytes and (path == folder or path.endswith(_PLACEHOLDER))
+
+
+class _requests:
+    """Within, an error of `obstore` becomes `Transient` or `StoreError`."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -208,19 +284,15 @@ class store_errors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
-        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-            raise NotFoundError(
-                f"the store refuses: {error_text(error)}", where=self._where, hint=_CREDENTIALS
-            ) from None
-        if isinstance(error, (BaseError, OSError)):
-            raise NotFoundError(f"the store cannot be read: {error_text(error)}", where=self._where) from None
+        if isinstance(error, (BaseError, OSError)) and not isinstance(error, (StoreError, CkptError)):
+            raise Refusal.of(error).error(self._where) from None
 
 
-def error_text(error: BaseException) -> str:
-    """The message of the store's library: its first line, without the body of the answer.
+def _bare(e_tag: str) -> str:
+    """An e_tag without quotation marks and the mark of a weak one: servers in between add it."""
+    return e_tag.removeprefix("W/").strip('"')
 
-    What follows a `?` in a URL is left out: it may be a signature.
-    """
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    line = re.sub(r"(status code: \d+ [\w ]+).*", r"\1", line)
-    return re.sub(r"\?[^\s\")]*", "?…", line)[:_MAX_TEXT]
+
+def described(meta: Any) -> StoredObject:
+    """What an answer or a listing says of an object."""
+    return StoredObject(int(meta["size"]), meta["e_tag"] or "", meta["last_modified"].timestamp())
