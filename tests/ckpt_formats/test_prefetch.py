@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch
-from ckpt_formats.core.store_path import FolderEntry, StorePath
-from ckpt_formats.stores.repetition import Repetition, Transient
+from ckpt_formats.core.store_path import FolderEntry, StoreError, StorePath
+from ckpt_formats.stores.repetition import Repetition, RetryPolicy, Transient
 
 MiB = 1 << 20
 MEMORY = 64 * MiB
@@ -233,17 +233,70 @@ def test_a_store_that_complains_gets_half_as_many_for_a_while() -> None:
     assert requests.depth == 16
 
 
-def test_a_request_that_always_fails_is_given_up() -> None:
-    pauses = list[float]()
+class Clock:
+    """A clock that goes on only while something sleeps, so that no test waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.mark.parametrize("budget", [0.0, 20.0, 120.0])
+def test_a_request_that_always_fails_is_repeated_until_the_budget_is_spent(budget: float) -> None:
+    clock = Clock()
 
     def request() -> int:
-        raise Transient("500 Internal Server Error")
+        raise Transient("500 Internal Server Error", hint="Wait.")
 
-    with pytest.raises(OSError, match="500 Internal") as failed:
-        Repetition(sleep=pauses.append)(request, "s3://bucket/a")
-    assert failed.value.filename == "s3://bucket/a"
-    assert len(pauses) == 9
-    assert max(pauses) <= 15
+    with pytest.raises(StoreError, match="500 Internal") as failed:
+        Repetition(clock, clock.sleep, RetryPolicy(budget))(request, "s3://bucket/a")
+    assert (failed.value.filename, failed.value.hint) == ("s3://bucket/a", "Wait.")
+    assert budget - 15 <= clock.now <= budget
+    assert max(clock.pauses, default=0) <= 15
+    assert bool(clock.pauses) == (budget > 0)
+
+
+def test_a_wrong_answer_is_asked_for_a_few_times_only() -> None:
+    clock = Clock()
+
+    def request() -> int:
+        raise Transient("another range", is_wrong=True)
+
+    with pytest.raises(StoreError, match="another range"):
+        Repetition(clock, clock.sleep)(request, "s3://bucket/a")
+    assert len(clock.pauses) == 3
+
+
+def test_a_request_that_makes_another_one_waits_for_no_place_of_its_own() -> None:
+    clock = Clock()
+    requests = Repetition(clock, clock.sleep)
+    complaints = [Transient("SlowDown", is_throttled=True) for _ in range(5)]
+
+    def complaining() -> None:
+        clock.now += 2
+        if complaints:
+            raise complaints.pop()
+
+    requests(complaining, "s3://bucket/a")
+    assert requests.depth == 1
+    assert requests(lambda: requests(lambda: 7, "s3://bucket/b"), "s3://bucket/a") == 7
+
+
+@pytest.mark.parametrize("name", ["CKPT_STORE_RETRY", "CKPT_STORE_TIMEOUT"])
+def test_a_user_states_how_patient_requests_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "7.5")
+    assert 7.5 in (RetryPolicy.of_user().budget, RetryPolicy.of_user().silence)
+    for wrong in ("", "soon", "-1", "nan", "inf"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(InvalidArgumentError, match=f"{name} is not a number of seconds"):
+            RetryPolicy.of_user()
 
 
 def test_what_cannot_pass_is_not_repeated() -> None:

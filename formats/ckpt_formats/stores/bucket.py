@@ -70,7 +70,8 @@ class Bucket:
                 result = obstore.get(self._client, key)
                 data = bytes(result.bytes())
             except (NotFoundError, FileNotFoundError) as error:
-                return _absence(error)
+                _check_absence(error)
+                return None
             if len(data) != result.meta["size"]:
                 raise Transient("the store answers with fewer bytes than the object has", is_wrong=True)
             return data, Version(result.meta["e_tag"], result.meta["version"])
@@ -84,7 +85,8 @@ class Bucket:
             try:
                 return described(obstore.head(self._client, key))
             except (NotFoundError, FileNotFoundError) as error:
-                return _absence(error)
+                _check_absence(error)
+                return None
 
         return self._attempt(key, head)
 
@@ -241,8 +243,8 @@ class Bucket:
         return self._repeated(attempt, where, takes_place)
 
 
-def _absence(error: BaseException) -> None:
-    """Nothing, if an error says that there is no such object; if there is no such bucket, it is raised."""
+def _check_absence(error: BaseException) -> None:
+    """Raise an error unless it says that there is no such object: there may be no such bucket."""
     if not Refusal.of(error).is_absence:
         raise error
 

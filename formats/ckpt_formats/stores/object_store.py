@@ -51,6 +51,8 @@ class ObjectStore(ListedStore):
         super().__init__(url, objects, root)
         self.anonymous = anonymous
         self._repeated = Repetition()
+        self._answers_whole = False
+        """Whether the store answered a range with a whole object: then whole ones are requested without a range."""
         self._client = client_of(url, self._repeated.policy.http(), anonymous=anonymous, retries=ONCE)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,12 +63,12 @@ class ObjectStore(ListedStore):
 
     def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object. Raises `Transient`, `CorruptError`, `IncompleteError` or `StoreError`."""
-        where, listed = f"{self._url}/{key}", self._objects[key]
-        is_whole = offset == 0 and nbytes == listed.nbytes
+        where = f"{self._url}/{key}"
         try:
-            if not is_whole:
+            if not (self._answers_whole and nbytes == self._objects[key].nbytes):
                 with suppress(_WholeAnswer):
                     return self._range(key, offset, nbytes)
+                self._answers_whole = True
             return self._of_whole(key, offset, nbytes)
         except PreconditionError:
             raise CorruptError(_CHANGED, where=where, hint=_WAIT) from None
@@ -98,7 +100,8 @@ class ObjectStore(ListedStore):
                 where=f"{self._url}/{key}",
                 hint="Copy the checkpoint to a disk first, with the tools of the store.",
             )
-        answer = obstore.get(self._client, key, options={**self._objects[key].condition()})  # type: ignore[typeddict-item]
+        options: Any = self._objects[key].condition()
+        answer = obstore.get(self._client, key, options=options)
         self._check_answer(key, answer)
         if offset == 0 and nbytes == self._objects[key].nbytes:
             return _body(answer, nbytes)
@@ -188,12 +191,10 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
         list_key = f"{root}/{_LIST}"
         if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
             StorePath(store, list_key).read_bytes()
-    except StoreError as error:
-        raise NotFoundError(
-            f"the store cannot be read: {error.strerror}", where=f"{url}/{key}", hint=error.hint
-        ) from None
-    except Transient as error:
-        raise NotFoundError(f"the store cannot be read: {error.text}", where=f"{url}/{key}", hint=error.hint) from None
+    except (StoreError, Transient) as error:
+        text = error.strerror if isinstance(error, StoreError) else error.text
+        where = f"{url}/{key}"
+        raise NotFoundError(f"the store cannot be read: {text}", where=where, hint=error.hint) from None
     return StorePath(store, key)
 
 
@@ -229,8 +230,8 @@ def _single(client: Any, repeated: Repetition, key: str, where: str) -> StoredOb
 def listed(client: Any, key: str, where: str) -> dict[str, StoredObject]:
     """All objects below a folder, by their keys, without those that only stand for a folder.
 
-    Made for a `Repetition`. Raises `Transient` or `StoreError` if the store fails, or lists what it was not asked for; `UnsafeError` if there
-    are too many objects.
+    For a `Repetition`: raises `Transient` or `StoreError` if the store fails or lists what it was not asked for, and
+    `UnsafeError` if there are too many objects.
     """
     above = f"{key}/" if key else ""
     objects: dict[str, StoredObject] = {}

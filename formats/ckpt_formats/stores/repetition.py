@@ -15,7 +15,7 @@ from datetime import timedelta
 from threading import Condition, local
 from typing import Any, TypeVar
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.store_path import StoreError
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class RetryPolicy:
     def of_user(cls) -> "RetryPolicy":
         """That of the environment: `CKPT_STORE_RETRY` and `CKPT_STORE_TIMEOUT`, in seconds.
 
-        Raises `UnsupportedError` if one of them is no number.
+        Raises `InvalidArgumentError` if one of them is no number.
         """
         return cls(_seconds(_BUDGET, cls.budget, 0.0), _seconds(_SILENCE, cls.silence, 0.1))
 
@@ -80,7 +80,7 @@ def _seconds(name: str, default: float, least: float) -> float:
     except ValueError:
         seconds = -1.0
     if not least <= seconds < 1e6:
-        raise UnsupportedError(f"{name} is not a number of seconds: {text!r}", hint=f"Give a number: {name}=60.")
+        raise InvalidArgumentError(f"{name} is not a number of seconds: {text!r}", hint=f"Give a number: {name}=60.")
     return seconds
 
 
