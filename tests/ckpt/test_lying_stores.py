@@ -10,7 +10,7 @@ import pytest
 import ckpt as library
 from ckpt.pipeline.clean import clean
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.stores import bucket, object_store, repetition
+from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import file as chain_list
 from lies_of_writing import WRITING
@@ -52,10 +52,8 @@ def store() -> Iterator[LyingStore]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget of these tests for requests that fail."""
-    monkeypatch.setattr(bucket, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(repetition, "_FIRST_PAUSE", 0.001, raising=False)
-    monkeypatch.setitem(object_store._RETRIES, "max_retries", 0)
+    monkeypatch.setattr(repetition, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setenv("CKPT_STORE_RETRY", "0.2")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -263,6 +263,22 @@ def test_a_request_that_always_fails_is_repeated_until_the_budget_is_spent(budge
     assert bool(clock.pauses) == (budget > 0)
 
 
+def test_a_store_that_was_never_reached_is_given_up_soon() -> None:
+    clock = Clock()
+    requests = Repetition(clock, clock.sleep, RetryPolicy(100.0))
+
+    def request() -> int:
+        raise Transient("no connection", is_unreached=True)
+
+    with pytest.raises(StoreError):
+        requests(request, "s3://bucket/a")
+    assert clock.now <= 10
+    assert requests(lambda: 7, "s3://bucket/a") == 7
+    with pytest.raises(StoreError):
+        requests(request, "s3://bucket/a")
+    assert clock.now > 90
+
+
 def test_a_wrong_answer_is_asked_for_a_few_times_only() -> None:
     clock = Clock()
 

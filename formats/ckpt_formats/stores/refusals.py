@@ -79,6 +79,8 @@ class Refusal:
     hint: str | None = None
     is_wrong: bool = False
     """Whether the store answered otherwise than it was asked."""
+    is_unreached: bool = False
+    """Whether there was no connection."""
 
     @classmethod
     def of(cls, error: BaseException) -> "Refusal":
@@ -95,7 +97,8 @@ class Refusal:
             return cls("PermanentRedirect: the bucket is in another region", 301, "PermanentRedirect", _REGION_HINT)
         if status is None:
             wrong = next((words for mark, words in _WRONG.items() if mark in text), None)
-            return cls(wrong or _unanswered(error), is_wrong=wrong is not None)
+            is_unreached = _first(_NO_ANSWER, str(error)) in ("Connect", "Dns")
+            return cls(wrong or _unanswered(error), is_wrong=wrong is not None, is_unreached=is_unreached)
         number = int(status[1])
         hint = _HINTS.get(code) or _HINTS_BY_STATUS.get(number)
         return cls(_line(text, status, code), number, code, hint)
@@ -123,7 +126,13 @@ class Refusal:
     def error(self, where: str) -> Exception:
         """What to raise within a request: `Transient` if it may pass, else `StoreError`."""
         if self.may_pass:
-            return Transient(self.text, self.is_throttled, is_wrong=self.is_wrong, hint=self.hint)
+            return Transient(
+                self.text,
+                self.is_throttled,
+                is_wrong=self.is_wrong,
+                is_unreached=self.is_unreached,
+                hint=self.hint,
+            )
         denied = "the store refuses: " if self.is_denied and self.code != "NoCredentials" else ""
         return StoreError(f"{denied}{self.text}", where, self.hint, self.is_denied)
 
@@ -143,7 +152,7 @@ def _line(text: str, status: "re.Match[str] | None", code: str) -> str:
 def _unanswered(error: BaseException) -> str:
     """Without a status of the store: what the line, or the library, says."""
     kind = _first(_NO_ANSWER, str(error))
-    if kind == "Connect":
+    if kind in ("Connect", "Dns"):
         return "the store cannot be reached: no connection"
     if kind in ("Timeout", "TimedOut"):
         return "the store does not answer in time"

@@ -46,6 +46,8 @@ class RetryPolicy:
     """Seconds after its first failure in which a request is repeated."""
     silence: float = 30.0
     """Seconds without a byte after which a request has failed."""
+    first_contact: float = 10.0
+    """Seconds in place of the budget, while no request has reached the store: its address may be mistyped."""
 
     @classmethod
     def of_user(cls) -> "RetryPolicy":
@@ -97,6 +99,7 @@ class Transient(Exception):
         is_throttled: bool = False,
         pause: float | None = None,
         is_wrong: bool = False,
+        is_unreached: bool = False,
         hint: str | None = None,
     ) -> None:
         super().__init__(text)
@@ -107,6 +110,8 @@ class Transient(Exception):
         """Seconds to wait before the next attempt; None: longer with each attempt."""
         self.is_wrong = is_wrong
         """Whether the store answers otherwise than it was asked: that seldom passes."""
+        self.is_unreached = is_unreached
+        """Whether there was no connection."""
 
 
 class Repetition:
@@ -124,6 +129,7 @@ class Repetition:
         self._depth, self._running, self._calm_at = _DEPTH, 0, 0.0
         self._changed = Condition()
         self._own = local()
+        self._is_reached = False
 
     @property
     def depth(self) -> int:
@@ -139,8 +145,11 @@ class Repetition:
         while True:
             try:
                 with self._place() if takes_place else nullcontext():
-                    return request()
+                    result = request()
+                self._is_reached = True
+                return result
             except Transient as error:
+                self._is_reached = self._is_reached or not error.is_unreached
                 if error.is_throttled:
                     self._slow_down()
                 wrong += error.is_wrong
@@ -148,10 +157,15 @@ class Repetition:
                 failed_at = now if failed_at is None else failed_at
                 # Not all at the same moment: they failed together.
                 wait = pause * random.uniform(0.5, 1.5) if error.pause is None else error.pause
-                if wrong == _MAX_WRONG or now + wait > failed_at + self.policy.budget:
+                if wrong == _MAX_WRONG or now + wait > failed_at + self._budget:
                     raise StoreError(error.text, where, error.hint) from None
             self._sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @property
+    def _budget(self) -> float:
+        budget = self.policy.budget
+        return budget if self._is_reached else min(budget, self.policy.first_contact)
 
     @contextmanager
     def _place(self) -> Iterator[None]:
