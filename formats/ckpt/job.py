@@ -16,6 +16,7 @@ from ckpt_codecs.native import library
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
+from ckpt_formats.core.publish import FlushError
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.endings import format_of_ending
@@ -74,9 +75,10 @@ class Job:
             return pipeline.write(
                 self._plan, self._source, self.path, self._format, resources, count_bytes, show_status
             )
-        except OutputError:
+        except OutputError as error:
             # Another run of this shard may have published the target meanwhile, which is then in the way.
-            if resources.shard is None or not self.is_published():
+            is_lost = isinstance(error.__cause__, FlushError)
+            if resources.shard is None or is_lost or not self.is_published():
                 raise
             return pipeline.complete_before(self.path)
 

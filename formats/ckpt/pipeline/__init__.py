@@ -29,6 +29,7 @@ from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.publish import FlushError
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.store_path import StoreError
@@ -275,5 +276,11 @@ def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
     resume = f"Run the same command again to go on; {stage.how_to_give_up}."
     if error.errno in FULL:
         return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
+    if isinstance(error, FlushError):
+        return OutputError(
+            f"the disk did not take what was written: {error.strerror}",
+            where=error.filename,
+            hint=f"Check the disk. {resume} What the disk did not take is written again.",
+        )
     hint = f"{error.hint} {resume}" if isinstance(error, StoreError) and error.hint else resume
     return OutputError(f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=hint)

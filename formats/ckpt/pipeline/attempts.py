@@ -21,7 +21,7 @@ from typing import ClassVar
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.own_folder import check_own, create_own
-from ckpt_formats.core.publish import flush
+from ckpt_formats.core.publish import flush_or_remove
 
 ATTEMPTS = "attempts"
 _PARALLEL = 4
@@ -48,7 +48,7 @@ class Attempt:
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush the file to the disk and give it its final name. Raises `OSError` if the job was given up."""
         path = self.data / receipt.file
-        flush(path)
+        flush_or_remove(path)
         if not self.is_wanted():
             raise OutputError("the run has ended, and nobody waits for this file", where=path)
         if self.keep and self._has(receipt):

@@ -28,7 +28,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt, WritableFormat
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import is_own, make_own, open_own
-from ckpt_formats.core.publish import flush, flush_all, rename_new
+from ckpt_formats.core.publish import flush, flush_all, flush_or_remove, rename_new
 from ckpt_formats.core.text import PARTIAL
 
 _LOCK = "lock"
@@ -92,7 +92,7 @@ class FolderStaging(Staging):
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush the file to the disk. Small files are flushed at the end, where one commit covers many."""
         if receipt.nbytes >= _LARGE:
-            flush(self.data / receipt.file)
+            flush_or_remove(self.data / receipt.file)
         return receipt
 
     def note(self, receipt: Receipt) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -12,23 +13,58 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """The errors of kernels and file systems that do not support the flag."""
+_UNABLE_TO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""The errors of file systems that cannot flush folders."""
 _FLUSHES = 8
 """Files that are flushed at the same time: each waits for the disk, even for a clean file."""
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or the list of what is in a folder, is on the disk."""
+class FlushError(OSError):
+    """The disk did not take a file, or the list of a folder. The system then believes that it is on the disk.
+
+    So a second flush would succeed, and prove nothing: what was not flushed has to be written again.
+    """
+
+
+def flush(path: Path) -> bool:
+    """Wait until a file, or the list of what is in a folder, is on the disk. Raises `FlushError`.
+
+    False if it is a folder, and the file system cannot flush folders.
+    """
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
+    except OSError as error:
+        if error.errno in _UNABLE_TO_FLUSH and stat.S_ISDIR(os.fstat(opened).st_mode):
+            return False
+        raise FlushError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(opened)
+    return True
 
 
-def flush_all(folder: Path) -> None:
-    """Wait until a folder and all that is below it are on the disk."""
+def flush_or_remove(path: Path) -> bool:
+    """As `flush`; after a failure, the file, or all files of the folder, are removed, and must be written again."""
+    try:
+        return flush(path)
+    except FlushError:
+        for lost in path.iterdir() if path.is_dir() else (path,):
+            if not lost.is_dir():
+                lost.unlink(missing_ok=True)
+        raise
+
+
+def flush_all(folder: Path) -> bool:
+    """Wait until a folder and all that is below it are on the disk, as `flush_or_remove` does. Raises `FlushError`.
+
+    False if the file system cannot flush folders.
+    """
     with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
-        list(pool.map(flush, (*folder.rglob("*"), folder)))
+        flushed = [pool.submit(flush_or_remove, path) for path in (*folder.rglob("*"), folder)]
+    errors = [error for one in flushed if (error := one.exception()) is not None]
+    for error in sorted(errors, key=lambda error: not isinstance(error, FlushError)):
+        raise error  # not of a file that was removed with its folder, if there is another
+    return all(one.result() for one in flushed)
 
 
 def rename_new(source: Path, target: Path) -> None:

@@ -31,7 +31,7 @@ from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import check_own, is_own, make_own, open_own
-from ckpt_formats.core.publish import flush, flush_all, rename_new
+from ckpt_formats.core.publish import FlushError, flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL
 
 SHARDS = f".shards{PARTIAL}"
@@ -107,7 +107,11 @@ class ShardFolder(ShardStaging):
         """Commit, flush everything to the disk, and rename it to the target. Raises `OutputError` if that exists."""
         data = self._take_over(receipts)
         commit(data)
-        flush_all(data)
+        try:
+            flush_all(data)
+        except FlushError:
+            os.rename(data, self.folder / _DATA)  # where shards write what is missing now
+            raise
         with open_own(self.folder / _PUBLISHED, "a"):
             pass
         staging.reached("before rename")

@@ -1,0 +1,137 @@
+"""Disks that fail when they are flushed: the command fails, and what was lost is written again, never believed.
+
+After a failed fsync, Linux calls the lost pages clean: the next fsync of the same file succeeds.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from clusters import files
+from damage import FULL, OUTPUT, SAMPLES, ckpt
+
+ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+COMMAND = ("convert", ZERO1, "out", "--pack-size", "1")
+
+
+@dataclass
+class Disk:
+    """fsync that fails for files: each of them once. It knows which files the disk has taken since."""
+
+    fails: Callable[[Path], bool] = lambda path: False
+    error: int = errno.EIO
+    lost: set[int] = field(default_factory=set)
+    """The numbers of files of which a flush has failed."""
+    kept: list[int] = field(default_factory=list)
+    """These files, open: a new file never gets the number of a lost one."""
+
+    def fsync(self, descriptor: int) -> None:
+        path, number = Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor).st_ino
+        if number not in self.lost and self.fails(path):
+            self.lost.add(number)
+            self.kept.append(os.dup(descriptor))
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    yield disk
+    for descriptor in disk.kept:
+        os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    target = tmp_path_factory.mktemp("expected") / "out"
+    assert ckpt(*COMMAND[:2], target, *COMMAND[3:]).code == 0
+    return files(target)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_written(disk: Disk, expected: dict[str, bytes]) -> None:
+    """The target is complete, and none of its files is one that was lost."""
+    assert files(Path("out")) == expected
+    assert disk.lost
+    assert not {path.stat().st_ino for path in Path("out").rglob("*") if path.is_file()} & disk.lost
+
+
+@pytest.mark.parametrize(("name", "error"), [("00001.safetensors", errno.EIO), ("manifest.json", errno.ENOSPC)])
+def test_convert_writes_a_file_again_whose_flush_failed(
+    name: str, error: int, disk: Disk, expected: dict[str, bytes]
+) -> None:
+    disk.error, disk.fails = error, lambda path: path.name == name
+    failed = ckpt(*COMMAND)
+    assert failed.code == (FULL if error == errno.ENOSPC else OUTPUT)
+    assert "Run the same command again to go on" in failed.err
+    assert not Path("out").exists()
+    disk.fails = lambda path: False
+    assert ckpt(*COMMAND).code == 0
+    check_written(disk, expected)
+
+
+def test_convert_writes_all_files_of_a_folder_again_whose_flush_failed(disk: Disk, expected: dict[str, bytes]) -> None:
+    disk.fails = lambda path: path.name == "packs"
+    failed = ckpt(*COMMAND, "--json")
+    assert failed.code == OUTPUT
+    assert "the disk did not take what was written" in failed.err
+    assert not any(Path(".out.ckpt-partial/data/packs").iterdir())
+    assert ckpt(*COMMAND).code == 0
+    assert files(Path("out")) == expected
+
+
+@pytest.mark.parametrize("name", ["00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("later", ["shards", "commit"])
+def test_no_later_shard_publishes_a_file_whose_flush_failed(
+    later: str, name: str, disk: Disk, expected: dict[str, bytes]
+) -> None:
+    """The flush fails when the last shard publishes."""
+    disk.fails = lambda path: path.name == name and "/commit-" in str(path)
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    failed = ckpt(*COMMAND, "--shard", "1/2")
+    assert failed.code == OUTPUT, failed.out
+    assert not Path("out").exists()
+    disk.fails = lambda path: False
+    if later == "commit":
+        done = ckpt("commit", "out")
+        assert done.code == (0 if name == "manifest.json" else 20), done.err
+    for shard in ("0/2", "1/2"):
+        assert ckpt(*COMMAND, "--shard", shard).code == 0
+    check_written(disk, expected)
+
+
+def test_a_shard_whose_own_flush_failed_fails_and_writes_again(disk: Disk, expected: dict[str, bytes]) -> None:
+    disk.fails = lambda path: path.parent.name == "packs" and "/attempts/" in str(path)
+    assert ckpt(*COMMAND, "--shard", "0/2").code == OUTPUT
+    disk.fails = lambda path: False
+    for shard in ("1/2", "0/2"):
+        assert ckpt(*COMMAND, "--shard", shard).code == 0
+    check_written(disk, expected)
+
+
+def test_a_shard_fails_when_the_last_flush_fails(disk: Disk, place: Path) -> None:
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    disk.fails = lambda path: path == place and (place / "out").exists()
+    failed = ckpt(*COMMAND, "--shard", "1/2")
+    assert failed.code == OUTPUT
+    assert "the disk did not take what was written" in failed.err
+
+
+@pytest.mark.parametrize(("error", "shard"), [(errno.EINVAL, ()), (errno.EOPNOTSUPP, ("--shard", "0/1"))])
+def test_folders_that_cannot_be_flushed_are_no_failure(
+    error: int, shard: tuple[str, ...], disk: Disk, expected: dict[str, bytes]
+) -> None:
+    disk.error, disk.fails = error, Path.is_dir
+    done = ckpt(*COMMAND, *shard)
+    assert done.code == 0, done.err
+    assert files(Path("out")) == expected
