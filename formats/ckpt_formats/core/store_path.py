@@ -61,6 +61,9 @@ class Store(Protocol):
     def stat(self, key: str) -> os.stat_result:
         """An object or a folder. Raises `FileNotFoundError` if there is neither."""
 
+    def is_object(self, key: str) -> bool:
+        """Whether there is an object of this key: to know this, no folder is listed."""
+
     def entries(self, key: str) -> list[FolderEntry]:
         """The names in a folder, sorted. Raises `FileNotFoundError`, `NotADirectoryError`."""
 
@@ -176,7 +179,7 @@ class StorePath(PosixPath):
         return self._has_mode(lambda mode: True)
 
     def is_file(self, **named: Any) -> bool:
-        return self._has_mode(stat.S_ISREG)
+        return self.store.is_object(self.resolve().key)
 
     def is_dir(self, **named: Any) -> bool:
         return self._has_mode(stat.S_ISDIR)

@@ -85,6 +85,9 @@ class JoinedParts:
         modified = max(part.st_mtime for part in parts)
         return os.stat_result((stat.S_IFREG | 0o444, number, 0, 1, 0, 0, begins[-1], modified, modified, modified))
 
+    def is_object(self, key: str) -> bool:
+        return key in self._begins or bool(self._store.is_object(key))
+
     def entries(self, key: str) -> list[FolderEntry]:
         own: list[FolderEntry] = self._store.entries(key)
         above = f"{key}/" if key else ""

@@ -93,10 +93,16 @@ class ListedStore(ABC):
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
 
+    def is_object(self, key: str) -> bool:
+        return self._known(key) is not None
+
     def entries(self, key: str) -> list[FolderEntry]:
         if key in self._objects:
             raise NotADirectoryError(errno.ENOTDIR, "is an object, not a folder", f"{self._url}/{key}")
         names = self._names(key)
+        if not names and self._is_above(key):  # it may not be listed, but it is there
+            name, mark, _ = self._root[len(key) + 1 :].partition("/")
+            names = {name: bool(mark) or self._root not in self._objects}
         if not names and key:
             raise FileNotFoundError(errno.ENOENT, "there is no such folder", f"{self._url}/{key}")
         return [StoredName(name, folder) for name, folder in sorted(names.items())]

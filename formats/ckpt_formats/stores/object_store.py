@@ -25,6 +25,7 @@ from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.refusals import Refusal
 from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
+from ckpt_formats.stores.tags import TagChecks
 
 _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""
@@ -51,6 +52,7 @@ class ObjectStore(ListedStore):
         super().__init__(url, objects, root)
         self.anonymous = anonymous
         self._repeated = Repetition()
+        self._tags = TagChecks()
         self._answers_whole = False
         """Whether the store answered a range with a whole object: then whole ones are requested without a range."""
         self._client = client_of(url, self._repeated.policy.http(), anonymous=anonymous, retries=ONCE)
@@ -59,7 +61,13 @@ class ObjectStore(ListedStore):
         return type(self), (self._url, self._objects, self._root, self.anonymous)
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
-        return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
+        where, request = f"{self._url}/{key}", partial(self._request, key, offset, nbytes)
+        data = self._repeated(request, where)
+        listed = self._objects[key]
+        if nbytes == listed.nbytes and not self._tags.fits(key, listed.e_tag, data):
+            data = self._repeated(request, where)  # damaged on its way, perhaps
+            self._tags.check(key, listed.e_tag, data, where)
+        return data
 
     def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object. Raises `Transient`, `CorruptError`, `IncompleteError` or `StoreError`."""
