@@ -16,6 +16,7 @@ import base64
 import json
 import re
 import struct
+import sys
 from collections.abc import Callable
 from math import isfinite, prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_formats.containers.keys import checked_keys
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
@@ -35,6 +37,14 @@ _MAX_DEPTH = 150
 _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
+_SIMPLE_TYPE = re.compile(r"[<>|=]?[?bBhHiIlLqQefdgFDGcmMSUaV]\d{0,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
+"""What NumPy calls its own types that are not structured: its parser takes whole programs of commas and brackets."""
+_MAX_AXES = 32
+_MAX_DIGITS = 1 << 14
+"""Hexadecimal digits of an integer."""
+
+
 def encode(value: Value) -> Any:
     """A value as JSON. Raises `UnsafeError` for a value that contains itself or becomes too large."""
     return _Encoder().encode(value, 0)
@@ -44,7 +54,9 @@ def decode(content: Any, where: Path) -> Value:
     """The value whose JSON is `content`: the inverse of `encode`. Raises `CorruptError`."""
     try:
         return _decode(content, 0)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+    except UnsafeError as error:
+        raise UnsafeError(error.what, where=where) from None
+    except _MALFORMED as error:
         raise CorruptError(f"not a typed value: {flaw(error)}", where=where) from None
 
 
@@ -236,7 +248,8 @@ def _require_text(body: Any) -> str:
 
 def _from_std(body: dict[str, Any], inner: Inner) -> StdDict:
     result = StdDict(_global(body["class"]), _global(body["factory"]) if "factory" in body else None)
-    result.update((inner(key), inner(item)) for key, item in body["items"])
+    keys = checked_keys((inner(key) for key, _ in body["items"]), "")
+    result.update(zip(keys, (inner(item) for _, item in body["items"]), strict=True))
     result.attrs = {key: inner(item) for key, item in body.get("attrs", {}).items()}
     return result
 
@@ -255,20 +268,37 @@ def _object(body: dict[str, Any], inner: Inner) -> Record:
 
 def _from_array(body: dict[str, Any], inner: Inner) -> Any:
     code, data = _require_text(body["dtype"]), base64.b64decode(body["data"], validate=True)
+    if code not in DTYPES and _SIMPLE_TYPE.fullmatch(code) is None:
+        raise ValueError(f"an array of type {code!r:.40}")
     dtype = DTYPES[code] if code in DTYPES else np.dtype(code)
     if code not in DTYPES and not _is_simple(dtype):
         raise ValueError(f"an array of type {code!r:.40}")
     shape = tuple(body["shape"]) if "shape" in body else ()
+    if len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        raise ValueError("an array without a shape")
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError("an array whose shape does not match its data")
     array = np.frombuffer(data, dtype).reshape(shape).copy()
-    if dtype.kind == "U":
-        array.tolist()  # raises ValueError for an invalid character
+    if dtype.kind == "U" and array.size and dtype.itemsize:
+        if array.reshape(-1).view(np.dtype(np.uint32).newbyteorder(dtype.byteorder)).max() > sys.maxunicode:
+            raise ValueError("an array of text with what is no character")
+        array.tolist()  # raises ValueError for other invalid characters
     return array if "shape" in body else array[()]
 
 
+def _large_int(body: Any) -> int:
+    if len(_require_text(body)) > _MAX_DIGITS:
+        raise ValueError("an integer of too many digits")
+    return int(body, 16)
+
+
+def _dict_of(body: Any, inner: Inner) -> dict[Value, Value]:
+    keys = checked_keys((inner(key) for key, _ in body), "")
+    return dict(zip(keys, (inner(item) for _, item in body), strict=True))
+
+
 _READERS: dict[str, Callable[[Any, Inner], Value]] = {
-    "$int": lambda b, inner: int(b, 16),
+    "$int": lambda b, inner: _large_int(b),
     "$float": lambda b, inner: struct.unpack(">d", bytes.fromhex(b))[0],
     "$complex": lambda b, inner: complex(inner(b[0]), inner(b[1])),
     "$bytes": lambda b, inner: base64.b64decode(b, validate=True),
@@ -276,9 +306,9 @@ _READERS: dict[str, Callable[[Any, Inner], Value]] = {
     "$size": lambda b, inner: Size(map(int, b)),
     "$std": _from_std,
     "$tuple": lambda b, inner: tuple(map(inner, b)),
-    "$dict": lambda b, inner: {inner(key): inner(item) for key, item in b},
-    "$set": lambda b, inner: set(map(inner, b)),
-    "$frozenset": lambda b, inner: frozenset(map(inner, b)),
+    "$dict": lambda b, inner: _dict_of(b, inner),
+    "$set": lambda b, inner: set(checked_keys(map(inner, b), "")),
+    "$frozenset": lambda b, inner: frozenset(checked_keys(map(inner, b), "")),
     "$tensor": lambda b, inner: TensorName(_require_text(b)),
     "$global": lambda b, inner: _global(b),
     "$object": _object,

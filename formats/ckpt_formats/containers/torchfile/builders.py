@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
+from ckpt_formats.containers.keys import KeyHashes
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import (
     BUILTINS,
@@ -122,6 +123,7 @@ def build_dict(cls: Global, args: Args, where: str) -> Value:
             raise _malformed(cls, where)
     if len(args) > 1:
         raise _malformed(cls, where)
+    hashes = KeyHashes()
     for content in args:
         pairs = content.items() if isinstance(content, dict) else content
         if not isinstance(content, (dict, list, tuple)):
@@ -129,7 +131,7 @@ def build_dict(cls: Global, args: Args, where: str) -> Value:
         for pair in pairs:
             if type(pair) not in (list, tuple) or len(pair) != 2:
                 raise _malformed(cls, where)
-            result[hashable(pair[0], where)] = pair[1]
+            result[hashable(pair[0], where, hashes)] = pair[1]
     return result
 
 
@@ -137,7 +139,8 @@ def build_set(cls: Global, args: Args, where: str) -> Value:
     """`set(elements)` and `frozenset(elements)`."""
     if len(args) > 1 or (args and type(args[0]) not in (list, tuple, set, frozenset)):
         raise _malformed(cls, where)
-    elements = [hashable(element, where) for element in (args[0] if args else ())]
+    hashes = KeyHashes()
+    elements = [hashable(element, where, hashes) for element in (args[0] if args else ())]
     return set(elements) if cls.name == "set" else frozenset(elements)
 
 

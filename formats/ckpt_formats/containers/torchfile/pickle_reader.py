@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ckpt_formats.containers.keys import KeyHashes
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import NOTHING_RAN, refusal
 from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
@@ -121,6 +122,8 @@ class Interpreter:
         self._data = b""
         self._size = self._pos = self._ops = 0
         self._stack: list[Value] = []
+        self._hashes: dict[int, tuple[Value, KeyHashes]] = {}
+        """By id of a dict or set, which is kept, so that no later one has the same id."""
         self._outer_stacks: list[list[Value]] = []
         self._memo: dict[int, Value] | _NumberedMemo = {}
 
@@ -152,6 +155,7 @@ class Interpreter:
     def _load(self, padded: bytes, start: int) -> tuple[Value, int]:
         self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
         self._stack, self._outer_stacks, self._ops = [], [], 0
+        self._hashes = {}
         self._memo = _NumberedMemo() if self._forms else {}
         known = ((self.globals.get(key), form) for key, form in self._forms.items())
         self._matchers = {id(name): FormMatcher(form) for name, form in known if name is not None}
@@ -459,11 +463,17 @@ class Interpreter:
         keys, values = items[::2], items[1::2]
         if isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
-                target[key if type(key) is str else hashable(key, self.where)] = value
+                target[key if type(key) is str else hashable(key, self.where, self.hashes_of(target))] = value
         elif type(target) is Record:
             target.mapping.extend(zip(keys, values, strict=True))
         else:
             raise self.corrupt(f"malformed: it sets an item of {kind_of(target)}")
+
+    def hashes_of(self, target: dict[Value, Value] | set[Value]) -> KeyHashes:
+        """The hashes of the keys that were put into a dict or set so far."""
+        if id(target) not in self._hashes:
+            self._hashes[id(target)] = (target, KeyHashes())
+        return self._hashes[id(target)][1]
 
     def extend(self, target: Value, items: list[Value]) -> None:
         """Append items to a list or a `Record`."""
@@ -651,11 +661,12 @@ def _additems(m: Interpreter) -> None:
     target = m._stack[-1]
     if type(target) is not set:
         raise m.corrupt(f"malformed: it adds elements to {kind_of(target)}")
-    target.update(hashable(item, m.where) for item in items)
+    target.update(hashable(item, m.where, m.hashes_of(target)) for item in items)
 
 
 def _frozenset(m: Interpreter) -> None:
-    m.push(frozenset(hashable(item, m.where) for item in m.pop_mark()))
+    hashes = KeyHashes()
+    m.push(frozenset(hashable(item, m.where, hashes) for item in m.pop_mark()))
 
 
 def _dict(m: Interpreter) -> None:
