@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,14 @@ from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
-from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    NoSpaceError,
+    NotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record
@@ -326,6 +334,10 @@ ANSWERS: dict[str, tuple[str, object]] = {
     "an absolute name": ("folder", [["/x", 5]]),
     "a name with a zero": ("folder", [["a\0", 5]]),
     "a huge file": ("folder", [["layout.json", 1 << 60]]),
+    "a name that is no text of a file system": ("folder", [["\ud800", 5]]),
+    "a name of 2,000 parts": ("folder", [["/".join("a" * 2000), 5]]),
+    "a name of 2,000 characters": ("folder", [["a" * 2000, 5]]),
+    "a layout that is larger than layouts are": ("folder", [["layout.json", 1 << 40]]),
     "no rows": ("folder", {"a": 1}),
     "no sizes": ("folder", [["a", -1]]),
     "other ranks": ("grown", {"nbytes": [1], "list": ""}),
@@ -347,6 +359,76 @@ def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monk
         states_until(shadow, 12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mirror", "run.chain"]
     assert list((tmp_path / "mirror").iterdir()) == []
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, what: str, change: Callable[[Any], Any]) -> list[float]:
+    """A server whose answers of one kind are otherwise; returns when each of them was asked for."""
+    content, times = LogServer._content, list[float]()
+
+    def answered(self: LogServer, request: dict[str, object]) -> bytes:
+        answer = content(self, request)
+        if request["request"] != what:
+            return answer
+        times.append(time.monotonic())
+        return json.dumps(change(json.loads(answer))).encode()
+
+    monkeypatch.setattr(LogServer, "_content", answered)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error", "words"),
+    [(1 << 49, UnsafeError, "more than it can need"), (1 << 29, NoSpaceError, "are free")],
+)
+def test_a_base_that_cannot_be_is_refused_before_it_is_fetched(
+    nbytes: int, error: type[CkptError], words: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ckpt("shadow", run, "--once", "--base-every", 9).code == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 30, 1 << 29, 1 << 28))
+    _answers(monkeypatch, "folder", lambda rows: [[name, nbytes if "packs" in name else size] for name, size in rows])
+    with served(run, tmp_path) as (_, shadow), pytest.raises(error, match=words):
+        states_until(shadow, 12)
+
+
+@pytest.mark.timeout(60)
+def test_bytes_that_are_stated_and_never_come_are_an_error(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "_MAX_EMPTY", 5)
+
+    def longer(answer: dict[str, Any]) -> dict[str, Any]:
+        return {**answer, "nbytes": [n + 1000 for n in answer["nbytes"]]}
+
+    _answers(monkeypatch, "grown", longer)
+    with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="fewer bytes than is stated"):
+        states_until(shadow, 13)
+
+
+def test_a_server_that_answers_at_once_is_not_asked_without_a_pause(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, times = LogServer._content, list[float]()
+
+    def answered(self: LogServer, request: dict[str, object]) -> bytes:
+        if request["request"] == "grown":
+            times.append(time.monotonic())
+            request = {**request, "seconds": 0.0}
+        return content(self, request)
+
+    monkeypatch.setattr(LogServer, "_content", answered)
+    with served(run, tmp_path) as (_, shadow):
+        states_until(shadow, 12)
+        before = len(times)
+        time.sleep(0.3)
+        assert len(times) - before < 40
+
+
+def test_whatever_ends_the_thread_of_a_mirror_is_seen(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror.LogMirror, "_sizes", lambda self, folder: {}["x"])
+    with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="cannot be used: KeyError"):
+        states_until(shadow, 12)
 
 
 def test_damage_on_the_way_ends_the_steps_before_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,17 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.evidence import RANGE, Evidence
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.files import Kind, Seal
+
+_MAX_NBYTES = 1 << 28
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, zlib.error)
+"""What Python raises for text that is no receipt: anybody who can write to the target may have written it."""
 
 
 def to_text(evidence: Evidence) -> list[str]:
@@ -23,7 +28,7 @@ def to_text(evidence: Evidence) -> list[str]:
 
 
 def from_text(text: list[str]) -> Evidence:
-    """The evidence of these texts; the ranges are in the order of their seals."""
+    """The evidence of these texts; the ranges are in the order of their seals. Raises one of `MALFORMED`."""
     columns, matched, seals = map(_unpacked, text)
     ranges = np.frombuffer(columns, np.uint8).reshape(RANGE.itemsize, -1).T.tobytes()
     return Evidence(ranges, matched, tuple(map(seal_from_json, json.loads(seals))) if seals else ())
@@ -43,8 +48,12 @@ def seal_json(seal: Seal) -> list[Any]:
 
 
 def seal_from_json(fields: list[Any]) -> Seal:
-    """The seal of these fields. Its path is one in the file system: see `at_paths`."""
+    """The seal of these fields. Its path is one in the file system: see `at_paths`. Raises one of `MALFORMED`."""
     path, offset, nbytes, kind, digest, label, chunk_nbytes = fields
+    if not all(isinstance(one, str) for one in (path, kind, digest, label)) or "\0" in path or len(digest) > 40:
+        raise ValueError("no seal")
+    if not all(map(is_natural, (offset, nbytes, chunk_nbytes))) or kind not in get_args(Kind):
+        raise ValueError("no seal")
     return Seal(Path(path), offset, nbytes, kind, int(digest), label, chunk_nbytes)
 
 
@@ -53,4 +62,10 @@ def _packed(data: bytes) -> str:
 
 
 def _unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text)) if text else b""
+    if not text:
+        return b""
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(base64.b64decode(text), _MAX_NBYTES)
+    if not unpacker.eof:
+        raise ValueError("too long, or cut off")
+    return data

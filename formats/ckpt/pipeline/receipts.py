@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from ckpt.pipeline.evidence_text import from_text, seal_from_json, seal_json, to_text
+from ckpt.pipeline.evidence_text import MALFORMED, from_text, seal_from_json, seal_json, to_text
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.format import Receipt
 
 
@@ -17,11 +19,12 @@ def to_line(receipt: Receipt) -> str:
 
 
 def from_lines(lines: Iterable[str]) -> Iterator[Receipt]:
-    """The receipts of all lines that are whole."""
+    """The receipts of all lines that are whole and state one: a file without a receipt is written again."""
     for line in lines:
         digest, _, text = line.rstrip("\n").partition(" ")
-        if digest == xxh3_64_hexdigest(text.encode()):
-            yield _receipt(json.loads(text))
+        with suppress(*MALFORMED):
+            if digest == xxh3_64_hexdigest(text.encode()):
+                yield _receipt(json.loads(text))
 
 
 def _json(receipt: Receipt) -> dict[str, Any]:
@@ -36,6 +39,12 @@ def _json(receipt: Receipt) -> dict[str, Any]:
 
 
 def _receipt(fields: Mapping[str, Any]) -> Receipt:
+    """The receipt of these fields. Raises one of `MALFORMED`."""
+    parts = fields["file"].split("/")
+    if not all(parts) or "\0" in fields["file"] or {".", ".."} & set(parts):
+        raise ValueError("no file of a target")
+    if not (is_natural(fields["nbytes"]) and isinstance(fields["entry"], dict) and isinstance(fields["e_tag"], str)):
+        raise ValueError("no receipt")
     return Receipt(
         fields["file"],
         fields["nbytes"],

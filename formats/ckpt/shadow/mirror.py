@@ -30,6 +30,7 @@ from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
     IncompleteError,
+    NoSpaceError,
     NotFoundError,
     UnsafeError,
     UnsupportedError,
@@ -56,6 +57,14 @@ _SOON, _AGAIN = 0.01, 1.0
 _YOUNG = 5.0
 """Seconds in which a folder is being made."""
 _MAX_FILES = 1 << 20
+_MAX_EMPTY = 1000
+"""How often in a row a server may state bytes of a log and give none: files are flushed late."""
+_MAX_PARTS, _MAX_PART = 8, 255
+"""The parts of a file's name within its folder, and the characters of each."""
+_MAX_NBYTES_EACH = 64
+"""Bytes of a base for each element of the log: weights, their copy, and several states of 4 bytes take fewer."""
+_MAX_OTHER = 1 << 30
+"""Bytes of a base besides: tensors that no optimizer steps, and extras."""
 _MAX_NBYTES = 1 << 50
 _STEPPED = (Kind.GRADIENTS, Kind.STATE)
 """The kinds of records whose chunks are not needed before the base."""
@@ -96,6 +105,7 @@ class LogMirror:
         self._error: CkptError | None = None
         self._behind = self._is_unseen = True
         self._looks_back = False
+        self._without_progress = 0
         self.broken: str | None = None
         """Why there is no connection now; None: there is one."""
         self.received = 0
@@ -172,6 +182,8 @@ class LogMirror:
         except OSError as error:
             what = f"the log cannot be kept here: {error.strerror or error}"
             self._error = IncompleteError(what, where=self._root)
+        except Exception as error:  # without it the shadow would wait for this thread for ever
+            self._error = CorruptError(f"the answers cannot be used: {error!r:.200}", where=self._where)
 
     def _follow_until_broken(self) -> str:
         """Fetch until the connection breaks. Returns why."""
@@ -200,11 +212,14 @@ class LogMirror:
                 moved, room = files.fetch(self._request_log, self._window)
                 busy |= moved
                 has_room |= room
+            self._demand_progress(busy or not has_room or not self.lag_nbytes)
             if busy or (self._looks_back and not self._is_unseen and self._look_back(self._chain)):
                 continue
             files = self._folders[self._chain.segments[-1].folder]
-            nbytes, listed = self._grown(files, _WAIT if has_room or not files.lag_nbytes else 0.0)
+            seconds, asked = _WAIT if has_room or not files.lag_nbytes else 0.0, time.monotonic()
+            nbytes, listed = self._grown(files, seconds)
             files.see(nbytes)
+            answered_early = not files.lag_nbytes and time.monotonic() - asked < seconds / 2
             for other in self._folders.values():
                 if other is not files:
                     other.see(self._grown(other, 0.0)[0])
@@ -212,8 +227,14 @@ class LogMirror:
             self._behind = self._looks_back or self.lag_nbytes > 0 or listed != self._list_hash
             if listed != self._list_hash:
                 self._chain = None
-            elif not has_room and files.lag_nbytes:
+            elif (not has_room and files.lag_nbytes) or self._without_progress or answered_early:
                 self._closed.wait(_PAUSE)
+
+    def _demand_progress(self, progressed: bool) -> None:
+        """Raise `CorruptError` if the other side states bytes of logs again and again that it does not give."""
+        self._without_progress = 0 if progressed else self._without_progress + 1
+        if self._without_progress > _MAX_EMPTY:
+            raise CorruptError("the log has fewer bytes than is stated", where=self._where)
 
     def _take_list(self) -> None:
         """Read the list of the chain, and fetch what its last segment needs to begin."""
@@ -262,10 +283,16 @@ class LogMirror:
         """Fetch the layout of a segment and its last base."""
         bases = bases_of(chain, logged)
         members = chain.upto(bases[-1].step) if bases else ()
-        for name in sorted(chain.folders_of(members[-1]) if members else ()):
-            self._fetch_folder(name)
-        self._fetch_file(logged.folder, layouts.NAME, self._sizes(logged.folder).get(layouts.NAME, 0))
+        nbytes = self._sizes(logged.folder).get(layouts.NAME, 0)
+        self._check_room(nbytes, layouts.MAX_NBYTES, "the layout of the log")
+        self._fetch_file(logged.folder, layouts.NAME, nbytes)
         layout = layouts.load(self.path / logged.folder / layouts.NAME)
+        needed = {name: self._sizes(name) for name in sorted(chain.folders_of(members[-1]) if members else ())}
+        total = sum(sum(sizes.values()) for sizes in needed.values())
+        self._check_room(total, _MAX_OTHER + _MAX_NBYTES_EACH * layout.numel, "the base")
+        for folder, sizes in needed.items():
+            for name, nbytes in sizes.items():
+                self._fetch_file(folder, name, nbytes)
         start = members[-1].step if members else None
         ranks = [self.path / logged.folder / rank_file(rank) for rank in range(len(layout.ranks))]
         return _SegmentFiles(logged, members, [_RankFile(path, start) for path in ranks])
@@ -350,15 +377,19 @@ class LogMirror:
         for row in rows:
             if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_natural(row[1])):
                 raise self._damaged()
-            parts = row[0].split("/")
-            if row[1] >= _MAX_NBYTES or "\0" in row[0] or not all(parts) or any(one in (".", "..") for one in parts):
-                raise UnsafeError(f"the name {row[0]!r:.80} leaves its folder", where=self._where)
+            if row[1] >= _MAX_NBYTES or not _is_file_name(row[0]):
+                what = f"the name {row[0]!r:.80} leaves its folder, or is none of a file of a chain"
+                raise UnsafeError(what, where=self._where)
             sizes[row[0]] = row[1]
         return sizes
 
-    def _fetch_folder(self, folder: str) -> None:
-        for name, nbytes in self._sizes(folder).items():
-            self._fetch_file(folder, name, nbytes)
+    def _check_room(self, nbytes: int, most: int, what: str) -> None:
+        """Raise `UnsafeError` if files have more than `most` bytes, `NoSpaceError` if there is no room for them."""
+        if nbytes > most:
+            raise UnsafeError(f"{what} has {nbytes:,} bytes, more than it can need ({most:,})", where=self._where)
+        _, _, free = shutil.disk_usage(self._root)
+        if nbytes > free:
+            raise NoSpaceError(f"{what} has {nbytes:,} bytes, but {free:,} are free", where=self._root)
 
     def _fetch_file(self, folder: str, name: str, nbytes: int) -> None:
         """A file of a state that does not change, or what is missing of it here."""
@@ -384,6 +415,13 @@ class LogMirror:
 
     def _damaged(self) -> CorruptError:
         return CorruptError("the answer cannot be read", where=self._where)
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it is the name of a file in a member of a chain: of letters that every file system has, and not deep."""
+    parts = name.split("/")
+    named = len(parts) <= _MAX_PARTS and all(0 < len(one) <= _MAX_PART and one not in (".", "..") for one in parts)
+    return named and name.isascii() and name.isprintable()
 
 
 class _SegmentFiles:

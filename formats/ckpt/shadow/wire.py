@@ -44,6 +44,8 @@ MAX_REQUEST = 1 << 12
 """The maximum size of a frame of a reader in bytes."""
 MAX_STATE = 1 << 28
 """The maximum size of the text of a checkpoint in bytes."""
+_SLOWEST = 1 << 14
+"""Bytes of a log a second that the other side must send, after its time to answer."""
 NONCE = 32
 """Bytes of a nonce."""
 MIN_TOKEN = 16
@@ -177,9 +179,12 @@ def receive_log(
         return kind, body
     buffer = memoryview(bytearray(min(nbytes, CHUNK_NBYTES)))
     remaining = nbytes
+    deadline += nbytes / _SLOWEST
     try:
         peer.settimeout(seconds)
         while remaining:
+            if time.monotonic() > deadline:
+                raise PeerGone("the other side is too slow")
             received = peer.recv_into(buffer, min(remaining, len(buffer)))
             if not received:
                 raise PeerGone("the other side ended the connection")

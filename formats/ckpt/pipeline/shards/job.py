@@ -54,6 +54,8 @@ class ShardJob:
             words, files = tuple(fields["command"]), tuple(fields["files"])
             if not all(isinstance(text, str) for text in (*texts.values(), *words, *files)):
                 raise TypeError
+            if any("\0" in text for text in (*texts.values(), *words, *files)):
+                raise ValueError("a name with NUL")
         except (ValueError, KeyError, TypeError, RecursionError):
             hint = "Run one of the shards again, or remove it to give up."
             raise CorruptError("is not the description of a job of shards", where=str(where), hint=hint) from None

@@ -33,7 +33,8 @@ ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
 Exactness = Literal["exact", "same library", "approximate"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
-_MAX_NBYTES = 1 << 30
+MAX_NBYTES = 1 << 30
+"""Bytes of a `layout.json`."""
 _MAX_RANKS = 1 << 20
 _MAX_ELEMENTS = 1 << 50
 
@@ -239,7 +240,7 @@ def identity(content: bytes) -> bytes:
 
 def load(path: Path) -> SegmentLayout:
     """Read and check a `layout.json`. Raises `CorruptError`, or `UnsupportedError` for a newer version."""
-    fields = sealed_json.load(path, _MAX_NBYTES, "the layout of a log of gradients")
+    fields = sealed_json.load(path, MAX_NBYTES, "the layout of a log of gradients")
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-gradients", "format")
     if not is_natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
