@@ -28,7 +28,7 @@ IN_FOLDER = f"checkpoint{SEAL_SUFFIX}"
 
 _FORMAT = "ckpt-seal"
 _VERSION = 1
-_MAX_NBYTES = 1 << 28
+_MAX_NBYTES = 1 << 26
 _MAX_RANGE = 1 << 50
 _CHECKED_AT_OPENING = 16 << 20
 """Files without tensors up to this length are compared when the checkpoint is opened: configurations, indexes."""
