@@ -1,16 +1,14 @@
 """Makes the site, in site/, from docs/ and the pages at the top of the repository: `python docs/make_site.py`.
 
 Nothing is written twice. Pages link as they do in the repository; here links between folders become links of the site,
-and links to code become plain text. Two comments in pages are filled in:
+and links to code become plain text. A comment in a page is filled in:
 
-    <!-- include: ../README.md#guarantees -->   a section of another page
     <!-- api: Chains | Chain DeltaPolicy -->     names of the library, from their docstrings
 
 Zensical makes the site of it, and stops at a link or a name that does not exist. mkdocs.yml says how; mkdocs with
 mkdocs-material, whose successor it is, reads the same file.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -25,7 +23,7 @@ SOURCES = ROOT / ".site" / "docs"
 TOP = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 """Pages at the top of the repository, and their names in the site."""
 README = "index.md"
-"""The page of the site that has the README's sections."""
+"""The page of the site that has the README's place."""
 _CODE_BLOCK = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]\[]*(?:\[[^\]]*\])?[^\]\[]*)\]\(([^)\s]+)\)")
 _ITEM = re.compile(r"^( {2,})(?=(?:[-*+]|\d+\.) )", re.MULTILINE)
@@ -49,7 +47,6 @@ def assemble(target: Path) -> None:
 def page(path: Path) -> str:
     """A page as it is in the site."""
     text = path.read_text("utf-8")
-    text = re.sub(r"^<!-- include: (\S+)#(\S+) -->$", lambda found: _section(path, *found.groups()), text, flags=re.M)
     text = re.sub(r"^<!-- api: (.+) \| (.+) -->$", lambda found: _api(*found.groups()), text, flags=re.M)
     text = _outside_code(text, lambda prose: _LINK.sub(lambda found: _link(path, found), prose))
     # Python's Markdown wants four spaces for each level of a list, where GitHub takes two.
@@ -63,24 +60,6 @@ def _outside_code(text: str, change: Callable[[str], str]) -> str:
         parts += [change(text[end : block.start()]), block[0]]
         end = block.end()
     return "".join([*parts, change(text[end:])])
-
-
-def _section(path: Path, name: str, anchor: str) -> str:
-    """A section of another page with its heading, up to the next one of its level. Its links lead from `path`."""
-    source = (path.parent / name).resolve()
-    for section in re.split(r"^(?=## )", source.read_text("utf-8"), flags=re.MULTILINE):
-        title = section.partition("\n")[0].removeprefix("## ")
-        if re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") == anchor:
-            return _LINK.sub(lambda found: f"{found[1]}[{found[2]}]({_from(source, path, found[3])})", section).strip()
-    raise SystemExit(f"{path.name}: there is no section {anchor} in {name}")
-
-
-def _from(source: Path, path: Path, link: str) -> str:
-    """A link of one page, as another page has it."""
-    if "://" in link or link.startswith("#"):
-        return link
-    name, sharp, anchor = link.partition("#")
-    return f"{os.path.relpath(source.parent / name, path.parent)}{sharp}{anchor}"
 
 
 def _api(title: str, names: str) -> str:

@@ -39,6 +39,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 README = (ROOT / "README.md").read_text("utf-8")
+REFERENCE = (DOCS / "reference.md").read_text("utf-8")
 SAMPLE = ROOT / "sample_checkpoints" / "deepspeed-0.19-zero1-bf16-dp2"
 
 
@@ -99,13 +100,30 @@ def test_commands_in_the_pages_exist_with_their_options(page):
                 assert word.partition("=")[0] in option_names(command), f"ckpt {name} {word}"
 
 
-def test_the_readme_shows_every_command():
-    assert {name for _, name, *_ in commands_in(ROOT / "README.md")} >= set(COMMANDS)
+def test_commands_of_the_readme_run_as_printed(tmp_path, monkeypatch):
+    (tmp_path / "sample_checkpoints").symlink_to(ROOT / "sample_checkpoints")
+    monkeypatch.chdir(tmp_path)
+    (shell,) = re.findall(r"<!-- runs -->\n```console\n(.*?)```", README, re.DOTALL)
+    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in shell.splitlines()]
+    assert len(commands) == 8
+    for _, *words in commands:
+        assert ckpt(*words).code == 0, words
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert detect(tmp_path / "for-fsdp").name == "dcp"
 
 
-def test_the_readme_lists_every_exit_code():
+def test_the_demo_is_what_the_readme_shows_first():
+    block = README[README.index("$ pip install") :].partition("```")[0]
+    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\ndemo:")[2].partition("\n\n")[0]
+    shown = [line.removeprefix("$ ckpt ") for line in block.splitlines() if line.startswith("$ ckpt ")]
+    run = [line.partition("/ckpt ")[2].replace("demo-universal", "universal") for line in recipe.splitlines()]
+    assert shown == [line for line in run if line]
+
+
+def test_every_exit_code_is_documented():
     codes = {0, 1, 2, UNFIT, FAULT, INTERRUPTED, *EXIT_CODES.values()}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)} == codes
 
 
 def test_the_readme_runs_what_the_makefile_and_the_samples_have():
@@ -117,7 +135,7 @@ def test_the_readme_runs_what_the_makefile_and_the_samples_have():
 
 
 def test_every_format_is_documented():
-    rows = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|", REFERENCE, re.MULTILINE)
     assert sorted(rows) == sorted(FORMATS)
     text = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
     for name in FORMATS:
