@@ -104,7 +104,7 @@ _EXECUTOR = click.option(
 _SHARD = click.option(
     "--shard",
     type=ShardType(),
-    help="Write only the share i of N, counted from 0; auto: as the job array says (Slurm, Kubernetes, LSF).",
+    help="Write only the share i of N, counted from 0; auto: as the job array says; auto/N: its number, of N.",
 )
 
 

@@ -26,6 +26,11 @@ from shard_kills import FORMATS, Campaign
 
 ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
 SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"}
+ONE = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "1"}
+ONE |= {"SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_STEP": "1"}
+GAPS = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1,3,6
+GAPS |= {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "6", "SLURM_ARRAY_TASK_STEP": "1"}
+SGE = {"SGE_TASK_ID": "5", "SGE_TASK_FIRST": "1", "SGE_TASK_LAST": "7", "SGE_TASK_STEPSIZE": "2"}
 LSF = {"LSB_JOBINDEX": "3", "LSB_JOBINDEX_END": "8"}
 COMMAND = ("convert", ZERO3, "out", "--pack-size", "1")
 
@@ -50,6 +55,18 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         ("auto/9", {"JOB_COMPLETION_INDEX": "8"}, (8, 9)),
         ("auto", LSF, (2, 8)),
         ("auto/8", {"LSB_JOBINDEX": "1"}, (0, 8)),
+        ("auto", {**SLURM, "SLURM_ARRAY_TASK_MAX": "8"}, (2, 4)),
+        ("auto/4", {**SLURM, "SLURM_ARRAY_TASK_MAX": "8"}, (2, 4)),
+        ("auto/9", GAPS, (6, 9)),  # some tasks of nine are repeated
+        ("auto/8", ONE, (3, 8)),
+        ("auto/16", {**ONE, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (7, 16)),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1)),
+        ("auto/8", {**LSF, "LSB_JOBINDEX_END": "3"}, (2, 8)),
+        ("auto/8", {"PBS_ARRAY_INDEX": "7"}, (7, 8)),
+        ("auto/8", {"PBS_ARRAYID": "0"}, (0, 8)),
+        ("auto", SGE, (2, 4)),
+        ("auto/8", {**SGE, "SGE_TASK_FIRST": "5", "SGE_TASK_LAST": "5"}, (4, 8)),
+        ("auto", {"_CONDOR_PROCNO": "2", "_CONDOR_NPROCS": "4"}, (2, 4)),
     ],
 )
 def test_the_number_of_a_shard(text: str, variables: dict[str, str], expected: tuple[int, int]) -> None:
@@ -67,12 +84,56 @@ def test_the_number_of_a_shard(text: str, variables: dict[str, str], expected: t
         ("auto", {"LSB_JOBINDEX": "0"}, "no job array is found"),
         ("auto", {"JOB_COMPLETION_INDEX": "1"}, "but not how many there are"),
         ("auto", {"SLURM_ARRAY_TASK_ID": "1"}, "SLURM_ARRAY_TASK_COUNT is not a number"),
-        ("auto", {**SLURM, "SLURM_ARRAY_TASK_ID": "99"}, "there is no shard 94 of 4"),
+        ("auto", {**SLURM, "SLURM_ARRAY_TASK_ID": "99"}, "have gaps"),
+        ("auto", ONE, "this array has one task, number 3: it may be one of several"),
+        ("auto", GAPS, "the numbers of this array's 3 tasks have gaps, and Slurm does not list them; this is number 6"),
+        ("auto/3", GAPS, "there is no shard 6 of 3"),
+        ("auto/8", {"LSB_JOBINDEX": "9"}, "there is no shard 8 of 8"),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_JOB_ID": "5"}, "no job array is found"),
+        ("auto", {"PBS_ARRAY_INDEX": "7"}, "PBS has the number of this task, 7, but not how many there are"),
+        ("auto", {"SGE_TASK_ID": "undefined"}, "no job array is found"),
+        ("auto", {**SGE, "SGE_TASK_FIRST": "5", "SGE_TASK_LAST": "5"}, "this array has one task, number 5"),
+        ("auto", {"_CONDOR_JOB_AD": "/nowhere"}, "no job array is found"),
     ],
 )
 def test_what_names_no_shard_is_refused(text: str, variables: dict[str, str], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         parse_shard(text, variables)
+
+
+@pytest.mark.parametrize("task", ["1", "3", "6"])
+def test_tasks_of_an_array_with_gaps_have_the_numbers_of_no_others(task: str) -> None:
+    with pytest.raises(UnsupportedError, match="have gaps"):
+        parse_shard("auto", {**GAPS, "SLURM_ARRAY_TASK_ID": task})
+    assert parse_shard("auto/7", {**GAPS, "SLURM_ARRAY_TASK_ID": task}).number == int(task)
+
+
+def test_htcondor_states_the_number_of_tasks_in_its_job_ad(tmp_path: Path) -> None:
+    ad = tmp_path / "job.ad"
+    ad.write_text('Cmd = "/bin/ckpt"\nProcId = 3\nTotalSubmitProcs = 8\n')
+    shard = parse_shard("auto", {"_CONDOR_JOB_AD": str(ad)})
+    assert (shard.number, shard.count) == (3, 8)
+    ad.write_text("ProcId = 3\n")
+    assert parse_shard("auto/5", {"_CONDOR_JOB_AD": str(ad)}).number == 3
+    with pytest.raises(UnsupportedError, match="HTCondor has the number of this task, 3, but not how many"):
+        parse_shard("auto", {"_CONDOR_JOB_AD": str(ad)})
+
+
+def test_an_array_of_some_tasks_does_not_take_itself_for_the_job(
+    local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ckpt(*COMMAND, "--shard", "0/4").code == 0
+    two = {"TASK_ID": "2", "TASK_COUNT": "2", "TASK_MIN": "2", "TASK_MAX": "3", "TASK_STEP": "1"}
+    for name, value in two.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
+    refused = ckpt(*COMMAND, "--shard", "auto")
+    assert refused.code == 22
+    assert "this array has 2 tasks, but 4 shards write this job" in refused.err
+    assert "--shard auto/4" in refused.err
+    for task in (2, 3, 1):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+        assert ckpt(*COMMAND, "--shard", "auto/4").code == 0
+    assert files(Path("out")) == local
 
 
 def test_each_file_is_dealt_to_one_shard_and_the_bytes_are_even() -> None:

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckpt.pipeline.job_arrays import KNOWN, ArrayTask, task_in
 from ckpt_formats.core.errors import UnsupportedError
 
 MAX_SHARDS = 1 << 20
@@ -18,6 +19,8 @@ class Shard:
     count: int
     command: tuple[str, ...] = ()
     """The words of the command line, which `ckpt commit` repeats to publish the target; empty if there were none."""
+    is_counted: bool = False
+    """Whether `count` is the size of a job array, and nobody has stated it."""
 
     @property
     def only_commits(self) -> bool:
@@ -35,56 +38,51 @@ COMMIT = Shard(0, 0)
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """The shard that a text names: `3/8`, the fourth of eight; `auto`, what the environment of a job array says.
 
-    `auto/N` takes only the number from the environment. Slurm (arrays, `srun`, and both), Kubernetes (indexed jobs) and
-    LSF are known. Raises `UnsupportedError`.
+    `auto/N` takes only the number of this process from the environment. If its array has other than N tasks, they are
+    some of N, such as those that are repeated, and each has its number among all. Raises `UnsupportedError`.
     """
-    if match := re.fullmatch(r"(\d{1,7})/(\d{1,7})", text):
+    if match := re.fullmatch(r"([0-9]{1,7})/([0-9]{1,7})", text):
         return _checked(int(match[1]), int(match[2]), text)
-    match = re.fullmatch(r"auto(?:/(\d{1,7}))?", text)
+    match = re.fullmatch(r"auto(?:/([0-9]{1,7}))?", text)
     if match is None:
         raise UnsupportedError(f"{text[:60]!r} names no shard", hint=f"It is {_FORMS}.")
-    number, count = _of_environment(environment)
-    if match[1] is not None:
-        count = int(match[1])
-    if count is None:
+    task = task_in(environment)
+    if task is None:
         raise UnsupportedError(
-            f"the environment has the number of this shard, {number}, but not how many there are",
-            hint="Give their number: --shard auto/N.",
+            "no job array is found in the environment",
+            hint=f"Known are {KNOWN}. Elsewhere, and in a job without an array, give the number: --shard i/N.",
         )
-    return _checked(number, count, text)
+    return replace(_of_array(task), is_counted=True) if match[1] is None else _of_some(task, int(match[1]), text)
 
 
-def _of_environment(environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """The number of this process from 0 on, and how many processes there are, if it is known."""
+def _of_array(task: ArrayTask) -> Shard:
+    """The shard of a task, if its array is the whole job. Raises `UnsupportedError` where that cannot be known."""
+    total, rank = task.total, task.rank
+    if total is None:
+        raise UnsupportedError(
+            f"{task.scheduler} has the number of this task, {task.index}, but not how many there are",
+            hint=f"Give their number: --shard auto/N. Tasks are counted from {task.lowest}.",
+        )
+    if task.count == 1 and task.scheduler != "srun":
+        raise UnsupportedError(
+            f"this array has one task, number {task.index}: it may be one of several that is repeated",
+            hint="Give the number of all shards: --shard auto/N, or --shard i/N. Without --shard, it writes all files.",
+        )
+    if rank is None:
+        raise UnsupportedError(
+            f"the numbers of this array's {task.count} tasks have gaps, and {task.scheduler} does not list them; "
+            f"this is number {task.index}",
+            hint="If they are some tasks of N that are repeated: --shard auto/N. Else give each its number: "
+            "--shard i/N.",
+        )
+    return _checked(rank, total, "auto")
 
-    def number(name: str, default: int | None = None) -> int:
-        value = environment.get(name, "")
-        if re.fullmatch(r"\d{1,9}", value):
-            return int(value)
-        if default is None:
-            raise UnsupportedError(f"the environment's {name} is not a number: {value[:60]!r}")
-        return default
 
-    if "SLURM_ARRAY_TASK_ID" in environment:
-        step = max(number("SLURM_ARRAY_TASK_STEP", 1), 1)
-        first = number("SLURM_ARRAY_TASK_MIN", 0)
-        index, count = (number("SLURM_ARRAY_TASK_ID") - first) // step, number("SLURM_ARRAY_TASK_COUNT")
-        # `srun` within a task of the array starts several processes.
-        processes = number("SLURM_STEP_NUM_TASKS", 1)
-        return (index * processes + number("SLURM_PROCID"), count * processes) if processes > 1 else (index, count)
-    if "SLURM_PROCID" in environment:
-        count = number("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else number("SLURM_NTASKS")
-        return number("SLURM_PROCID"), count
-    if "JOB_COMPLETION_INDEX" in environment:
-        return number("JOB_COMPLETION_INDEX"), None
-    if number("LSB_JOBINDEX", 0) > 0:
-        step = max(number("LSB_JOBINDEX_STEP", 1), 1)
-        last = number("LSB_JOBINDEX_END", 0)
-        return (number("LSB_JOBINDEX") - 1) // step, (last - 1) // step + 1 if last else None
-    raise UnsupportedError(
-        "no job array is found in the environment",
-        hint="Known are Slurm, Kubernetes' indexed jobs and LSF. Elsewhere give the number: --shard i/N.",
-    )
+def _of_some(task: ArrayTask, count: int, text: str) -> Shard:
+    """The shard of a task, if the job has `count` of them."""
+    if task.total == count and task.rank is not None:
+        return _checked(task.rank, count, text)
+    return _checked(task.own_number, count, text)
 
 
 def _checked(number: int, count: int, text: str) -> Shard:

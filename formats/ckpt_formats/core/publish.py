@@ -48,9 +48,9 @@ def flush_or_remove(path: Path) -> bool:
     try:
         return flush(path)
     except FlushError:
-        for lost in path.iterdir() if path.is_dir() else (path,):
-            if not lost.is_dir():
-                lost.unlink(missing_ok=True)
+        for file in path.iterdir() if path.is_dir() else (path,):
+            if not file.is_dir():
+                file.unlink(missing_ok=True)
         raise
 
 

@@ -137,7 +137,7 @@ def _open(target: Path, job: ShardJob, shard: Shard, format: WritableFormat, res
     if isinstance(target, StorePath):
         from ckpt.pipeline.shards import objects
 
-        return objects.open_objects(target, job, format, resources)
+        return objects.open_objects(target, job, shard, format, resources)
     return folder.open_folder(target, job, shard)
 
 

@@ -170,6 +170,7 @@ def open_folder(target: Path, job: ShardJob, shard: Shard) -> ShardFolder:
     sweep(target.parent)
     stage = ShardFolder(target, folder_of(target, job.id), shard)
     stage.begin(job)
+    _job_in(stage.folder).check_array(shard)
     for folder in folders_of(target):
         if folder == stage.folder:
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.pipeline.shard import Shard
-from ckpt_formats.core.errors import CorruptError, OutputError
+from ckpt_formats.core.errors import CorruptError, OutputError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
 
@@ -31,6 +31,8 @@ class ShardJob:
     started: str
     files: tuple[str, ...]
     """The files of the plan: what may be removed when the job is given up."""
+    shards: int = 0
+    """The number of shards, as the first of them knew it; 0 if it is not known."""
 
     @classmethod
     def of(
@@ -39,7 +41,7 @@ class ShardJob:
         """The job of this process."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         place = (str(source), str(target.absolute()), format_name)
-        return cls(job_id, WRITTEN_BY, *place, shard.command, os.getcwd(), now, tuple(files))
+        return cls(job_id, WRITTEN_BY, *place, shard.command, os.getcwd(), now, tuple(files), shard.count)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -51,15 +53,25 @@ class ShardJob:
             fields: dict[str, Any] = json.loads(data)
             names = ("id", "written_by", "source", "target", "format", "folder", "started")
             texts = {name: fields[name] for name in names}
-            words, files = tuple(fields["command"]), tuple(fields["files"])
-            if not all(isinstance(text, str) for text in (*texts.values(), *words, *files)):
+            words, files, shards = tuple(fields["command"]), tuple(fields["files"]), fields.get("shards", 0)
+            if type(shards) is not int or not all(isinstance(text, str) for text in (*texts.values(), *words, *files)):
                 raise TypeError
             if any("\0" in text for text in (*texts.values(), *words, *files)):
                 raise ValueError("a name with NUL")
         except (ValueError, KeyError, TypeError, RecursionError):
             hint = "Run one of the shards again, or remove it to give up."
             raise CorruptError("is not the description of a job of shards", where=str(where), hint=hint) from None
-        return cls(command=words, files=files, **texts)
+        return cls(command=words, files=files, shards=shards, **texts)
+
+    def check_array(self, shard: Shard) -> None:
+        """Raise `UnsupportedError` if a shard of this job counts the tasks of an array that is not the whole job."""
+        if shard.is_counted and self.shards not in (0, shard.count):
+            raise UnsupportedError(
+                f"this array has {shard.count} tasks, but {self.shards} shards write this job",
+                where=self.target,
+                hint=f"If some tasks are repeated with their numbers, give --shard auto/{self.shards}; else --shard "
+                f"i/{self.shards}.",
+            )
 
     def refused(self, target: Path, how_to_give_up: str) -> OutputError:
         """The error for shards of another job, which find that this one writes their target."""

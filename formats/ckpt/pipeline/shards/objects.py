@@ -21,6 +21,7 @@ from uuid import uuid4
 from ckpt.pipeline.lease import check_conditions
 from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards.folder import SHARDS, no_shards
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.shard_staging import ShardStaging
@@ -45,6 +46,7 @@ class ShardObjects(ShardStaging):
 
     target: StorePath
     job: ShardJob
+    shard: Shard
     format: WritableFormat
     resources: Resources
     _stage: StoreStaging | None = None
@@ -73,6 +75,7 @@ class ShardObjects(ShardStaging):
                 other = ShardJob.from_json(there[0], f"{self.target}/.ckpt/job")
                 if other.id != self.job.id:
                     raise other.refused(self.target, f"run `ckpt clean {self.target}`")
+                other.check_array(self.shard)
             objects = self.bucket.list(self.target.key)
             if there is not None:
                 job = objects.get(key)
@@ -194,9 +197,11 @@ def remove_notes(target: StorePath, is_complete: Callable[[], bool]) -> None:
                     stage.remove_notes()
 
 
-def open_objects(target: StorePath, job: ShardJob, format: WritableFormat, resources: Resources) -> ShardObjects:
+def open_objects(
+    target: StorePath, job: ShardJob, shard: Shard, format: WritableFormat, resources: Resources
+) -> ShardObjects:
     """What there is of a target in a store. Raises `OutputError` if another job writes it."""
-    stage = ShardObjects(target, job, format, resources)
+    stage = ShardObjects(target, job, shard, format, resources)
     if resources.locks:
         # With an object of its own: others may be removed meanwhile, as another shard publishes.
         probe = f"{staged_folder(target, single_file=False)}/probe-{uuid4().hex}"
