@@ -66,6 +66,18 @@ _WRITTEN = {
     "pending?": ("text", "with `--shard`: what other shards have yet to do before the target is there"),
     "checksums_verified": ("int", "checksums of the source that were compared"),
     "seal_file?": ("text", "with `--seal`: the file with the target's checksums"),
+    "changed_values?": (
+        [
+            {
+                "tensor": ("text", "its name"),
+                "dtype": ("text", "its new element type"),
+                "overflows": ("int", "values that are too large for it, and now infinite or NaN"),
+                "underflows": ("int", "values that are too small for it, and now zero"),
+                "not_finite": ("int", "results of an average or a merge that are NaN or infinite"),
+            }
+        ],
+        "tensors with values that were changed other than by rounding",
+    ),
 }
 _PARTIAL = {
     "partial?": (

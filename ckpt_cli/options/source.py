@@ -154,6 +154,11 @@ _EDITS = (
         help="Round the model's weights to fp32, bf16, fp16, ...; states are not rounded.",
     ),
     click.option(
+        "--allow-overflow",
+        is_flag=True,
+        help="With --dtype and a type of 8 bits: write values that are too large for it as infinite or NaN.",
+    ),
+    click.option(
         "--names",
         type=click.Choice(NAMINGS),
         help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
@@ -206,6 +211,7 @@ def edits(command: F) -> F:
         skip: tuple[str, ...],
         model_only: bool,
         dtype: str | None,
+        allow_overflow: bool,
         names: Any,
         **arguments: Any,
     ) -> Any:
@@ -221,8 +227,10 @@ def edits(command: F) -> F:
         if names:
             config = click.get_current_context().params.get("config")
             source = use_names(source, names, Path(config) if config else None)
+        if allow_overflow and not dtype:
+            raise click.UsageError("--allow-overflow is about the values that --dtype rounds: give --dtype, too.")
         if dtype:
-            source = noted(source.cast(dtype))
+            source = noted(source.cast(dtype, allow_overflow))
         return command(*args, source=source, **arguments)
 
     return cast(F, with_options(edited, *_EDITS, group="Edits"))

@@ -18,6 +18,7 @@ from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.value_changes import ChangedTensor
 
 _MAX_ROWS = 20
 
@@ -38,7 +39,9 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
         notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()
     with progress_bar(label) as progress:
-        return job.run(resources, progress)
+        result = job.run(resources, progress)
+    notes.note(*result.notes)
+    return result
 
 
 def write(
@@ -156,6 +159,17 @@ def to_json(result: Result) -> dict[str, Any]:
         "resumed_files": result.resumed,
         "checksums_verified": result.checksums,
         **({"pending": result.pending} if result.pending else {}),
+        **({"changed_values": [_changed_json(one) for one in result.changed]} if result.changed else {}),
+    }
+
+
+def _changed_json(one: ChangedTensor) -> dict[str, Any]:
+    return {
+        "tensor": one.name,
+        "dtype": one.dtype,
+        "overflows": one.overflows,
+        "underflows": one.underflows,
+        "not_finite": one.not_finite,
     }
 
 

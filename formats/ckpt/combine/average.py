@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised import check_not_quantised
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import ComputedBlob, Tensor
 from ckpt_formats.core.text import printable
 
 _ONE_MODEL = "Only checkpoints of one model can be averaged: their tensors must have the same names and shapes."
@@ -159,7 +159,7 @@ def _can_average(dtype: DType) -> bool:
 def _average_tensor(name: str, members: Sequence[Parameter], weights: tuple[float, ...]) -> Tensor:
     tensors = tuple(member.weight for member in members)
     if _can_average(tensors[0].dtype):
-        return Tensor.of(AverageBlob(tensors, weights, tensors[0].dtype))
+        return Tensor.of(ComputedBlob(AverageBlob(tensors, weights, tensors[0].dtype), name))
     return Tensor.of(EqualBlob(tensors, name, name.rpartition(".")[2] == "num_batches_tracked"))
 
 

@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.name_patterns import match_start
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import DerivedBlob, Tensor
+from ckpt_formats.core.tensor import CastBlob, ComputedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
@@ -56,7 +56,7 @@ class LoraMerge:
                         f"`{printable(name)}` holds {tensor.dtype.name} values in the adapter and "
                         f"{current.dtype.name} values in the model",
                     )
-                result[name] = _as_type(tensor, current.dtype)
+                result[name] = _as_type(name, tensor, current.dtype)
             elif any(f".{printable(str(module))}." in f".{name}" for module in saved):
                 result[name] = tensor
             else:
@@ -72,7 +72,7 @@ class LoraMerge:
         """The weight of the model that an update is added to: the copy in the adapter, if there is one."""
         for stored, tensor in full.items():
             if BASE_LAYER in stored and self.prefix(stored.replace(BASE_LAYER, ".")) == name:
-                return _as_type(tensor, weight.dtype)
+                return _as_type(name, tensor, weight.dtype)
         return weight
 
     def updated_weights(self, updates: Mapping[str, Update], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class LoraMerge:
                 where=self.adapter.path,
             )
         scale = self._module_scale(module, rank)
-        return Tensor.of(merged_blob(weight, a, b, scale, transposed, magnitude))
+        return Tensor.of(ComputedBlob(merged_blob(weight, a, b, scale, transposed, magnitude), name))
 
     def _module_scale(self, module: str, rank: int) -> float:
         """The factor of `B @ A`: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA, times the user's factor."""
@@ -189,5 +189,5 @@ def _module_pattern(pattern: str, origin: str) -> str:
     return safe_pattern(rf"(.*\.)?({pattern})$", origin)
 
 
-def _as_type(tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.dtype == dtype else Tensor.of(DerivedBlob(Rounded(), tensor, dtype))
+def _as_type(name: str, tensor: Tensor, dtype: DType) -> Tensor:
+    return tensor if tensor.dtype == dtype else Tensor.of(CastBlob(Rounded(), tensor, dtype, name))

@@ -29,11 +29,13 @@ from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.publish import FlushError
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.value_changes import ChangedTensor, check_allowed, notices, totals
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.stores.location import listed_again
 
@@ -73,6 +75,14 @@ class Result:
     seconds: float
     pending: str = ""
     """What other shards have yet to do before the target is there; empty if it is."""
+    changed: tuple[ChangedTensor, ...] = ()
+    """The tensors with values that were changed other than by rounding: infinite, NaN or zero in a smaller type. While
+    the result is pending, those of this shard."""
+
+    @property
+    def notes(self) -> tuple[Notice, ...]:
+        """What the user should know of the values that were written."""
+        return tuple(notices(self.changed))
 
 
 def complete_before(target: Path) -> Result:
@@ -148,6 +158,8 @@ def write(
                 raise_if_interrupted(stop)
             receipts = [done[part.file] for part in parts]
             raise_if_damaged(checks, identities)
+            changed = totals(change for receipt in receipts for change in receipt.changes)
+            check_allowed(changed)
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -164,7 +176,8 @@ def write(
             raise system_error(error, stage, identities) from error
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
-    return Result(listed_again(target), count, nbytes, resumed, len(checks), time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return Result(listed_again(target), count, nbytes, resumed, len(checks), seconds, changed=changed)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -10,6 +10,8 @@ from xxhash import xxh3_64_hexdigest
 from ckpt.pipeline.evidence_text import MALFORMED, from_text, seal_from_json, seal_json, to_text
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.value_changes import ValueChange
 
 
 def to_line(receipt: Receipt) -> str:
@@ -35,6 +37,7 @@ def _json(receipt: Receipt) -> dict[str, Any]:
         "entry": receipt.entry,
         "e_tag": receipt.e_tag,
         "read": to_text(receipt.evidence),
+        **({"changes": [_change_json(change) for change in receipt.changes]} if receipt.changes else {}),
     }
 
 
@@ -52,4 +55,15 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
         fields["entry"],
         from_text(fields["read"]),
         fields["e_tag"],
+        tuple(map(_change, fields.get("changes", ()))),
     )
+
+
+def _change_json(change: ValueChange) -> dict[str, Any]:
+    fields = {key: value for key, value in vars(change).items() if key != "box"}
+    return {**fields, "start": change.box.start, "stop": change.box.stop}
+
+
+def _change(fields: Mapping[str, Any]) -> ValueChange:
+    rest = {key: value for key, value in fields.items() if key not in ("start", "stop")}
+    return ValueChange(box=Box(tuple(fields["start"]), tuple(fields["stop"])), **rest)

@@ -72,7 +72,7 @@ def write_files(
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
-        return replace(receipt, evidence=receipt.evidence.without_seals(listed))
+        return replace(receipt, evidence=receipt.evidence.without_seals(listed), changes=reader.changes.seen())
 
     def write_group(group: Group, planned: PlannedReads | None) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""

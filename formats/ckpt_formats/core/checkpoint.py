@@ -236,14 +236,19 @@ class Checkpoint(Mapping[str, Parameter]):
 
         return edits.weights_only(self)
 
-    def cast(self, dtype: str) -> "Checkpoint":
+    def cast(self, dtype: str, allow_overflow: bool = False) -> "Checkpoint":
         """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
 
-        Raises `UnsupportedError` if `dtype` is no floating-point type.
+        Numbers that are too large for `dtype` become infinite or NaN, and too small ones zero. Both are counted when
+        the values are read, and are in the notes of `Result`. To a type of 8 bits, an overflow is refused unless
+        `allow_overflow` is set. Codes and scales of quantised weights stay as they are; a notice says so.
+
+        Raises `UnsupportedError` if `dtype` is no floating-point type of weights, and when values are read that
+        overflow and must not.
         """
         from ckpt_formats.core import edits
 
-        return edits.cast(self, dtype)
+        return edits.cast(self, dtype, allow_overflow)
 
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.

@@ -11,9 +11,16 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group,
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
 from ckpt_formats.core.name_patterns import search
-from ckpt_formats.core.quantised import CONFIGS, carried, check_still_known, check_together, parts_of, quantised_weights
+from ckpt_formats.core.quantised import (
+    CONFIGS,
+    check_still_known,
+    check_together,
+    parts_of,
+    quantised_weights,
+    untouched_notices,
+)
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, CastBlob, Tensor
 from ckpt_formats.core.text import printable
 
 _OF_THE_MODEL = ("args", "checkpoint_version", *CONFIGS)
@@ -38,6 +45,7 @@ class Cast(Edit):
     """Weights rounded to another type."""
 
     dtype: str
+    allow_overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,27 +102,33 @@ def weights_only(source: Checkpoint) -> Checkpoint:
     return edited(source, WeightsOnly(), parameters=parameters, groups=(), extras=extras, suspicions=())
 
 
-def cast(source: Checkpoint, name: str) -> Checkpoint:
+def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpoint:
     """See `Checkpoint.cast`."""
     dtype = DTYPES.get(SHORT_NAMES.get(name, name))
     if dtype is None or not is_float(dtype):
         raise UnsupportedError(
             f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
         )
+    if dtype.name == "float8_e8m0fnu":
+        raise UnsupportedError(
+            f"{name!r} has only powers of two, no sign and no zero: it is a type of scales, not of weights",
+            hint="Types of 8 bits for weights are float8_e4m3fn and float8_e5m2.",
+        )
+    refused = dtype.itemsize == 1 and not allow_overflow
     weights = quantised_weights(source)
     parts = parts_of(weights)
-    parameters = {n: p if n in parts else _cast(p, dtype) for n, p in source.parameters.items()}
-    notices = dict.fromkeys((*source.notices, *carried(source, weights, "rounded")))
-    return edited(source, Cast(dtype.name), parameters=parameters, notices=tuple(notices))
+    parameters = {n: p if n in parts else _cast(p, dtype, refused) for n, p in source.parameters.items()}
+    notices = dict.fromkeys((*source.notices, *untouched_notices(source, weights, "rounded")))
+    return edited(source, Cast(dtype.name, allow_overflow), parameters=parameters, notices=tuple(notices))
 
 
-def _cast(parameter: Parameter, dtype: DType) -> Parameter:
+def _cast(parameter: Parameter, dtype: DType, refused: bool) -> Parameter:
     if parameter.role == "extra" or not is_float(parameter.weight.dtype):
         return parameter
     from ckpt_codecs import Rounded  # readers import this module, and need no codec
 
     best = parameter.states.get(MASTER, parameter.weight)
-    rounded = best if best.dtype == dtype else Tensor.of(DerivedBlob(Rounded(), best, dtype))
+    rounded = best if best.dtype == dtype else Tensor.of(CastBlob(Rounded(), best, dtype, parameter.name, refused))
     return replace(parameter, states={**parameter.states, MODEL: rounded})
 
 

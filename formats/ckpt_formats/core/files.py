@@ -33,6 +33,7 @@ from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.store_path import ObjectFile, StoreError, StorePath
+from ckpt_formats.core.value_changes import ValueChanges
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -167,6 +168,8 @@ class Reader:
         self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
+        self.changes = ValueChanges()
+        """What was changed other than by rounding in values that were computed of what it read."""
 
     def __enter__(self) -> "Reader":
         return self

@@ -19,6 +19,7 @@ from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
+from ckpt_formats.core.value_changes import ValueChange
 
 if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
@@ -161,6 +162,8 @@ class Receipt:
     """Of what was read of the source's seals."""
     e_tag: str = ""
     """What a store calls this version of the object; empty if the file is in a file system."""
+    changes: tuple[ValueChange, ...] = ()
+    """What was changed in the file's values other than by rounding."""
 
 
 class Format(ABC):

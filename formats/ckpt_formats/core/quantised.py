@@ -193,7 +193,7 @@ def described(weights: Sequence[QuantisedWeight]) -> str:
     return f"{len(weights):,} quantised weight{'s' * (len(weights) != 1)} ({schemes})"
 
 
-def carried(source: Checkpoint, weights: Sequence[QuantisedWeight], action: str) -> Iterator[Notice]:
+def untouched_notices(source: Checkpoint, weights: Sequence[QuantisedWeight], action: str) -> Iterator[Notice]:
     """The notice that an edit, such as `rounded`, leaves these weights as they are."""
     if weights:
         text = f"not {action}, because codes and scales only have a meaning together: {described(weights)}"

@@ -23,6 +23,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.indexing import block_of_key
+from ckpt_formats.core.value_changes import ValueChange, changed_by_cast, check_allowed, count_kinds, totals
 
 Array = np.ndarray[Any, DType]
 
@@ -193,6 +194,67 @@ class DerivedBlob(Blob):
             base = buffer.view(self.base.dtype).reshape(self.shape)
             self.base.read_into(base, reader)
             self.codec.decode_into(b"", out, base)
+
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
+
+
+@dataclass(frozen=True)
+class CastBlob(DerivedBlob):
+    """Values that the user asked to have in another type. What changes other than by rounding is counted."""
+
+    name: str
+    """The parameter."""
+    refused: bool = False
+    """Whether the user has to allow values that overflow."""
+    start: Shape | None = None
+    """Where the block begins in the parameter; None: it is all of it."""
+
+    def crop(self, box: Box) -> "CastBlob":
+        start = box.start if self.start is None else box.shift(self.start).start
+        return replace(self, base=self.base.crop(box), start=start)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as buffer:
+            base = buffer.view(self.base.dtype).reshape(self.shape)
+            self.base.read_into(base, reader)
+            self.codec.decode_into(b"", out, base)
+            self.count(Box.whole(self.shape), base, out, reader)
+
+    def count(self, box: Box, before: Array, after: Array, reader: Reader) -> None:
+        """Count what the cast of a block of it changed; before, after: its values, of any one shape."""
+        place = box if self.start is None else box.shift(self.start)
+        reader.changes.note(changed_by_cast(self.name, place, before, after, self.refused))
+
+
+@dataclass(frozen=True)
+class ComputedBlob(Blob):
+    """The result of a computation with several tensors. Its values that are NaN or infinite are counted."""
+
+    base: Blob
+    name: str
+    """The parameter."""
+    start: Shape | None = None
+    """Where the block begins in the parameter; None: it is all of it."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def crop(self, box: Box) -> "ComputedBlob":
+        start = box.start if self.start is None else box.shift(self.start).start
+        return ComputedBlob(self.base.crop(box), self.name, start)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.base.read_into(out, reader)
+        whole = Box.whole(self.shape)
+        place = whole if self.start is None else whole.shift(self.start)
+        count = count_kinds(out).not_finite
+        reader.changes.note(ValueChange(self.name, self.dtype.name, place, not_finite=count))
 
     def parts(self) -> tuple[Blob, ...]:
         return (self.base,)
@@ -442,12 +504,16 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
 def checked_read(tensor: Tensor) -> Array:
     """All values of a tensor, in memory, of any shape and dtype.
 
-    Raises `IncompleteError` if blocks of it are missing, `CorruptError` if replicas differ. Checksums that cover more
-    than the tensor's own bytes are not verified; `ckpt verify` does that.
+    Raises `IncompleteError` if blocks of it are missing, `CorruptError` if replicas differ, `UnsupportedError` if
+    values overflow in a cast that does not allow it. Checksums that cover more than the tensor's own bytes are not
+    verified; `ckpt verify` does that.
     """
     for problem in tensor.problems():
         raise IncompleteError(problem)
-    return read(tensor)
+    with Reader(check=False) as reader:
+        values = read(tensor, reader)
+        check_allowed(totals(reader.changes.seen()))
+    return values
 
 
 def replicas_differ(tensor: Tensor, replica: Tensor) -> CorruptError:

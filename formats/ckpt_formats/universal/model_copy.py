@@ -6,8 +6,8 @@ from ckpt_codecs import NotApplicable, Rounded
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
-from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
+from ckpt_formats.core.geometry import Box, flat_boxes
+from ckpt_formats.core.tensor import Array, CastBlob, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import Passing, flat
@@ -53,9 +53,24 @@ class ModelCopy:
         if self._by_definition:
             self.derived = self._codec.is_defined(master, self.tensor.dtype)
             values = self._codec.decode(b"", master.shape, self.tensor.dtype, master)
+            self._count(box, master, values, transfer)
             self._add(values, decoded)
         else:
             self._compare(master, transfer.fetch(tensor, box, "copy"), decoded)
+
+    def _count(self, box: Box, master: Array, values: Array, transfer: Transfer) -> None:
+        """Count what a cast changes in a block, or in a flat range, of the copy."""
+        blob, shape = self.tensor.fragments[0].blob, self.tensor.shape
+        if not isinstance(blob, CastBlob):
+            return
+        if box.shape == master.shape and len(box.start) == len(shape):
+            blob.count(box, master, values, transfer.reader)
+            return
+        at, before, after = 0, master.reshape(-1), values.reshape(-1)
+        for block in flat_boxes(shape, box.start[0], box.stop[0]):
+            run = slice(at, at + block.size)
+            blob.count(block, before[run], after[run], transfer.reader)
+            at += block.size
 
     def _compare(self, master: Array, values: Array, decoded: Array | None) -> None:
         """Compare values of the copy with those of the master, of the same shape."""

@@ -105,7 +105,7 @@ def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> 
     if id(blob) in plain:
         return Tensor.of(plain[id(blob)])
     if isinstance(blob, DerivedBlob) and id(blob.base) in plain:
-        return Tensor.of(DerivedBlob(blob.codec, plain[id(blob.base)], blob.dtype))
+        return Tensor.of(replace(blob, base=plain[id(blob.base)]))
     return tensor
 
 

@@ -30,6 +30,7 @@ from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.value_changes import check_allowed, totals
 from ckpt_formats.stores.location import listed_again
 
 _MAX_GROUP = 64
@@ -67,6 +68,8 @@ def write_shard(
             count_bytes(sum(part.nbytes for part in plan.files if part.file in before or part not in own))
             work = FileWork(source, format, plan, resources, identities, listed)
             fresh = _write(stage, work, before, shard, stop, count_bytes)
+            changed = totals(change for receipt in fresh for change in receipt.changes)
+            check_allowed(changed)
             others = _usable(stage.receipts(), checks, identities)
             receipts = {**before, **{receipt.file: receipt for receipt in fresh}, **others}
             missing = [part for part in plan.files if part.file not in receipts]
@@ -76,10 +79,19 @@ def write_shard(
                 pending = _missing(missing, plan.files, shard, stage)
                 nbytes = sum(receipt.nbytes for receipt in fresh)
                 return pipeline.Result(
-                    target, len(fresh), nbytes, resumed, 0, time.monotonic() - started, pending=pending
+                    target,
+                    len(fresh),
+                    nbytes,
+                    resumed,
+                    0,
+                    time.monotonic() - started,
+                    pending=pending,
+                    changed=changed,
                 )
             in_order = [receipts[part.file] for part in plan.files]
             checksums, pending = 0, ""
+            changed = totals(change for receipt in in_order for change in receipt.changes)
+            check_allowed(changed)
             with stage.lease(wait=not fresh, stop=stop) as holder:
                 if holder is not None:
                     pending = f"all files are written; {holder} publishes the target"
@@ -106,7 +118,9 @@ def write_shard(
     total = sum(receipt.nbytes for receipt in in_order)
     seconds = time.monotonic() - started
     written = target if pending else listed_again(target)
-    return pipeline.Result(written, len(in_order), total, len(before), checksums, seconds, pending=pending)
+    return pipeline.Result(
+        written, len(in_order), total, len(before), checksums, seconds, pending=pending, changed=changed
+    )
 
 
 def is_published(target: Path, job_id: str) -> bool:
