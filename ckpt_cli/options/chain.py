@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.source import read_options
 from ckpt_cli.options.types import CheckpointPath, SegmentsType
 
@@ -19,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 base_every = click.option("--base-every", type=click.IntRange(1), metavar="N", help="Store each Nth state as a base.")
 
 
-class RetentionType(click.ParamType[str]):
+class RetentionType(ParamType[str]):
     """A policy of states that stay: `last:N`, `every:N`, `all`, or steps with commas."""
 
     name = "policy"
@@ -30,7 +31,7 @@ class RetentionType(click.ParamType[str]):
         return str(value)
 
 
-class BaseEveryType(click.ParamType[Any]):
+class BaseEveryType(ParamType[Any]):
     """A number of members, or `auto`."""
 
     name = "number"

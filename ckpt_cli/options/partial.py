@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class RanksType(click.ParamType["RankSet"]):
+class RanksType(ParamType["RankSet"]):
     """`2,3`, or with a dimension `dp=2,3`."""
 
     name = "ranks"

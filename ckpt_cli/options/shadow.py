@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ShadowOptions:
     """How to be let in where the log is served; None: the chain is a folder."""
 
 
-class PartType(click.ParamType[tuple[int, int]]):
+class PartType(ParamType[tuple[int, int]]):
     """`i/N`: which part of how many."""
 
     name = "part"

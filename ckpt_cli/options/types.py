@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 
+from ckpt_cli.options.param_type import ParamType
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class SizeType(click.ParamType[int]):
+class SizeType(ParamType[int]):
     """A size such as `512M`: binary units, with or without a final B."""
 
     name = "size"
@@ -24,7 +26,7 @@ class SizeType(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
-class ShardType(click.ParamType[Any]):
+class ShardType(ParamType[Any]):
     """`i/N`, `auto` or `auto/N`: the share of the files that this process writes, with the words of the command.
 
     In these words, the share is numbers: `ckpt commit` repeats them where no job array is.
@@ -74,7 +76,7 @@ class CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class FloatType(click.ParamType[str]):
+class FloatType(ParamType[str]):
     """A floating-point type by one of its names."""
 
     name = "type"
@@ -89,7 +91,7 @@ class FloatType(click.ParamType[str]):
         return str(value)
 
 
-class PatternType(click.ParamType[str]):
+class PatternType(ParamType[str]):
     """A regular expression that is matched in reasonable time."""
 
     name = "pattern"
@@ -104,7 +106,7 @@ class PatternType(click.ParamType[str]):
             self.fail(error.what, param, ctx)
 
 
-class RenameType(click.ParamType[tuple[str, str]]):
+class RenameType(ParamType[tuple[str, str]]):
     """`PATTERN=NEW`: a regular expression, and what stands in its place. The last `=` divides them."""
 
     name = "renaming"
@@ -123,7 +125,7 @@ class RenameType(click.ParamType[tuple[str, str]]):
         return pattern, new
 
 
-class SegmentsType(click.ParamType[int]):
+class SegmentsType(ParamType[int]):
     """`last:N`, or `all`, which is None."""
 
     name = "segments"
@@ -137,7 +139,7 @@ class SegmentsType(click.ParamType[int]):
         return int(match[1])
 
 
-class NumbersType(click.ParamType[tuple[int, ...]]):
+class NumbersType(ParamType[tuple[int, ...]]):
     """Whole numbers with commas between them."""
 
     name = "numbers"
@@ -150,7 +152,7 @@ class NumbersType(click.ParamType[tuple[int, ...]]):
         return tuple(map(int, str(value).split(",")))
 
 
-class WeightsType(click.ParamType[tuple[float, ...]]):
+class WeightsType(ParamType[tuple[float, ...]]):
     """Finite numbers with commas between them."""
 
     name = "weights"
@@ -171,7 +173,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.
 _NUMBER = r"\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,2})?"
 
 
-class DurationType(click.ParamType[float]):
+class DurationType(ParamType[float]):
     """A duration such as `3h`, `40ms` or `2m30s`, in seconds; a number alone is seconds."""
 
     name = "duration"
@@ -188,7 +190,7 @@ class DurationType(click.ParamType[float]):
         return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(part, text))
 
 
-class RateType(click.ParamType[float]):
+class RateType(ParamType[float]):
     """Bytes a second, such as `2GiB/s`: binary units, as for sizes."""
 
     name = "rate"
@@ -202,7 +204,7 @@ class RateType(click.ParamType[float]):
         return float(match[1]) * _UNITS[match[2]]
 
 
-class CountType(click.ParamType[float]):
+class CountType(ParamType[float]):
     """A number of parameters such as `350M` or `7e9`: decimal units."""
 
     name = "count"
@@ -216,7 +218,7 @@ class CountType(click.ParamType[float]):
         return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
 
 
-class ShareType(click.ParamType[float]):
+class ShareType(ParamType[float]):
     """A share such as `1%` or `0.01`."""
 
     name = "share"
