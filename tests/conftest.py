@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import durations
 import megatron_jobs.launch
 from ckpt_cli import notes
 from effort import EXAMPLES, QUICK_EXAMPLES, TIMES
@@ -35,12 +36,25 @@ settings.register_profile("quick", settings.get_profile("ckpt"), max_examples=QU
 settings.load_profile("ckpt")
 
 
+SLOW_TESTS = durations.SlowTests.load()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make quick` does not even import a file that has no quick tests."""
+    if config.option.markexpr != durations.QUICK or not collection_path.is_relative_to(durations.ROOT):
+        return None
+    return True if SLOW_TESTS.name_of(collection_path.relative_to(durations.ROOT).as_posix()) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
+        if SLOW_TESTS.name_of(item.nodeid):
+            item.add_marker("slow")
+    config.stash[durations.COLLECTED] = [item.nodeid for item in items]
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
     items.sort(key=lambda item: item.path not in long)
     _keep_some_cases(items)

@@ -1,0 +1,85 @@
+"""The list of slow tests: what it covers, what a survey writes, and what fails."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import durations
+from durations import LIMIT, SlowTests, Stopwatch, listed
+
+LIST = SlowTests({"tests/a.py::test_x[one case]": 0.7, "tests/a.py::test_y": 2.0, "tests/b.py": 9.0, "tests/c": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        ("tests/a.py::test_x[one case]", "tests/a.py::test_x[one case]"),
+        ("tests/a.py::test_x[two]", None),
+        ("tests/a.py::test_y[a/b::c]", "tests/a.py::test_y"),
+        ("tests/a.py::test_yes", None),
+        ("tests/b.py::Class::test_z", "tests/b.py"),
+        ("tests/b.py", "tests/b.py"),
+        ("tests/c/d/e.py::test", "tests/c"),
+        ("tests/cd.py::test", None),
+    ],
+)
+def test_a_name_covers_its_cases_its_tests_and_its_files(test: str, name: str | None) -> None:
+    assert LIST.name_of(test) == name
+
+
+def test_the_list_is_read_as_it_was_written(tmp_path: Path) -> None:
+    LIST.save(tmp_path / "list")
+    assert SlowTests.load(tmp_path / "list") == LIST
+
+
+def test_every_name_of_the_list_is_that_of_a_test(request: pytest.FixtureRequest) -> None:
+    tests = request.config.stash[durations.COLLECTED]
+    some = {argument.partition("::")[0] for argument in request.config.args if "::" in argument}
+    slow = SlowTests.load()
+    paths = {path for test in tests if (path := test.partition("::")[0]) not in some and not slow.name_of(path)}
+    unknown = slow.unknown(tests, paths)
+    assert not unknown, "no such tests: run `python tests/durations.py` with their files, which lists them anew"
+
+
+def test_a_name_of_no_test_is_unknown_also_when_its_file_is_gone() -> None:
+    slow = SlowTests({"tests/conftest.py::test_x": 1.0, "tests/conftest.py::test_y": 1.0, "tests/gone.py": 1.0})
+    tests = ["tests/conftest.py::test_x[a]", "tests/conftest.py::test_z"]
+    assert slow.unknown(tests, ["tests/conftest.py"]) == ["tests/conftest.py::test_y", "tests/gone.py"]
+    assert slow.unknown([], []) == ["tests/gone.py"]
+
+
+def test_a_survey_lists_cases_tests_and_files_and_keeps_what_it_did_not_see() -> None:
+    here = "tests/conftest.py"
+    before = SlowTests(
+        {f"{here}::test_old": 3.0, f"{here}::test_gone": 4.0, "tests/held.py": 5.0, "tests/gone.py": 1.0}
+    )
+    measured = {
+        f"{here}::test_x[a]": 0.1,
+        f"{here}::test_x[b]": 0.6,
+        f"{here}::test_y[a]": 0.7,
+        f"{here}::test_y[b]": 0.8,
+    }
+    slow = [f"{here}::test_old", f"{here}::test_by_hand", "tests/by_hand.py::test"]
+    assert listed(before, measured, slow, [*measured, *slow]).seconds == {
+        "tests/held.py": 5.0,
+        f"{here}::test_old": 3.0,
+        f"{here}::test_x[b]": 0.6,
+        f"{here}::test_y": 0.8,
+        "tests/by_hand.py": 0.0,
+    }
+
+
+def _report(item: Any) -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, ("a.py", 1, "test"), {}, "passed", None, "call")
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [(LIMIT * 2.9, "passed"), (LIMIT * 3.1, "failed")])
+def test_a_quick_test_that_grew_fails_and_says_what_to_run(seconds: float, outcome: str) -> None:
+    item: Any = SimpleNamespace(nodeid="tests/a.py::test_x")
+    report = _report(item)
+    Stopwatch().judge(item, seconds, [report])
+    assert report.outcome == outcome
+    if outcome == "failed":
+        assert "python tests/durations.py tests/a.py" in str(report.longrepr)
