@@ -1,5 +1,6 @@
 """The path that a text of the user names: in the file system, or in a store."""
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,10 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
+_SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+"""Schemes of other tools for the same stores."""
+_OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
+"""`abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY`, as Hadoop writes it."""
 _REPOSITORY_KINDS = {"datasets": "dataset", "spaces": "space"}
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
 _READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH]"
@@ -35,7 +40,7 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     scheme = _SCHEME.match(place)
     if scheme is None:
         return Path(place)
-    kind, parts = scheme[1].lower(), place[scheme.end() :].split("/")
+    kind, parts = _plain(scheme[1].lower(), place[scheme.end() :].split("/"))
     if ".." in parts or "." in parts:
         raise NotFoundError("no object has a part `..` or `.` in its key", where=printable(place))
     if kind == "hf":
@@ -49,6 +54,17 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     except ModuleNotFoundError as error:
         raise _missing(error, "cloud", place) from None
     return open_store(f"{kind}://{'/'.join(parts[:count])}", key, anonymous)
+
+
+def _plain(kind: str, parts: list[str]) -> tuple[str, list[str]]:
+    """A scheme and the parts of a URL in the words of ckpt."""
+    container, mark, host = parts[0].partition("@")
+    if kind in _OF_AZURE and mark:
+        return "az", [host.partition(".")[0], container, *parts[1:]]
+    if kind in _OF_AZURE:
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
+        return "az", [account, *parts]
+    return _SYNONYMS.get(kind, kind), parts
 
 
 def listed_again(path: Path) -> Path:
@@ -92,7 +108,7 @@ def _missing(error: ModuleNotFoundError, extra: str, place: str) -> UnsupportedE
 def target_path(place: Path | str) -> Path:
     """The path of what is written: in the file system, or in a store. Raises as `source_path`."""
     scheme = None if isinstance(place, Path) else _SCHEME.match(place)
-    if scheme is not None and scheme[1].lower() not in _WRITABLE:
+    if scheme is not None and _plain(scheme[1].lower(), [""])[0] not in _WRITABLE:
         raise UnsupportedError(
             "ckpt does not write there", where=printable(str(place)), hint=f"Name a local path, or {_FORMS}."
         )
