@@ -32,11 +32,11 @@ def _add(name: str, kinds: str, act: Act, outcome: str, pattern: str = _DATA, ti
     """Do `act` for requests of some kinds for keys that match, the first `times` of each key; else be honest."""
 
     def tell(store: MemoryStore) -> Handler:
-        told = Counter[str]()
+        counts = Counter[str]()
 
         def answer(request: Request) -> Answer:
-            if request.kind in kinds.split(",") and re.search(pattern, request.key) and told[request.key] < times:
-                told[request.key] += 1
+            if request.kind in kinds.split(",") and re.search(pattern, request.key) and counts[request.key] < times:
+                counts[request.key] += 1
                 return act(store, request)
             return store.answer(request)
 

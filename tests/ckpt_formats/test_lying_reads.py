@@ -58,8 +58,8 @@ def test_reader_gets_the_truth_or_an_error_when_the_store_lies(name: str, store:
     else:
         with pytest.raises(library.CkptError) as refused:
             assert_exact(f"s3://{BUCKET}/run/hf")
-        said = f"{refused.value} {refused.value.hint}"
-        assert re.search(READING[name].outcome, said), said
+        message = f"{refused.value} {refused.value.hint}"
+        assert re.search(READING[name].outcome, message), message
         assert refused.value.where is not None
     assert time.monotonic() - started < SECONDS
 

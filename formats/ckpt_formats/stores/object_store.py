@@ -168,8 +168,8 @@ def _body(answer: Any, nbytes: int) -> memoryview:
     return data
 
 
-def _of_other_length(got: int, asked: int) -> Transient:
-    return Transient(f"the store answers with {got:,} bytes in place of {asked:,}", is_wrong=True)
+def _of_other_length(got: int, wanted: int) -> Transient:
+    return Transient(f"the store answers with {got:,} bytes in place of {wanted:,}", is_wrong=True)
 
 
 class _WholeAnswer(Exception):
@@ -223,7 +223,7 @@ def _found(client: Any, repeated: Repetition, url: str, key: str) -> dict[str, S
 def _single(client: Any, repeated: Repetition, key: str, where: str) -> StoredObject | None:
     """The object of a key; None if there is none, or if the store does not say."""
 
-    def asked() -> StoredObject | None:
+    def describe() -> StoredObject | None:
         try:
             return described(obstore.head(client, key))
         except (BaseError, OSError) as error:
@@ -232,7 +232,7 @@ def _single(client: Any, repeated: Repetition, key: str, where: str) -> StoredOb
                 return None
             raise refusal.error(where) from None
 
-    return repeated(asked, where)
+    return repeated(describe, where)
 
 
 def listed(client: Any, key: str, where: str) -> dict[str, StoredObject]:
