@@ -125,9 +125,9 @@ class ListedStore(ABC):
             return self._objects.get(key)
         with self._lock:
             if key not in self._singles:
-                self._singles[key] = self._single(key)
-                if (found := self._singles[key]) is not None:
-                    self._objects[key] = found
+                self._singles[key] = one = self._single(key)
+                if one is not None:
+                    self._objects[key] = one
             return self._singles[key]
 
     def _is_folder(self, key: str) -> bool:

@@ -146,13 +146,13 @@ class ObjectStore(ListedStore):
                 return obstore.list_with_delimiter(self._client, f"{key}/" if key else None)
 
         try:
-            found = self._repeated(listed, f"{self._url}/{key}")
+            answer = self._repeated(listed, f"{self._url}/{key}")
         except StoreError as error:
             if not error.is_denied:
                 raise
             return {}, []
-        objects = {meta["path"]: described(meta) for meta in found["objects"]}
-        folders = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        objects = {meta["path"]: described(meta) for meta in answer["objects"]}
+        folders = [path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]]
         return {path: one for path, one in objects.items() if not _is_placeholder(path, one, key)}, folders
 
 
