@@ -547,7 +547,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part("", {**_WRITTEN, **_STATES}),
         Part("with `--dry-run`", {"target": ("text", "the path"), "estimate": ("bool", "true"), **_STATES}),
     ),
-    "decompress": (Part("", _WRITTEN),),
+    "decompress": _WRITE,
     "doctor": (
         Part(
             "",

@@ -17,7 +17,7 @@ def page() -> str:
 
 
 def _help(name: str) -> str:
-    root = click.Context(cli, info_name="ckpt", max_content_width=100, terminal_width=100)
+    root = click.Context(cli, info_name="ckpt", **cli.context_settings, max_content_width=100, terminal_width=100)
     if not name:
         return cli.get_help(root)
     command = cli.get_command(root, name)

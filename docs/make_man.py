@@ -19,7 +19,7 @@ _BLOCK = "\b"
 
 def pages() -> dict[str, str]:
     """All pages by file name."""
-    root = click.Context(cli, info_name="ckpt")
+    root = click.Context(cli, info_name="ckpt", **cli.context_settings)
     made = {"ckpt.1": "\n".join(_page(root, cli)) + "\n"}
     for name in COMMANDS:
         command = cli.get_command(root, name)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options.command import command, resources
+from ckpt_cli.options.command import command, dry_run, resources
 from ckpt_cli.options.source import source
 from ckpt_cli.options.target import target
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 @command("decompress")
 @source("source")
 @target("the one that it was in")
+@dry_run
 @resources(scales_out=True)
-def decompress(source: "Checkpoint", target: "Target", resources: "Resources", as_json: bool) -> None:
+def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt.original import original_format, original_path
+    from ckpt_cli import notes
     from ckpt_cli.views import job
 
     format, notices = original_format(source, target.path, target.format_name)
     target.note_ending(format.name)
     work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
-    result = job.run("decompressing", work, resources, notices)
-    job.show_result(result, as_json, seals=resources if target.seal else None)
+    notes.note(*notices)
+    job.write("decompressing", work, dry_run, resources, as_json, resources if target.seal else None)

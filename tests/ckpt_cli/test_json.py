@@ -59,7 +59,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "average": [["a.safetensors", "b.safetensors", "m.pt"], ["a.safetensors", "b.safetensors", "x", "--dry-run"]],
     "merge-lora": [["a.safetensors", "adapter", "l.safetensors"], ["a.safetensors", "adapter", "x", "--dry-run"]],
     "compress": [["u", "c"], ["u", "x", "--dry-run"]],
-    "decompress": [["c", "back"]],
+    "decompress": [["c", "back"], ["c", "x", "--dry-run"]],
     "doctor": [[]],
     "commit": [["u"]],
     "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
