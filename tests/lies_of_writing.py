@@ -90,7 +90,6 @@ def _with_other_tag(tag: Callable[[Request], str], change: Callable[[bytes], byt
 
 _add("damages data on the way, and says so by its e_tag", "put", _DATA, _stores_damaged)
 _add("damages the mark on the way", "put", _MARK, _stores_damaged)
-_add("damages the list of a chain on the way", "put", r"chain\.json$", _stores_damaged)
 _add("stores half of the data", "put", _DATA, _stores_half)
 _add("stores half of everything", "put", "", _stores_half)
 _add("stores another last byte", "put", _DATA, _stores_zeros_at_the_end)
@@ -158,10 +157,12 @@ def _carried_out_then(answer: Answer) -> Callable[[MemoryStore, Request], Answer
     return act
 
 
+WRITING["damages the list of a chain on the way, twice"] = _times(2, "put", r"chain\.json$", _stores_damaged)
 WRITING["loses the first answer to each PUT"] = _times(1, "put", "", _carried_out_then(LOST))
 WRITING["says 500 to each PUT that it has carried out, once"] = _times(
     1, "put", "", _carried_out_then(failure(500, "InternalError"))
 )
+WRITING["damages the list of a chain on the way, twice"] = _times(2, "put", r"chain\.json$", _stores_damaged)
 WRITING["loses the first answer to each deletion"] = _times(1, "delete,bulk delete", "", _carried_out_then(LOST))
 WRITING["is busy at the first request for each key"] = _times(
     1, "put,get,head,list,bulk delete", "", lambda store, request: failure(503, "SlowDown")

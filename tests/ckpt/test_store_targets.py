@@ -76,9 +76,9 @@ def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
     assert local.code == 0, local.err
     expected = files_below(tmp_path / "out")
     assert objects_below(user, "a/out") == expected
-    # One PUT for each file; the rest are the lease, which is tried twice, the job, the journal, and the two last steps.
+    # One PUT for each file; the rest are the lease, which is tried for both conditions, the job, the journal, the end.
     journal = -(-len(expected) // 64)
-    assert requests.count("put") == len(expected) + 5 + journal
+    assert requests.count("put") == len(expected) + 6 + journal
     assert len(requests) - requests.count("put") <= 20
     assert ckpt("verify", f"s3://{BUCKET}/a/out").code == 0
 
@@ -131,7 +131,7 @@ def test_a_large_file_is_uploaded_in_parts(user: StoreServer, tmp_path: Path, mo
     assert bucket.head("other") is None
 
 
-@pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename", "renamed"])
+@pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename"])
 def test_what_is_interrupted_is_no_checkpoint_and_can_be_continued(
     point: staging.Point, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +153,25 @@ def test_what_is_interrupted_is_no_checkpoint_and_can_be_continued(
     assert objects_below(user, "a/out") == files_below(tmp_path / "out")
     if point not in ("written", "journalled"):
         assert json.loads(done.out)["resumed_files"] == 4
+
+
+def test_target_is_whole_when_it_is_interrupted_after_its_last_file(
+    user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/a/out"
+    assert ckpt("convert", ZERO1, tmp_path / "out").code == 0
+
+    def interrupt(reached: staging.Point) -> None:
+        if reached == "renamed":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "reached", interrupt)
+        assert ckpt("convert", ZERO1, url).code == 130
+    assert ckpt("verify", url).code == 0
+    again = ckpt("convert", ZERO1, url)
+    assert (again.code, "exists already" in again.err) == (30, True)
+    assert objects_below(user, "a/out") == files_below(tmp_path / "out")
 
 
 def test_clean_gives_up(user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def append(
         source_path = appended_from(run, source, member)
         place.replace(ChainIndex((*before.members, member), before.segments, source_path, tip))
         if before.tip is not None:
-            place.remove([run / before.tip.folder])
+            notes += place.remove_unneeded([run / before.tip.folder])
     return replace(written, notes=(*notes, *written.notes))
 
 

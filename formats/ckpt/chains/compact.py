@@ -116,7 +116,7 @@ def compact(
         after, packs_before = chain.with_members(tuple(members), planned.segments), folder.kept_nbytes(place.run, chain)
         if after != chain:
             place.replace(after)
-            place.remove(place.leftovers(after))
+            notes += place.remove_unneeded(place.leftovers(after))
             _drop_later_records(place, after)
         packs_after = folder.kept_nbytes(place.look(), after)
     return CompactResult(chain, after, notes, (packs_before, packs_after))

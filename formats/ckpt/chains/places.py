@@ -10,8 +10,8 @@ What the list does not name is a leftover, in both.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import STAGED, printable
-from ckpt_formats.registry.location import is_unfinished
+from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal.chain import file, folder
 from ckpt_formats.universal.chain.file import ChainIndex
@@ -65,6 +65,15 @@ class ChainPlace(ABC):
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove folders and files. What is left of a folder after a crash does not look like a checkpoint."""
 
+    def remove_unneeded(self, paths: Sequence[Path]) -> tuple[Notice, ...]:
+        """Remove what the list names no more. The chain is published: what cannot be removed is a note."""
+        try:
+            self.remove(paths)
+        except OSError as error:
+            names = tuple(printable(path.relative_to(self.run).as_posix()) for path in paths)
+            return (Notice(f"not needed any more, and could not be removed ({error.strerror or error})", names),)
+        return ()
+
     @abstractmethod
     def truncate(self, path: Path, nbytes: int) -> None:
         """Remove the end of a file that the list says does not count, if the place can do so."""
@@ -75,8 +84,12 @@ class ChainPlace(ABC):
         if found:
             self.remove(found)
             self.look()
-        names = [printable(path.relative_to(self.run).as_posix()) for path in found]
-        return tuple(Notice(f"removed {name}, which an interrupted run left behind") for name in names)
+        return _removed(self.run, found)
+
+
+def _removed(run: Path, leftovers: Iterable[Path]) -> tuple[Notice, ...]:
+    names = [printable(path.relative_to(run).as_posix()) for path in leftovers]
+    return tuple(Notice(f"removed {name}, which an interrupted run left behind") for name in names)
 
 
 @dataclass
@@ -119,6 +132,8 @@ class StorePlace(ChainPlace):
     scratch: Path
     version: "Version | None"
     """That of the list, which is replaced only if nobody else has replaced it."""
+    _is_confirmed: bool = False
+    """Whether the list is the one that this process has put."""
 
     @property
     def temporary(self) -> Path:
@@ -129,22 +144,59 @@ class StorePlace(ChainPlace):
         return self.run
 
     def replace(self, chain: ChainIndex) -> None:
-        key, data = (self.run / file.NAME).key, file.dump(chain)
+        data = file.dump(chain)
+        self._put(data)
+        there = self.bucket.read(self._list_key)
+        if there is None or there[0] != data:
+            raise OutputError(
+                "the store has acknowledged the list of the chain, and then shows another one",
+                where=self.run / file.NAME,
+                hint=f"Look which states there are (ckpt log {self.run}), then run the same command again.",
+            )
+
+    def confirm(self) -> None:
+        """Raise `LockedError` unless the list is still the one that was read, as the store says to a condition.
+
+        What is removed is removed on the word of the list, and a store may answer a read with an older one. So the same
+        list is put again, if it is still the one that was read; an empty one, if there is none.
+        """
+        if not self._is_confirmed:
+            self._put(file.dump(self.chain or ChainIndex(())))
+
+    def _put(self, data: bytes) -> None:
+        """Replace the list if it is still the one that this process has read or put."""
         self.lease.check()
         try:
             if self.version is None:
-                self.version = self.bucket.create(key, data)
+                self.version = self.bucket.create(self._list_key, data)
             else:
-                self.version = self.bucket.replace(key, data, self.version)
+                self.version = self.bucket.replace(self._list_key, data, self.version)
         except FileExistsError:
             raise LockedError(
                 "another process has changed this chain meanwhile", where=self.run, hint="Run the same command again."
             ) from None
+        self._is_confirmed = True
+
+    @property
+    def _list_key(self) -> str:
+        return (self.run / file.NAME).key
+
+    def remove_leftovers(self, continued: str | None = None) -> tuple[Notice, ...]:
+        if self.leftovers(self.chain, continued):
+            self.confirm()
+        return super().remove_leftovers(continued)
 
     def leftovers(self, chain: ChainIndex | None, continued: str | None = None) -> list[Path]:
         found = folder.leftovers(self.run, chain)
         goes_on = None if continued is None else self.run / continued
         return [path for path in found if path != goes_on or not is_unfinished(path)]
+
+    def forget_beginning(self) -> None:
+        """Remove an empty list, which says only that there was none before."""
+        with suppress(OSError):
+            there = None if self.version is None or self.chain is not None else self.bucket.read(self._list_key)
+            if there is not None and file.is_empty(there[0], self.run / file.NAME):
+                self.bucket.delete([self._list_key])
 
     def remove(self, paths: Iterable[Path]) -> None:
         keys = [key for path in paths for key in self._keys(path)]
@@ -186,7 +238,7 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
         raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/run.chain.")
     if not (run / file.NAME).is_file():  # the list is read when nobody can replace it any more
         folder.peek(run) if create else file.read(run)  # raise if something else is there, or nothing
-    bucket, staged = Bucket(run.store.url), (run / STAGED).key
+    bucket, staged = Bucket(run.store.url, resources.read_back), (run / STAGED).key
     try:
         key = f"{staged}/{_LEASE}"
         with hold_lease(bucket, key, run, resources.locks) as lease, scratch_folder(resources.scratch) as scratch:
@@ -201,10 +253,16 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
             stale = (
                 (one.key for one in (now / STAGED).iterdir() if one.name != _LEASE) if (now / STAGED).is_dir() else ()
             )
-            bucket.delete(stale)
+            with suppress(OSError):  # without the right to delete, they stay
+                bucket.delete(stale)
             chain, version = _read(now, bucket) if (now / file.NAME).is_file() else (None, None)
             # The store keeps conditions: the jobs within need not try it again.
-            yield StorePlace(now, chain, replace(resources, locks=False), bucket, lease, scratch, version)
+            place = StorePlace(now, chain, replace(resources, locks=False), bucket, lease, scratch, version)
+            try:
+                yield place
+            except BaseException:
+                place.forget_beginning()
+                raise
     except CkptError:
         raise
     except OSError as error:
@@ -217,7 +275,10 @@ def _read(run: StorePath, bucket: "Bucket") -> "tuple[ChainIndex | None, Version
     if path.stat().st_size > file.MAX_NBYTES:
         file.read(run)  # raises
     found = bucket.read(path.key)
-    return (None, None) if found is None else (file.parse(found[0], path), found[1])
+    if found is None:
+        return None, None
+    # A process that was killed may have left an empty list.
+    return (None if file.is_empty(found[0], path) else file.parse(found[0], path)), found[1]
 
 
 def _listed(path: StorePath) -> StorePath:

@@ -5,7 +5,6 @@ objects otherwise, for example where they encrypt them. So an equal e_tag shows 
 another one, the object is read.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,39 +14,10 @@ from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.open_file import open_file
 from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.e_tags import TAG
 from ckpt_formats.stores.location import source_path
 
-TAG = "e_tag"
-"""In the entry of a receipt, the e_tag that most stores will give to the object."""
 _BLOCK = 1 << 20
-
-
-class RunningTag:
-    """The e_tag that most stores give to an object that `Bucket.upload` puts, computed while its bytes pass."""
-
-    def __init__(self, nbytes: int) -> None:
-        from ckpt_formats.stores.bucket import part_nbytes  # only if there is a store
-
-        self._part = self._left = part_nbytes(nbytes)
-        self._parts = list[bytes]()
-        self._state = hashlib.md5(usedforsecurity=False)
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes that follow those before."""
-        while self._part and len(data) >= self._left:
-            self._state.update(data[: self._left])
-            data, self._left = data[self._left :], self._part
-            self._parts.append(self._state.digest())
-            self._state = hashlib.md5(usedforsecurity=False)
-        self._state.update(data)
-        self._left -= len(data)
-
-    def text(self) -> str:
-        """The e_tag, without quotation marks."""
-        if not self._part:
-            return self._state.hexdigest()
-        parts = self._parts + ([self._state.digest()] if self._left < self._part else [])
-        return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def compare_objects(target: StorePath, receipts: Sequence[Receipt]) -> None:

@@ -16,13 +16,15 @@ from pathlib import Path
 import xxhash
 
 from ckpt.chains.places import StorePlace, changed
-from ckpt.copying.compare import RunningTag, digest_of
+from ckpt.copying.compare import digest_of
 from ckpt.copying.selection import below
 from ckpt.pipeline import Resources
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.stores.bucket import part_nbytes
+from ckpt_formats.stores.e_tags import RunningTag
 from ckpt_formats.stores.joined import part_name, parts_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.location import listed_again, source_path, target_path
@@ -134,7 +136,7 @@ class _ChainCopy:
             self.place.replace(listed)
             self.place.chain = listed
             self.place.look()
-            self.place.remove(self.place.leftovers(listed))
+            self.place.remove_unneeded(self.place.leftovers(listed))
         new = [there[key].nbytes for key in there.keys() - before]
         return Brought(len(new), sum(new), last, bool(growing))
 
@@ -191,10 +193,11 @@ class _ChainCopy:
         if found is not None and not self._is(key, found, digest, tag):
             if self._is_named(key):
                 raise OutputError("has other bytes than the chain", where=self._where(key), hint=_HINT)
+            self.place.confirm()
             self.place.bucket.delete([key])  # a killed process has put it, of a state that is not named
             found = None
         if found is None:
-            e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE)
+            e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE, tag)
             found = StoredObject(end - begin, e_tag, 0.0)
             if not self._is(key, found, digest, tag):
                 raise CorruptError("the object in the store has other bytes than were read", where=self._where(key))
@@ -241,7 +244,7 @@ def _folders(chain: ChainIndex) -> set[str]:
 
 def _read(path: Path, begin: int, end: int, part: Path | None) -> tuple[int, str]:
     """The XXH3-128 of a range of a file, and the e_tag that most stores give it. It is written to `part`, if given."""
-    digest, tag = xxhash.xxh3_128(), RunningTag(end - begin)
+    digest, tag = xxhash.xxh3_128(), RunningTag(part_nbytes(end - begin))
     buffer = memoryview(bytearray(min(_BLOCK, end - begin)))
     with Reader(check=False) as reader, open(part or os.devnull, "wb", buffering=0) as out:
         for at in range(begin, end, _BLOCK):

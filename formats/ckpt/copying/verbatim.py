@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import xxhash
 
-from ckpt.copying.compare import TAG, RunningTag, compare_objects, digest_of
+from ckpt.copying.compare import compare_objects, digest_of
 from ckpt.copying.selection import ChosenFile, ChosenFiles
 from ckpt.pipeline import seals_error
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, Writa
 from ckpt_formats.core.seal_checks import verify_seals
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.stores.e_tags import TAG, RunningTag
 
 _BLOCK = 1 << 20
 """Bytes that are read at once."""
@@ -71,7 +72,7 @@ class Verbatim(WritableFormat):
 
     def _copied(self, folder: Path, one: ChosenFile, transfer: Transfer) -> Receipt:
         path, digest = folder / one.name, xxhash.xxh3_128()
-        tag = RunningTag(one.nbytes) if isinstance(self.target, StorePath) else None
+        tag = _tag_of(one.nbytes) if isinstance(self.target, StorePath) else None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would be written through
         stays = self._is_uploaded_from(one)
@@ -97,6 +98,12 @@ class Verbatim(WritableFormat):
         if one.data is not None or isinstance(one.path, StorePath) or not isinstance(self.target, StorePath):
             return False
         return one.path.stat().st_size == one.nbytes
+
+
+def _tag_of(nbytes: int) -> RunningTag:
+    from ckpt_formats.stores.bucket import part_nbytes  # only if there is a store
+
+    return RunningTag(part_nbytes(nbytes))
 
 
 def _blocks(one: ChosenFile, seals: Sequence[Seal], transfer: Transfer) -> Iterator[memoryview]:

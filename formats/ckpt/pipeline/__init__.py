@@ -79,10 +79,13 @@ class Result:
     """The tensors with values that were changed other than by rounding: infinite, NaN or zero in a smaller type. While
     the result is pending, those of this shard."""
 
+    left: tuple[Notice, ...] = ()
+    """What could not be removed when the target was complete."""
+
     @property
     def notes(self) -> tuple[Notice, ...]:
-        """What the user should know of the values that were written."""
-        return tuple(notices(self.changed))
+        """What the user should know of the values that were written, and of what is left beside them."""
+        return (*notices(self.changed), *self.left)
 
 
 def complete_before(target: Path) -> Result:
@@ -177,7 +180,7 @@ def write(
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
     seconds = time.monotonic() - started
-    return Result(listed_again(target), count, nbytes, resumed, len(checks), seconds, changed=changed)
+    return Result(listed_again(target), count, nbytes, resumed, len(checks), seconds, changed=changed, left=stage.notes)
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -9,6 +9,7 @@ from ckpt.pipeline import folder_staging
 from ckpt.pipeline.folder_staging import FolderStaging, locked_folder, staging_folder
 from ckpt.pipeline.shards import folder as shards_folder
 from ckpt.pipeline.shards.folder import folders_of
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import check_own
 from ckpt_formats.core.store_path import StorePath
 
@@ -26,7 +27,10 @@ class Removed:
 def clean(target: Path) -> Removed:
     """Remove what interrupted jobs left of a target. Raises `LockedError` while a job writes it, and `OutputError`."""
     if isinstance(target, StorePath):
-        return _clean_store(target)
+        try:
+            return _clean_store(target)
+        except OSError as error:
+            raise unwritable(error, target) from error
     folder = staging_folder(target)
     shards = folders_of(target) if target.parent.is_dir() else []
     staged = [one for one in (folder, *shards) if os.path.lexists(one)]

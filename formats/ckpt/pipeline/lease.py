@@ -39,6 +39,16 @@ class Lease:
         """The id of this process as an owner."""
         return self._owner.id
 
+    @property
+    def as_owner(self) -> LeaseOwner:
+        """This process as an owner."""
+        return self._owner
+
+    @property
+    def version(self) -> Version:
+        """That of the lease since this process has renewed it last."""
+        return self._version
+
     def check(self) -> None:
         """Raise `LockedError` unless this process may still write."""
         if self._is_lost or time.monotonic() - self._renewed > self._owner.seconds:
@@ -103,22 +113,31 @@ def hold_lease(bucket: Bucket, key: str, target: object, conditions: bool = True
                 key,
                 target,
                 "Two writers could damage the target. If no other process writes it, give --no-lock.",
+                lease.version,
+                _body(lease.as_owner),
             )
         yield lease
     finally:
         lease.release()
 
 
-def check_conditions(bucket: Bucket, key: str, target: object, hint: str) -> None:
-    """Refuse a store that creates the object `key`, which exists, once more; then it is deleted.
+def check_conditions(
+    bucket: Bucket, key: str, target: object, hint: str, version: Version, data: bytes = b"again"
+) -> None:
+    """Refuse a store that ignores conditions, as the object `key` of this version shows, which is deleted then.
 
     Raises `OutputError`.
     """
-    if bucket.keeps_conditions(key):
+    try:
+        ignored = bucket.ignored_condition(key, version, data)
+    except OSError as error:
+        raise unwritable(error, Path(key)) from error
+    if ignored is None:
         return
-    bucket.delete([key])
+    with suppress(OSError):
+        bucket.delete([key])
     raise OutputError(
-        "this store overwrites objects that are to be created: it ignores `If-None-Match`",
+        f"this store overwrites objects whatever the request's condition is: it ignores `{ignored}`",
         where=str(target),
         hint=hint,
     )

@@ -30,6 +30,8 @@ class Resources:
     a cluster, each with one thread and `memory` for itself."""
     shard: Shard | None = None
     """Which files of a job this process writes, if several processes of a job array share them; None: all."""
+    read_back: bool = False
+    """Whether all that is written into a store is read back; False: only where the store does not state an MD5."""
 
     @classmethod
     def of_machine(
@@ -40,10 +42,11 @@ class Resources:
         scratch: Path | None = None,
         executor: str | None = None,
         shard: Shard | None = None,
+        read_back: bool = False,
     ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch, executor, shard)
+        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch, executor, shard, read_back)
 
     @property
     def files(self) -> int:

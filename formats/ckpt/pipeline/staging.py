@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from ckpt_formats.core.errors import LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.format import Receipt, WritableFormat
+from ckpt_formats.core.notices import Notice
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
 """The moments of a run at which tests inject crashes, and changes by other processes."""
@@ -54,6 +55,8 @@ class Staging(ABC):
     """What is there of a target before it is complete. It is also the sink of its files."""
 
     target: Path
+    notes: tuple[Notice, ...] = ()
+    """What the user should know of a target that is published."""
 
     @property
     @abstractmethod

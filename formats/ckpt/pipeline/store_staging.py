@@ -3,13 +3,15 @@
     PREFIX/.ckpt/lease         the process that writes
     PREFIX/.ckpt/job           the job's id, and the files of its plan
     PREFIX/.ckpt/journal/N     receipts of finished files: each object is written once
-    PREFIX/.ckpt/committed     the names of the files that make the folder a checkpoint, before they are put
+    PREFIX/.ckpt/committed     the names and sizes of the files that make the folder a checkpoint, before they are put
     PREFIX/FILE                data
     PREFIX/.ckpt/published     everything is there: what is below `.ckpt` is to be removed
 
-While there is a `job` without `published`, ckpt reads no checkpoint at this prefix. Every object is created, never
-overwritten, so that a process that was taken for dead changes nothing. A target of a single file appears by one
-request; its `.ckpt` is the folder `.NAME.ckpt-partial` beside it.
+While there is a `job` without `published`, ckpt reads no checkpoint at this prefix, unless its files prove that it is
+whole (`registry.published`): a request that a store carries out late hides nothing, and `clean` removes no file of it.
+From the moment when the last file is there and compared, the target is published: what cannot be removed then is a
+note. Every object is created, never overwritten, so a process that was taken for dead changes nothing. A target of a
+single file appears by one request; its `.ckpt` is the folder `.NAME.ckpt-partial` beside it.
 """
 
 import json
@@ -26,13 +28,17 @@ from ckpt.pipeline.object_journal import ObjectJournal
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.staging import Staging, exists, inside
 from ckpt.pipeline.store_attempts import SharedPrefix
-from ckpt_formats.core.errors import CorruptError, LockedError, OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.format import Receipt, WritableFormat
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.published import is_proven_whole
 from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.e_tags import TAG
 from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.object_store import ObjectStore
 
 _LEASE, _JOB, _JOURNAL, _COMMITTED, _PUBLISHED = "lease", "job", "journal", "committed", "published"
 _REQUESTS = 16
@@ -81,11 +87,11 @@ class StoreStaging(Staging):
             self._files = tuple(files)
         objects = self._objects()
         if self._is_complete(objects):
-            self._remove_staged(objects)
+            self._tidy(objects)
             raise exists(self.target)
         if self._staged(_JOB) not in objects:
             if any(not self._is_staged(key) for key in objects):
-                self._remove_staged(objects)  # a killed process may have left something there, too
+                self._tidy(objects)  # a killed process may have left something there, too
                 raise exists(self.target)
         elif _fields(self.bucket, self._staged(_JOB)).get("id") != job_id:
             removed = self._remove(objects)
@@ -110,7 +116,10 @@ class StoreStaging(Staging):
         if self.single_file:
             return receipt
         self.lease.check()
-        e_tag = self._create(self._key(receipt.file), self.data / receipt.file)
+        tag = receipt.entry.get(TAG)
+        e_tag = self._create(
+            self._key(receipt.file), self.data / receipt.file, tag=tag if isinstance(tag, str) else None
+        )
         (self.data / receipt.file).unlink()
         return replace(receipt, e_tag=e_tag)
 
@@ -132,29 +141,45 @@ class StoreStaging(Staging):
         yield SharedPrefix(self.bucket, self.target.key, self._staged(_LEASE), self.lease.owner, self.place)
 
     def publish(self, product: str | None) -> None:
-        """Create the last objects: the file `product`, or what `commit` wrote, marks of the format at the very end."""
+        """Create the last objects: the file `product`, or what `commit` wrote, marks of the format at the very end.
+
+        Raises `OutputError` if the store does not have them then as it has acknowledged them.
+        """
         if product is not None:
             staging.reached("before rename")
             self.lease.check()
-            self._create(self.target.key, self.data / product, _REQUESTS)
+            self._put(product, self.data / product, self.target.key, _REQUESTS)
             staging.reached("renamed")
-            self._remove_staged(self._objects())
+            objects = self._objects()
+            self._check_written(objects)
+            self._tidy(objects)
             return
         self.lease.check()
         self.flush()
-        self._check_written()
-        last = sorted(path.relative_to(self.data).as_posix() for path in self.data.rglob("*") if path.is_file())
-        marks = sorted(filter(is_mark, last), key=lambda file: -file.count("/"))
-        self.bucket.create(self._staged(_COMMITTED), json.dumps({"files": last}).encode())
+        objects = self._objects()
+        self._check_written(objects)
+        self._refuse_others(objects)
+        sizes = {
+            path.relative_to(self.data).as_posix(): path.stat().st_size
+            for path in sorted(self.data.rglob("*"))
+            if path.is_file()
+        }
+        marks = sorted(filter(is_mark, sizes), key=lambda file: -file.count("/"))
+        committed = {"files": list(sizes), "nbytes": list(sizes.values())}
+        self.bucket.create(self._staged(_COMMITTED), json.dumps(committed).encode())
         with ThreadPoolExecutor(_REQUESTS, "ckpt-requests") as pool:
-            list(pool.map(self._commit, [file for file in last if file not in marks]))
+            list(pool.map(self._commit, [file for file in sizes if file not in marks]))
         staging.reached("before rename")
         for file in marks:
             self._commit(file)
         staging.reached("renamed")
         self.lease.check()
-        self.bucket.create(self._staged(_PUBLISHED), b"")
-        self._remove_staged(self._objects())
+        objects = self._objects()
+        self._check_written(objects)
+        with suppress(OSError):  # its files say so, too
+            self.bucket.create(self._staged(_PUBLISHED), b"")
+            objects[self._staged(_PUBLISHED)] = StoredObject(0, "", 0.0)
+        self._tidy(objects)
 
     def discard(self) -> None:
         self.remove()
@@ -164,7 +189,7 @@ class StoreStaging(Staging):
         self.lease.check()
         objects = self._objects()
         if self._is_complete(objects):
-            self._remove_staged(objects)
+            self._remove_staged(objects)  # an error is one here: this is all that was asked for
             return {key: one for key, one in objects.items() if self._is_staged(key) and key != self._staged(_LEASE)}
         return self._remove(objects)
 
@@ -174,28 +199,41 @@ class StoreStaging(Staging):
         self._remove_staged(self._objects())
 
     def _is_complete(self, objects: Mapping[str, StoredObject]) -> bool:
-        """Whether a job has published the target, and was killed before it had removed its notes."""
-        return (self.target.key if self.single_file else self._staged(_PUBLISHED)) in objects
+        """Whether a job has published the target, whatever it has left of its notes, or comes late."""
+        if self.single_file:
+            return self.target.key in objects
+        if self._staged(_PUBLISHED) in objects:
+            return True
+        if self._staged(_JOB) not in objects:
+            return False
+        store = ObjectStore(self.bucket.url, objects, self.target.key)
+        return is_proven_whole(StorePath(store, self.target.key))
 
-    def _check_written(self) -> None:
-        """Raise `CorruptError` if an object that was written is not there any more as it was."""
-        objects = self._objects()
+    def _check_written(self, objects: Mapping[str, StoredObject]) -> None:
+        """Raise `OutputError` if an object that was written is not there as it was acknowledged."""
         for receipt in self._written.values():
-            if not is_stored(receipt, objects.get(self._key(receipt.file))):
-                raise CorruptError(
-                    "was replaced or removed by somebody else since it was written",
-                    where=self.target / receipt.file,
-                    hint="Run the same command again when nobody else writes at this place.",
-                )
-        self._refuse_others(objects)
+            key = self._key(receipt.file)
+            if is_stored(receipt, objects.get(key)) or is_stored(receipt, self.bucket.head(key)):
+                continue
+            raise OutputError(
+                "the store does not have this object as it has acknowledged it; or somebody else has changed it since",
+                where=f"{self.bucket.url}/{key}",
+                hint=f"Run the same command again when nobody else writes at this place; {self.how_to_give_up}.",
+            )
 
     def _commit(self, file: str) -> None:
         self.lease.check()
-        self._create(self._key(file), self.data / file)
+        self._put(file, self.data / file, self._key(file))
 
-    def _create(self, key: str, file: Path, parts_at_once: int = 4) -> str:
+    def _put(self, name: str, file: Path, key: str, parts_at_once: int = 4) -> None:
+        """Create one of the last objects, which the listing at the end is compared with."""
+        nbytes = file.stat().st_size
+        e_tag = self._create(key, file, parts_at_once)
+        self._written[name] = Receipt(name, nbytes, (), {}, e_tag=e_tag)
+
+    def _create(self, key: str, file: Path, parts_at_once: int = 4, tag: str | None = None) -> str:
         try:
-            return self.bucket.upload(key, file, self.lease.check, parts_at_once)
+            return self.bucket.upload(key, file, self.lease.check, parts_at_once, tag)
         except FileExistsError:
             raise OutputError(
                 "another process has created this object",
@@ -241,6 +279,16 @@ class StoreStaging(Staging):
         self._delete(staged - {self._staged(_PUBLISHED)})
         self._delete(staged & {self._staged(_PUBLISHED)})
 
+    def _tidy(self, objects: Mapping[str, StoredObject]) -> None:
+        """Remove what is known of a job whose target is complete. What cannot be removed is a note."""
+        try:
+            self._remove_staged(objects)
+        except OSError as error:
+            folder = f"{self.bucket.url}/{staged_folder(self.target, self.single_file)}"
+            why = error.strerror or error
+            text = f"the target is complete, but notes of the job stay in {folder}, which could not be removed: {why}"
+            self.notes = (Notice(text),)
+
     def _delete_data(self, keys: set[str]) -> None:
         """Delete objects of a target, unless another process has it now, and may have published it."""
         if keys:
@@ -258,7 +306,7 @@ class StoreStaging(Staging):
         return staged if there is None else {self.target.key: there, **staged}
 
     def _key(self, file: str) -> str:
-        return _joined(self.target.key, file)
+        return self.target.key if self.single_file else _joined(self.target.key, file)
 
     def _keys(self, files: Iterable[str]) -> set[str]:
         return set(map(self._key, files))
@@ -271,13 +319,15 @@ class StoreStaging(Staging):
 
 
 @contextmanager
-def open_store(target: StorePath, scratch: Path | None, locks: bool, single_file: bool) -> Iterator[StoreStaging]:
+def open_store(
+    target: StorePath, scratch: Path | None, locks: bool, single_file: bool, read_back: bool = False
+) -> Iterator[StoreStaging]:
     """The staging of a target in a store. Raises `LockedError`, `OutputError`.
 
     `scratch`: where files lie until they are uploaded; None: where the system has temporary files.
-    Without `locks`, a store that overwrites objects which are to be created is accepted.
+    Without `locks`, a store that ignores conditions is accepted. `read_back`: read all that was uploaded.
     """
-    bucket = Bucket(target.store.url)
+    bucket = Bucket(target.store.url, read_back)
     key = f"{staged_folder(target, single_file)}/{_LEASE}"
     with hold_lease(bucket, key, target, locks) as lease, scratch_folder(scratch) as data:
         stage = StoreStaging(target, bucket, data, lease, single_file, scratch)

@@ -16,7 +16,7 @@ def open_staging(target: Path, resources: Resources, single_file: bool) -> Itera
     if isinstance(target, StorePath):
         from ckpt.pipeline.store_staging import open_store
 
-        with open_store(target, resources.scratch, resources.locks, single_file) as staged:
+        with open_store(target, resources.scratch, resources.locks, single_file, resources.read_back) as staged:
             yield staged
         return
     with folder_staging.open_folder(target, resources.locks) as stage:

@@ -9,12 +9,13 @@ from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
 from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix, sort_by_age
+from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
 
@@ -157,12 +158,6 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {path}",
         )
-
-
-def is_unfinished(target: Path) -> bool:
-    """Whether a job has begun to write a target in a store, and has not published it."""
-    staged = target / STAGED
-    return (staged / "job").is_file() and not (staged / "published").is_file()
 
 
 def _unknown(path: Path) -> CkptError:

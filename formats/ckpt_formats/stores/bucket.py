@@ -2,14 +2,21 @@
 
 A request may be carried out although its answer is lost. So each object that is created has a number of the attempt
 in its attributes: if the store then says that the object exists, it may be this very one.
+
+What a store acknowledges is compared with what was sent: by the e_tag where that is an MD5, else by reading back.
 """
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property, partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -20,6 +27,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, Pre
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.stores.clients import client_of
+from ckpt_formats.stores.e_tags import RunningTag, sampled, tag_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.object_store import described, listed
 from ckpt_formats.stores.refusals import Refusal
@@ -36,6 +44,10 @@ _ATTEMPT = "ckptattempt"
 """Azure takes only names that are identifiers."""
 _SMALL = 1 << 20
 """Bytes that are sent in one request without more time for that."""
+_REPLACEMENTS = 4
+"""How often an object is replaced that the store damages."""
+_SIGNED_FOR = timedelta(seconds=60)
+"""How long a signed request for a deletion is valid, and may take."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,32 @@ class Version:
     def as_mode(self) -> Any:
         return {name: value for name, value in (("e_tag", self.e_tag), ("version", self.version)) if value}
 
+    def other(self) -> "Version":
+        """A version that the object does not have, of the same form."""
+        return Version(*(None if one is None else _changed(one) for one in (self.e_tag, self.version)))
+
+
+@dataclass
+class _Naming:
+    """What a store has shown of its e_tags: whether they are MD5s, by whether the object was uploaded in parts."""
+
+    gives_md5: dict[bool, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What was sent as an object."""
+
+    nbytes: int
+    tag: str
+    """The e_tag that most stores give to it."""
+    range: Callable[[int, int], bytes]
+    in_parts: bool = False
+
+    @classmethod
+    def of(cls, data: bytes, tag: str | None = None) -> "_Sent":
+        return cls(len(data), tag or tag_of(data), lambda begin, end: data[begin:end])
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -57,6 +95,8 @@ class Bucket:
     """
 
     url: str
+    read_back: bool = False
+    """Whether all that is uploaded is read back, whatever the store says of it."""
 
     def list(self, folder: str) -> dict[str, StoredObject]:
         """All objects below a folder, by their keys, without those that only stand for a folder."""
@@ -91,7 +131,15 @@ class Bucket:
         return self._attempt(key, head)
 
     def create(self, key: str, data: bytes) -> Version:
-        """Create an object in one request. Raises `FileExistsError` if there is one."""
+        """Create an object in one request. Raises `FileExistsError` if there is one.
+
+        It is for notes: where the store's e_tags say nothing, they are not read back.
+        """
+        version = self._create(key, data)
+        self._check(key, _Sent.of(data), version, is_note=True)
+        return version
+
+    def _create(self, key: str, data: bytes) -> Version:
         attempt, client = uuid4().hex, self._client if len(data) <= _SMALL else self._sending
 
         def create() -> Version:
@@ -107,51 +155,132 @@ class Bucket:
                     )
                 )
             except (AlreadyExistsError, PreconditionError):
-                there = obstore.get(self._client, key)
-                if there.attributes.get(_ATTEMPT) == attempt:
-                    return Version(there.meta["e_tag"], there.meta["version"])
+                own = self._of_attempt(key, attempt)
+                if own is not None:
+                    return own
                 raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}") from None
 
         return self._attempt(key, create)
 
     def replace(self, key: str, data: bytes, version: Version) -> Version:
-        """Replace an object. Raises `FileExistsError` if it is of another version now, or was deleted."""
+        """Replace an object. Raises `FileExistsError` if it is of another version now, or was deleted.
+
+        What the store then has is compared with `data`, and replaced again if it is something else.
+        """
+        for _ in range(_REPLACEMENTS):
+            version = self._replace(key, data, version)
+            if self._has(key, _Sent.of(data), version, is_note=True):
+                return version
+        raise self._damaged(key)
+
+    def _replace(self, key: str, data: bytes, version: Version) -> Version:
+        attempt = uuid4().hex
+        options: Any = {"use_multipart": False, "attributes": {_ATTEMPT: attempt}}
 
         def replace() -> Version:
             try:
-                return _version(obstore.put(self._client, key, data, mode=version.as_mode(), use_multipart=False))
+                return _version(obstore.put(self._client, key, data, mode=version.as_mode(), **options))
             except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError):
-                there = self.read(key)
-                if there is not None and there[0] == data:
-                    return there[1]
+                own = self._of_attempt(key, attempt)
+                if own is not None:
+                    return own
                 raise FileExistsError(errno.EEXIST, "another process replaced it", f"{self.url}/{key}") from None
 
         return self._attempt(key, replace)
 
-    def upload(self, key: str, file: Path, check: Callable[[], None], parts_at_once: int = 2) -> str:
+    def _of_attempt(self, key: str, attempt: str) -> Version | None:
+        """The version of an object if an attempt has put it whose answer was lost; else None."""
+        with suppress(NotFoundError, FileNotFoundError):
+            there = obstore.get(self._client, key)
+            if there.attributes.get(_ATTEMPT) == attempt:
+                return Version(there.meta["e_tag"], there.meta["version"])
+        return None
+
+    def upload(
+        self, key: str, file: Path, check: Callable[[], None], parts_at_once: int = 2, tag: str | None = None
+    ) -> str:
         """Create an object from a file of any size; the e_tag. Raises `FileExistsError` if there is one.
 
         `check` is called before an upload in parts is completed, and may raise: no store makes that conditional.
-        Each of `parts_at_once` takes 8 MiB of memory, and more for files of more than 70 GB.
+        Each of `parts_at_once` takes 8 MiB of memory, and more for files of more than 70 GB. `tag`: the e_tag that most
+        stores will give to it, if it is known. What the store has then is compared with the file; if it is something
+        else, it is removed.
         """
-        part = part_nbytes(file.stat().st_size)
+        nbytes = file.stat().st_size
+        part = part_nbytes(nbytes)
         if not part:
-            return self.create(key, file.read_bytes()).e_tag or ""
+            data = file.read_bytes()
+            version = self._create(key, data)
+            self._check(key, _Sent.of(data, tag), version)
+            return version.e_tag or ""
         if self.head(key) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}")
+        running: RunningTag | None = None
 
-        def upload() -> str:
-            stored = obstore.put(
-                self._in_parts,
-                key,
-                _parts(file, part, check),
-                use_multipart=True,
-                chunk_size=part,
-                max_concurrency=parts_at_once,
+        def upload() -> Version:
+            nonlocal running
+            running = None if tag else RunningTag(part)
+            return _version(
+                obstore.put(
+                    self._in_parts,
+                    key,
+                    _parts(file, part, check, running),
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=parts_at_once,
+                )
             )
-            return stored["e_tag"] or ""
 
-        return self._attempt(key, upload, takes_place=False)
+        version = self._attempt(key, upload, takes_place=False)
+        sent = _Sent(nbytes, tag or (running.text() if running else ""), partial(_range_of, file), in_parts=True)
+        self._check(key, sent, version)
+        return version.e_tag or ""
+
+    def _check(self, key: str, sent: _Sent, version: Version, is_note: bool = False) -> None:
+        """Remove an object that has other bytes than were sent. Raises `StoreError` then."""
+        if not self._has(key, sent, version, is_note):
+            with suppress(OSError):
+                self.delete([key])
+            raise self._damaged(key)
+
+    def _has(self, key: str, sent: _Sent, version: Version, is_note: bool = False) -> bool:
+        """Whether an object has the bytes that were sent, as far as that is known.
+
+        It has if the e_tag says so. Else it is read: all of it in a store whose e_tags are MD5s, or if that is wanted;
+        where e_tags say nothing, a sample, and nothing of notes.
+        """
+        known = self._naming.gives_md5
+        is_named = (version.e_tag or "").strip('"') == sent.tag
+        if is_named:
+            known[sent.in_parts] = True
+        gives_md5 = known.get(sent.in_parts)
+        wanted = self.read_back and not is_note
+        if not wanted and (is_named or (is_note and gives_md5 is False)):
+            return True
+        whole = wanted or gives_md5 is not False
+        ranges = _in_blocks(sent.nbytes) if whole else sampled(sent.nbytes)
+        if any(self._range(key, begin, end, sent.nbytes) != sent.range(begin, end) for begin, end in ranges):
+            return False
+        known.setdefault(sent.in_parts, False)
+        return True
+
+    def _range(self, key: str, begin: int, end: int, nbytes: int) -> bytes | None:
+        """A range of an object; None if there is none, or one of another size."""
+
+        def read() -> bytes | None:
+            try:
+                options: Any = {"range": (begin, end)} if end else {}
+                result = obstore.get(self._client, key, options=options)
+                return bytes(result.bytes()) if result.meta["size"] == nbytes else None
+            except (NotFoundError, FileNotFoundError) as error:
+                _check_absence(error)
+                return None
+
+        return self._attempt(key, read)
+
+    def _damaged(self, key: str) -> StoreError:
+        text = "the store has other bytes than were sent, or none, though it acknowledged them"
+        return StoreError(text, f"{self.url}/{key}")
 
     def tag_if_equal(self, key: str, file: Path) -> str | None:
         """The e_tag of an object if it has the bytes of a file, else None. It is read for that."""
@@ -176,38 +305,69 @@ class Bucket:
         return there.e_tag
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. Those that do not exist are no error."""
+        """Delete objects. Those that do not exist are no error.
+
+        They are deleted singly in a store that does not delete many at once.
+        """
         names = sorted(keys)
-
-        def delete() -> None:
-            try:
-                obstore.delete(self._client, names)
-            except (NotFoundError, FileNotFoundError):
-                if len(names) > 1:  # some stores say so of one, and leave the rest
-                    for name in names:
-                        self.delete([name])
-
         if names:
-            self._attempt(names[0], delete)
+            try:
+                self._attempt(names[0], partial(self._delete, names))
+            except OSError as error:
+                self._delete_singly(names, error)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        try:
+            obstore.delete(self._client, names)
+        except (NotFoundError, FileNotFoundError):
+            for name in names if len(names) > 1 else ():  # some stores say so of one, and leave the rest
+                self._delete([name])
+
+    def _delete_singly(self, names: Sequence[str], error: OSError) -> None:
+        """Delete objects by one request each. Raises `error`, that of a request for all, if the store refuses this too.
+
+        The client has no such request for S3, so it is signed by the client, and sent here.
+        """
+        for name in names:
+            url = obstore.sign(self._client, "DELETE", name, _SIGNED_FOR)
+            request = urllib.request.Request(url, method="DELETE")
+            try:
+                urllib.request.urlopen(request, timeout=_SIGNED_FOR.total_seconds()).close()
+            except urllib.error.HTTPError as answer:
+                answer.close()
+                if answer.code != HTTPStatus.NOT_FOUND:
+                    raise error from None
+            except OSError:
+                raise error from None
 
     def now(self, folder: str) -> float:
         """The time by the clock of the store, in seconds since 1970, from an object that is created for it."""
         key = f"{folder}/clock-{uuid4().hex}"
         self.create(key, b"")
         there = self.head(key)
-        self.delete([key])
+        with suppress(OSError):  # without the right to delete, it stays
+            self.delete([key])
         return time.time() if there is None else there.modified
 
-    def keeps_conditions(self, key: str) -> bool:
-        """Whether the store refuses to create an object that exists. Some servers overwrite it and say nothing."""
-        try:
-            self.create(key, b"")
-        except FileExistsError:
-            return True
-        return False
+    def ignored_condition(self, key: str, version: Version, data: bytes) -> str | None:
+        """The condition that the store ignores; None if it keeps both. Some servers overwrite, and say nothing.
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"url": self.url}
+        The object `key` of this version exists; where a condition is ignored, it has the bytes `data` then.
+        """
+        with suppress(FileExistsError):
+            self.create(key, data)
+            return "If-None-Match"
+        with suppress(FileExistsError):
+            self._replace(key, data, version.other())
+            return "If-Match"
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "read_back": self.read_back}
+
+    @cached_property
+    def _naming(self) -> _Naming:
+        return _Naming()
 
     @cached_property
     def _repeated(self) -> Repetition:
@@ -258,9 +418,28 @@ def _version(stored: Any) -> Version:
     return Version(stored["e_tag"], stored["version"])
 
 
-def _parts(file: Path, nbytes: int, check: Callable[[], None]) -> Iterator[bytes]:
+def _changed(text: str) -> str:
+    """An e_tag or a number with another last digit."""
+    at = max((i for i, one in enumerate(text) if one.isalnum()), default=0)
+    return f"{text[:at]}{'1' if text[at : at + 1] == '0' else '0'}{text[at + 1 :]}"
+
+
+def _in_blocks(nbytes: int) -> Iterator[tuple[int, int]]:
+    """All of an object, in ranges."""
+    yield from ((begin, min(begin + _PART, nbytes)) for begin in range(0, max(1, nbytes), _PART))
+
+
+def _range_of(file: Path, begin: int, end: int) -> bytes:
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(begin)
+        return opened.read(end - begin)
+
+
+def _parts(file: Path, nbytes: int, check: Callable[[], None], tag: RunningTag | None) -> Iterator[bytes]:
     with file.open("rb", buffering=0) as opened:
         while part := opened.read(nbytes):
+            if tag is not None:
+                tag.update(part)
             yield part
     # obstore drives this generator within its runtime, which panics if the same thread makes a request, as a check may.
     with ThreadPoolExecutor(1, "ckpt-requests") as pool:

@@ -64,7 +64,7 @@ class ShardObjects(ShardStaging):
 
     @cached_property
     def bucket(self) -> Bucket:
-        return Bucket(self.target.store.url)
+        return Bucket(self.target.store.url, self.resources.read_back)
 
     def begin(self) -> None:
         """Put the job, if no shard has done so. Raises `OutputError` if there is another one, or a checkpoint."""
@@ -117,7 +117,13 @@ class ShardObjects(ShardStaging):
             holder: str | None = None
             while True:
                 try:
-                    staged = open_store(self.target, self.resources.scratch, self.resources.locks, single_file=False)
+                    staged = open_store(
+                        self.target,
+                        self.resources.scratch,
+                        self.resources.locks,
+                        single_file=False,
+                        read_back=self.resources.read_back,
+                    )
                     self._stage, holder = stack.enter_context(staged), None
                     break
                 except LockedError as error:
@@ -205,9 +211,10 @@ def open_objects(
     if resources.locks:
         # With an object of its own: others may be removed meanwhile, as another shard publishes.
         probe = f"{staged_folder(target, single_file=False)}/probe-{uuid4().hex}"
-        stage.bucket.create(probe, b"")
-        check_conditions(stage.bucket, probe, target, "Shards need a store with conditional requests.")
-        stage.bucket.delete([probe])
+        version = stage.bucket.create(probe, b"")
+        check_conditions(stage.bucket, probe, target, "Shards need a store with conditional requests.", version)
+        with suppress(OSError):  # without the right to delete, it stays until `ckpt clean` may remove it
+            stage.bucket.delete([probe])
     stage.begin()
     return stage
 

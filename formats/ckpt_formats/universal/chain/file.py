@@ -231,6 +231,15 @@ def parse(content: bytes, path: Path) -> ChainIndex:
     return ChainIndex(members, segments, _appended_from(fields, check), _tip(fields, check))
 
 
+def is_empty(content: bytes, path: Path) -> bool:
+    """Whether the bytes of a `chain.json` are those of a chain that is about to begin: there is nothing in it yet."""
+    try:
+        fields = sealed_json.parse(content, path, "the list of a chain")
+    except CkptError:
+        return False
+    return fields.get("format") == "ckpt-chain" and fields.get("members") == [] and not fields.get("segments")
+
+
 def _check_segments(members: tuple[Member, ...], segments: tuple[LoggedSteps, ...], check: FieldReader) -> None:
     check.true(len({one.folder for one in segments}) == len(segments), "segments: a folder twice")
     contents = {member.step: member.content for member in members}
