@@ -225,7 +225,7 @@ def test_a_list_that_another_has_replaced_is_not_overwritten(
 def test_a_list_that_is_replaced_while_the_chain_is_opened_is_read_again(
     user: StoreServer, saved: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, listed, done = appended(saved, 3), object_store._listed, list[int]()
+    run, listed, done = appended(saved, 3), object_store.listed, list[int]()
     shorter = index.dump(replace(run.index, members=run.index.members[:2]))
 
     def then_replaced(*given: Any) -> Any:
@@ -235,7 +235,7 @@ def test_a_list_that_is_replaced_while_the_chain_is_opened_is_read_again(
             obstore.put(user.client, "a/run.chain/chain.json", shorter)
         return result
 
-    monkeypatch.setattr(object_store, "_listed", then_replaced)
+    monkeypatch.setattr(object_store, "listed", then_replaced)
     assert list(run) == [1, 2]
 
 

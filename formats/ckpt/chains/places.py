@@ -80,11 +80,11 @@ class ChainPlace(ABC):
 
     def remove_leftovers(self, continued: str | None = None) -> tuple[Notice, ...]:
         """Remove the leftovers. Returns a note for each."""
-        found = self.leftovers(self.chain, continued)
-        if found:
-            self.remove(found)
+        left = self.leftovers(self.chain, continued)
+        if left:
+            self.remove(left)
             self.look()
-        return _removed(self.run, found)
+        return _removed(self.run, left)
 
 
 def _removed(run: Path, leftovers: Iterable[Path]) -> tuple[Notice, ...]:
@@ -187,9 +187,9 @@ class StorePlace(ChainPlace):
         return super().remove_leftovers(continued)
 
     def leftovers(self, chain: ChainIndex | None, continued: str | None = None) -> list[Path]:
-        found = folder.leftovers(self.run, chain)
+        left = folder.leftovers(self.run, chain)
         goes_on = None if continued is None else self.run / continued
-        return [path for path in found if path != goes_on or not is_unfinished(path)]
+        return [path for path in left if path != goes_on or not is_unfinished(path)]
 
     def forget_beginning(self) -> None:
         """Remove an empty list, which says only that there was none before."""
@@ -274,11 +274,11 @@ def _read(run: StorePath, bucket: "Bucket") -> "tuple[ChainIndex | None, Version
     path = run / file.NAME
     if path.stat().st_size > file.MAX_NBYTES:
         file.read(run)  # raises
-    found = bucket.read(path.key)
-    if found is None:
+    read = bucket.read(path.key)
+    if read is None:
         return None, None
     # A process that was killed may have left an empty list.
-    return (None if file.is_empty(found[0], path) else file.parse(found[0], path)), found[1]
+    return (None if file.is_empty(read[0], path) else file.parse(read[0], path)), read[1]
 
 
 def _listed(path: StorePath) -> StorePath:

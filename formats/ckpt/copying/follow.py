@@ -189,27 +189,27 @@ class _ChainCopy:
         is_whole = not isinstance(path, StorePath) and (begin, end) == (0, path.stat().st_size)
         part = path if is_whole else self.place.temporary / "part"
         digest, tag = _read(path, begin, end, None if is_whole else part)
-        found = there.get(key)
-        if found is not None and not self._is(key, found, digest, tag):
+        stored = there.get(key)
+        if stored is not None and not self._is(key, stored, digest, tag):
             if self._is_named(key):
                 raise OutputError("has other bytes than the chain", where=self._where(key), hint=_HINT)
             self.place.confirm()
             self.place.bucket.delete([key])  # a killed process has put it, of a state that is not named
-            found = None
-        if found is None:
+            stored = None
+        if stored is None:
             e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE, tag)
-            found = StoredObject(end - begin, e_tag, 0.0)
-            if not self._is(key, found, digest, tag):
+            stored = StoredObject(end - begin, e_tag, 0.0)
+            if not self._is(key, stored, digest, tag):
                 raise CorruptError("the object in the store has other bytes than were read", where=self._where(key))
-            there[key] = found
+            there[key] = stored
         self.done.add(key)
 
-    def _is(self, key: str, found: StoredObject, digest: int, tag: str) -> bool:
+    def _is(self, key: str, stored: StoredObject, digest: int, tag: str) -> bool:
         """Whether an object has the bytes of a checksum, by its e_tag, or because it was read."""
-        if found.e_tag.strip('"') == tag:
+        if stored.e_tag.strip('"') == tag:
             return True
         url = self.place.bucket.url
-        return digest_of(StorePath(ObjectStore(url, {key: found}, key), key)) == digest
+        return digest_of(StorePath(ObjectStore(url, {key: stored}, key), key)) == digest
 
     def _is_named(self, key: str) -> bool:
         name = key[len(self.place.run.key) + 1 :].partition("/")[0]
