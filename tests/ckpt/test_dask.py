@@ -147,6 +147,20 @@ def test_another_version_is_refused_by_name(cluster: DaskProcesses, model: Path,
     cluster.workers.pop().wait()
 
 
+@pytest.mark.slow
+def test_worker_without_ckpt_is_named(cluster: DaskProcesses, model: Path, tmp_path: Path) -> None:
+    """Only a worker of its own can lack the package: it needs a process."""
+    hiding = "import sys\nsys.modules.update(dict.fromkeys(('ckpt', 'ckpt_formats', 'ckpt_codecs')))\n"
+    (tmp_path / "sitecustomize.py").write_text(hiding)
+    cluster.workers.append(cluster.start_worker(FIRST=str(tmp_path)))
+    cluster.wait_for(WORKERS + 1)
+    with pytest.raises(UnsupportedError, match="a worker cannot import ckpt") as refused:
+        job(model, tmp_path / "new").run(Resources(executor=cluster.url))
+    assert "on all workers" in str(refused.value.hint)
+    cluster.workers[-1].kill()
+    cluster.workers.pop().wait()
+
+
 def test_what_a_worker_cannot_see_is_named(model: Path, tmp_path: Path) -> None:
     source = library.open(model)
     format = library.Universal(pack_nbytes=1)

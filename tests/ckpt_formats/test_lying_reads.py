@@ -13,7 +13,7 @@ import ckpt as library
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import source_path
 from lies_of_reading import EXACT, READING
-from lying_store import LyingStore, Object, failure, lying
+from lying_store import Answer, LyingStore, Object, failure, lying
 from object_stores import BUCKET, reached
 
 SECONDS = 5.0
@@ -118,6 +118,16 @@ def test_connection_that_hangs_is_given_up(store: LyingStore, monkeypatch: pytes
     store.tell(lambda truth: slow)  # type: ignore[arg-type, return-value]
     assert_exact(f"s3://{BUCKET}/run/hf")
     assert not hung
+    store.be_honest()
+
+
+def test_listing_of_empty_pages_is_given_up(store: LyingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_STORE_TIMEOUT", "0.1")
+    page = b"<ListBucketResult><Name>bucket</Name><IsTruncated>true</IsTruncated>"
+    page += b"<NextContinuationToken>again</NextContinuationToken></ListBucketResult>"
+    store.tell(lambda truth: lambda request: Answer(200, {}, page))
+    with pytest.raises(library.NotFoundError, match="names no object, page after page"):
+        library.open(f"s3://{BUCKET}/run/hf")
     store.be_honest()
 
 

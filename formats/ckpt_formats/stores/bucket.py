@@ -100,7 +100,9 @@ class Bucket:
 
     def list(self, folder: str) -> dict[str, StoredObject]:
         """All objects below a folder, by their keys, without those that only stand for a folder."""
-        return self._attempt(folder, lambda: listed(self._client, folder, f"{self.url}/{folder}"))
+        return self._attempt(
+            folder, lambda: listed(self._client, folder, f"{self.url}/{folder}", self._repeated.policy.silence)
+        )
 
     def read(self, key: str) -> tuple[bytes, Version] | None:
         """A small object; None if there is none."""

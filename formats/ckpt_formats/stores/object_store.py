@@ -3,7 +3,9 @@
 Each range is requested with the e_tag of the listing, so an object that changes while it is read is refused.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -210,7 +212,7 @@ def _found(client: Any, repeated: Repetition, url: str, key: str) -> dict[str, S
     """The objects below a key, or that of the key itself. A single object needs no right to list the bucket."""
     where = f"{url}/{key}"
     try:
-        objects = repeated(partial(listed, client, key, where), where)
+        objects = repeated(partial(listed, client, key, where, repeated.policy.silence), where)
     except StoreError as error:
         single = _single(client, repeated, key, where) if key and error.is_denied else None
         if single is None:
@@ -235,16 +237,17 @@ def _single(client: Any, repeated: Repetition, key: str, where: str) -> StoredOb
     return repeated(describe, where)
 
 
-def listed(client: Any, key: str, where: str) -> dict[str, StoredObject]:
+def listed(client: Any, key: str, where: str, silence: float) -> dict[str, StoredObject]:
     """All objects below a folder, by their keys, without those that only stand for a folder.
 
+    `silence`: seconds in which a store that answers must name an object: some answer with empty pages for ever.
     For a `Repetition`: raises `Transient` or `StoreError` if the store fails or lists what it was not asked for, and
     `UnsafeError` if there are too many objects.
     """
     above = f"{key}/" if key else ""
     objects: dict[str, StoredObject] = {}
     with _requests(where):
-        for page in obstore.list(client, above or None, chunk_size=1000):
+        for page in _pages(client, above, silence):
             for meta in page:
                 path, one = meta["path"], described(meta)
                 if _is_placeholder(path, one, key):
@@ -262,6 +265,22 @@ def listed(client: Any, key: str, where: str) -> dict[str, StoredObject]:
                     hint="Name the folder of one checkpoint.",
                 )
     return without_folders(objects)
+
+
+def _pages(client: Any, above: str, silence: float) -> Iterator[Any]:
+    """The pages of a listing. Raises `Transient` if the next one does not come, whatever the store answers."""
+
+    async def next_of(stream: Any) -> Any:
+        # The client has its own time-out for each request, so this one is for many of them.
+        return await asyncio.wait_for(anext(stream, None), 2 * silence)
+
+    stream = obstore.list(client, above or None, chunk_size=1000).__aiter__()
+    with ThreadPoolExecutor(1, "ckpt-listing") as pool:  # this thread may be in an event loop of its own
+        try:
+            while (page := pool.submit(asyncio.run, next_of(stream)).result()) is not None:
+                yield page
+        except (asyncio.TimeoutError, TimeoutError):
+            raise Transient("the store names no object, page after page", is_wrong=True) from None
 
 
 def without_folders(objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:

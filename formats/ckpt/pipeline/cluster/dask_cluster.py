@@ -18,6 +18,7 @@ _CONNECT = 20
 """Seconds until a scheduler must answer."""
 _ANSWER = 60
 """Seconds until all workers must have said which version of ckpt they have."""
+_IMPORT = f"import {version_here.__module__}"
 _GOODBYE = 3
 """Seconds for farewells."""
 _FETCHERS = 16
@@ -63,11 +64,13 @@ class DaskCluster:
 
     def _check_versions(self) -> None:
         try:
+            # A function of ckpt would fail where Dask unpacks it, with an error that does not say why.
+            self._client.sync(self._client._run, exec, _IMPORT, callback_timeout=_ANSWER)
             versions = self._client.sync(self._client._run, version_here, callback_timeout=_ANSWER)
             check_workers(self.url, versions.values())
         except TimeoutError:
             unreachable(self.url, f"a worker says nothing for {_ANSWER} s")
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             raise no_ckpt(self.url, error) from None
 
     def share(self, job: WorkerJob) -> None:
