@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from types import FrameType
 from typing import Any, TextIO, cast
 
 import click
@@ -92,6 +93,8 @@ KINDS: dict[type[CkptError], str] = {
 FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
+TERMINATED = 143
+_PIPE_CLOSED = 141
 
 EXIT_STATUS = {
     0: "done",
@@ -108,6 +111,8 @@ EXIT_STATUS = {
     30: "the target cannot be written",
     FAULT: "a fault of ckpt, or no memory",
     INTERRUPTED: "interrupted; run again to continue",
+    _PIPE_CLOSED: "diff: they differ, and the reader of its output has gone",
+    TERMINATED: "ended by SIGTERM; run again to continue",
 }
 """What each exit code means."""
 
@@ -158,7 +163,8 @@ def cli() -> None:
       10  not found, not recognised   30  target cannot be written
       11  target is being written     70  a fault of ckpt, or no memory
       20  damaged or incomplete      130  interrupted; run again to continue
-      21  refused as unsafe          24  doctor: something is missing
+      21  refused as unsafe          143  ended by SIGTERM; run again to continue
+      24  doctor: something is missing
     """
 
 
@@ -170,13 +176,13 @@ def run() -> None:
     notes.begin("--json" in _options(), verbose)
     if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
         sys.stdout = cast(TextIO, _Output(sys.stdout))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # batch systems send it; it is handled like Ctrl-C
+    signal.signal(signal.SIGTERM, _terminate)  # batch systems send it; it is handled like Ctrl-C
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
-    except click.exceptions.Abort:
-        code = _report_interrupt()
-    except KeyboardInterrupt:
-        code = _report_interrupt()
+    except click.exceptions.Abort as error:
+        code = _report_interrupt(error.__cause__)
+    except KeyboardInterrupt as error:
+        code = _report_interrupt(error)
     except click.ClickException as error:
         code = _wrong_usage(error)
     except CkptError as error:
@@ -200,7 +206,13 @@ def run() -> None:
         code = _fault(message, "this is a fault of ckpt; run again with -v, and report what it prints")
     with suppress(OSError):
         notes.flush()
+    if code == 1 and isinstance(sys.stdout, _Output) and sys.stdout.is_cut:
+        code = _PIPE_CLOSED  # by itself, 1 would say that a whole comparison was shown
     sys.exit(code)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _wrong_usage(error: click.ClickException) -> int:
@@ -282,6 +294,8 @@ class _Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.is_cut = False
+        """Whether the reader has stopped before the end."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -290,6 +304,7 @@ class _Output:
         try:
             return self._stream.write(text)
         except BrokenPipeError:
+            self.is_cut = True
             _drop_stdout()
             return len(text)
 
@@ -297,6 +312,7 @@ class _Output:
         try:
             self._stream.flush()
         except BrokenPipeError:
+            self.is_cut = True
             _drop_stdout()
 
 
@@ -332,11 +348,12 @@ def exit_code(error: CkptError) -> int:
     return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 
-def _report_interrupt() -> int:
+def _report_interrupt(error: BaseException | None) -> int:
+    code = TERMINATED if error is not None and signal.SIGTERM in error.args else INTERRUPTED
     message = "no incomplete target is left; run the same command again to continue"
     click.echo(f"interrupted: {message}", err=True)
-    _print_json(INTERRUPTED, "interrupted", message, None, None)
-    return INTERRUPTED
+    _print_json(code, "interrupted", message, None, None)
+    return code
 
 
 def _clean(text: str) -> str:

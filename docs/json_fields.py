@@ -186,6 +186,17 @@ _FINDINGS = {
     ),
     "seconds": ("number", "how long it took"),
 }
+_NOT_FINITE = (
+    [
+        {
+            "tensor": ("text", "its name"),
+            "state": ("text", "its state"),
+            "nan": ("int", "values that are NaN"),
+            "infinite": ("int", "values that are infinite"),
+        }
+    ],
+    "with `--values`: the states with NaN or infinity",
+)
 _MEMBER = {
     "step": ("int", "the step"),
     "kind": ("text", "`base` or `delta`"),
@@ -365,7 +376,12 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
     "verify": (
         Part(
             "of a checkpoint",
-            {**_FINDINGS, "checksums": ("int", "checksums in its files"), "parameters": ("int", "parameters")},
+            {
+                **_FINDINGS,
+                "checksums": ("int", "checksums in its files"),
+                "parameters": ("int", "parameters"),
+                "not_finite?": _NOT_FINITE,
+            },
         ),
         Part(
             "of a chain",

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 @click.argument("path", type=CheckpointPath())
 @click.option("--replay", is_flag=True, help="Repeat all logged steps of a chain, and compare with the run.")
 @click.option("--quick", is_flag=True, help="Check only what the headers of the files say; read no tensor.")
+@click.option("--values", is_flag=True, help="Read every value, and name the tensors with NaN or infinity.")
 @resources(locks=False)
 @read_options
-def verify(path: str, replay: bool, quick: bool, resources: "Resources", options: "ReadOptions", as_json: bool) -> None:
+def verify(
+    path: str, replay: bool, quick: bool, values: bool, resources: "Resources", options: "ReadOptions", as_json: bool
+) -> None:
     from ckpt_cli.views.verify import How, verify
 
     if quick and replay:
         raise click.UsageError("--quick reads headers only, and --replay repeats all steps: give one of them.")
+    if values and (quick or replay):
+        raise click.UsageError("--values reads all values of one checkpoint: leave --quick and --replay out.")
     place = place_of(path)
-    if not verify(place, opening(place, options), resources, How(replay, quick), as_json):
+    if not verify(place, opening(place, options), resources, How(replay, quick, values), as_json):
         raise SystemExit(20)

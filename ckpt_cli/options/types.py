@@ -66,6 +66,8 @@ class CheckpointPath(click.Path):
         super().__init__(readable=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty. Was a variable of the shell not set?", param, ctx)
         if value == "-":
             self.fail(
                 "a checkpoint is read and written at many places of its files, so a pipe cannot be used. "

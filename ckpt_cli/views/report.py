@@ -13,6 +13,7 @@ from ckpt_formats.core.text import format_nbytes, printable
 
 if TYPE_CHECKING:
     from ckpt.findings import Finding
+    from ckpt.findings.not_finite import NotFinite
     from ckpt_formats.core.checkpoint import Checkpoint
 
 _MAX_LENGTH = 1000
@@ -36,10 +37,23 @@ def data(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
-def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:
-    """Print the findings of `verify`, or that there are none."""
+def findings(
+    checkpoint: "Checkpoint",
+    problems: "Sequence[Finding]",
+    seconds: float,
+    as_json: bool,
+    strange: "Sequence[NotFinite] | None" = None,
+) -> None:
+    """Print the findings of `verify`, or that there are none.
+
+    strange: the states with NaN or infinity; None if their values were not read.
+    """
     if as_json:
         fields = findings_json(checkpoint.path, problems, seconds)
+        if strange is not None:
+            fields["not_finite"] = [
+                {"tensor": one.name, "state": one.state, "nan": one.nans, "infinite": one.infinities} for one in strange
+            ]
         data(fields | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
         return
     print_findings(problems)
@@ -49,12 +63,17 @@ def findings(checkpoint: "Checkpoint", problems: "Sequence[Finding]", seconds: f
         from ckpt.findings import nbytes_sealed
 
         tensors = _count(checkpoint)
-        checked = (
-            f"{len(checkpoint.seals)} checksums over {format_nbytes(nbytes_sealed(checkpoint))} match"
-            if checkpoint.seals
-            else "the files have no checksums"
-        )
-        facts = f"{tensors} tensors complete, {checked}, copies are equal"
+        if checkpoint.seals:
+            sealed = format_nbytes(nbytes_sealed(checkpoint))
+            checksums = f"{len(checkpoint.seals)} checksums over {sealed} match"
+            facts = f"{tensors} tensors complete, {checksums}, copies are equal"
+        else:
+            read = "were not checked" if strange is None else "cannot be compared"
+            why = f"{checkpoint.format} has no checksums"
+            facts = f"headers of {tensors} tensors are complete; the values {read}: {why}"
+        if strange is not None:
+            count = sum(one.nans + one.infinities for one in strange)
+            facts += f"; {count:,} values are NaN or infinite" if count else "; no value is NaN or infinite"
         conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 

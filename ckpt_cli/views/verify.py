@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.findings import Finding, changed, find_problems, nbytes_to_read, problems_of_headers
+from ckpt.findings.not_finite import find_not_finite, not_finite_notice
 from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
@@ -15,7 +16,7 @@ from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CorruptError, IncompleteError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint as open_any
@@ -32,6 +33,8 @@ class How:
     """Whether the logged steps of a chain are repeated, and compared with the run."""
     quick: bool = False
     """Whether only headers are read."""
+    values: bool = False
+    """Whether all values are read, to count those that are NaN or infinite."""
 
 
 def verify(
@@ -44,8 +47,16 @@ def verify(
     started = time.monotonic()
     try:
         if (path / index.NAME).is_file():
+            if how.values:
+                raise UnsupportedError(
+                    "the values of a chain are read one state at a time",
+                    where=path,
+                    hint="Name the step: CHAIN@STEP --values.",
+                )
             return _quick_chain(path, as_json) if how.quick else _verify_chain(path, resources, how.replay, as_json)
-        return _quick(open_checkpoint(), as_json) if how.quick else _verify(open_checkpoint(), resources, as_json)
+        if how.quick:
+            return _quick(open_checkpoint(), as_json)
+        return _verify(open_checkpoint(), resources, how.values, as_json)
     except (CorruptError, IncompleteError) as error:
         with progress_bar("looking for more damage"):
             problems = survey(path, error, resources)
@@ -53,7 +64,7 @@ def verify(
         return False
 
 
-def _verify(checkpoint: Checkpoint, resources: Resources, as_json: bool) -> bool:
+def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json: bool) -> bool:
     notes.flush()
     if uses_codecs(checkpoint):
         load_kernels()
@@ -61,7 +72,12 @@ def _verify(checkpoint: Checkpoint, resources: Resources, as_json: bool) -> bool
     with progress_bar("verifying") as progress:
         count_bytes = count_to(nbytes_to_read(checkpoint), progress)
         findings = [*find_problems(checkpoint, resources, count_bytes), *changed(checkpoint)]
-    report.findings(checkpoint, findings, time.monotonic() - started, as_json)
+    strange = None
+    if values and not findings:
+        with progress_bar("reading the values") as progress:
+            strange = find_not_finite(checkpoint, resources, progress)
+        notes.note(*not_finite_notice(strange))
+    report.findings(checkpoint, findings, time.monotonic() - started, as_json, strange)
     return not findings
 
 

@@ -448,7 +448,7 @@ def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tm
     script = f"import pathlib, time; pathlib.Path('{started_file}').touch(); time.sleep(600)"
     waiting = f'{sys.executable} -c "{script}" {{}}'
     arguments = ("diff", str(base), str(saved[1]), "-o", str(delta), "--max-loss-increase", "1", "--eval-cmd")
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         running = subprocess.Popen([sys.executable, "-m", "ckpt_cli", *arguments, waiting], start_new_session=True)
         while not started_file.exists():
             time.sleep(0.05)

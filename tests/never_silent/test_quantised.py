@@ -167,9 +167,9 @@ def test_cast_carries_codes_and_scales_and_says_so(scheme: str, models: Mapping[
         after = values(result)
         assert {name: after[name] for name in codes} == {name: before[name] for name in codes}
         assert {after[name][0] for name in before.keys() - codes} == {dtype}
-        (said,) = [notice for notice in result.notices if notice not in source.notices]
-        assert "1 quantised weight" in said
-        assert CASES[scheme].module in said.names
+        (spoken,) = [notice for notice in result.notices if notice not in source.notices]
+        assert "1 quantised weight" in spoken
+        assert CASES[scheme].module in spoken.names
 
 
 @pytest.mark.parametrize("scheme", CASES)
@@ -280,15 +280,15 @@ def test_plain_weights_beside_scales_and_integers_are_rounded(name: str, tmp_pat
 
 def test_a_stated_quantisation_without_codes_is_spoken_of(tmp_path: Path) -> None:
     source = model(tmp_path / "m", Case({"weight": ((64, 32), F32)}, {"quant_method": "of-tomorrow"}))
-    (said,) = [notice for notice in source.cast("bf16").notices if notice not in source.notices]
-    assert "of-tomorrow" in said
+    (spoken,) = [notice for notice in source.cast("bf16").notices if notice not in source.notices]
+    assert "of-tomorrow" in spoken
 
 
 def test_commands_speak_of_quantised_weights(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
     path = models["fp8-blocks"].path
     ran = ckpt("convert", path, tmp_path / "hf", "--to", "hf", "--dtype", "bf16", "--json")
-    (said,) = [note for note in json.loads(ran.out)["notes"] if "quantised" in note["text"]]
-    assert said["names"] == [MODULE]
+    (spoken,) = [note for note in json.loads(ran.out)["notes"] if "quantised" in note["text"]]
+    assert spoken["names"] == [MODULE]
     assert (
         values(open_checkpoint(tmp_path / "hf"))[f"{MODULE}.weight"] == values(models["fp8-blocks"])[f"{MODULE}.weight"]
     )

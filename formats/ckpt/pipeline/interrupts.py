@@ -12,10 +12,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Interrupt(threading.Event):
+    """Whether a signal has come, and which one."""
+
+    number: int = signal.SIGINT
+
+
 @contextmanager
 def deferred_interrupts() -> Iterator[threading.Event]:
     """Within the context, SIGINT or SIGTERM only sets the event. A second signal ends the process, like a crash."""
-    interrupted = threading.Event()
+    interrupted = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted  # signals come to the main thread only
         return
@@ -24,6 +30,7 @@ def deferred_interrupts() -> Iterator[threading.Event]:
         if interrupted.is_set():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        interrupted.number = number
         interrupted.set()
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -35,9 +42,9 @@ def deferred_interrupts() -> Iterator[threading.Event]:
 
 
 def raise_if_interrupted(interrupted: threading.Event) -> None:
-    """Raise KeyboardInterrupt if the event is set."""
+    """Raise KeyboardInterrupt if the event is set; its argument is the number of the signal, if one came."""
     if interrupted.is_set():
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*((interrupted.number,) if isinstance(interrupted, Interrupt) else ()))
 
 
 @contextmanager

@@ -21,6 +21,8 @@ SINGLE_UNIVERSAL = ".ucp"
 """By its ending, a single file of the universal format is known."""
 _BY_CONTENT = ("safetensors", "torch", "flax")
 """Formats of single files that are known by their content, whatever their ending."""
+_SIMILAR = 0.8
+"""How much of two endings is the same if one is probably a typing error of the other."""
 _OF_OTHERS = {
     ".npz": "arrays of NumPy",
     ".npy": "an array of NumPy",
@@ -39,6 +41,22 @@ _OF_OTHERS = {
     ".gz": "archives",
     ".zip": "archives",
     ".zst": "archives",
+    ".csv": "tables",
+    ".tsv": "tables",
+    ".parquet": "tables",
+    ".arrow": "tables",
+    ".json": "text",
+    ".jsonl": "text",
+    ".yaml": "text",
+    ".yml": "text",
+    ".toml": "text",
+    ".xml": "text",
+    ".txt": "text",
+    ".log": "text",
+    ".md": "text",
+    ".html": "pages",
+    ".py": "programs",
+    ".sh": "programs",
 }
 """What files of other endings hold, which ckpt does not write."""
 
@@ -46,7 +64,7 @@ _OF_OTHERS = {
 def format_of_ending(target: Path) -> str | None:
     """The format that the target's ending says; None if it says none: then the target is a folder.
 
-    Raises `UnsupportedError` for the ending of a format that ckpt does not write.
+    Raises `UnsupportedError` for the ending of a format that ckpt does not write, and for one that is like a known one.
     """
     ending = target.suffix.lower()
     if ending in _OF_OTHERS:
@@ -55,7 +73,21 @@ def format_of_ending(target: Path) -> str | None:
             where=printable(str(target)),
             hint=f"Known endings: {', '.join(ENDINGS)}; a name without one is a folder. --to names a format.",
         )
+    if ending and ending not in ENDINGS and (meant := _similar(ending)):
+        raise UnsupportedError(
+            f"{printable(ending)} is no ending of a format; did you mean {meant}?",
+            where=printable(str(target)),
+            hint=f"Write {printable(target.stem)}{meant}, or name the format: --to universal writes a folder.",
+        )
     return ENDINGS.get(ending)
+
+
+def _similar(ending: str) -> str | None:
+    """The known ending that was probably meant."""
+    from difflib import get_close_matches  # only endings that are not known need it
+
+    close = get_close_matches(ending, ENDINGS, 1, _SIMILAR)
+    return close[0] if close else None
 
 
 def notices_of_content(source: Path, format_name: str) -> tuple[Notice, ...]:

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ckpt_formats.core.errors import NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 
@@ -37,6 +37,8 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     """
     if isinstance(place, Path):
         return place
+    if not place:
+        raise InvalidArgumentError("the path is empty", hint="Name a file, a folder or a URL.")
     scheme = _SCHEME.match(place)
     if scheme is None:
         return Path(place)

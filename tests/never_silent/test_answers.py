@@ -1,0 +1,117 @@
+"""What a command answers is neither more nor less than what it knows: NaN, missing checksums, endings, empty paths."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt as library
+from ckpt.findings.not_finite import NotFinite, find_not_finite
+from ckpt.job import save
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
+from ckpt_formats.registry import writable
+from damage import UNSUPPORTED, ckpt
+from held import checkpoint, parameter
+
+
+def spoiled() -> np.ndarray:
+    values = np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8)
+    values[1, 2], values[3, 4] = np.nan, np.inf
+    return values
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files with a NaN and an infinity in the weight `w`, in several formats, and the same without them."""
+    folder = tmp_path_factory.mktemp("answers")
+    good = np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8)
+    for name, values in (("bad", spoiled()), ("good", good)):
+        parameters = [parameter("w", {"param": values}), parameter("x", {"param": good * (1 + (name == "bad"))})]
+        source = checkpoint(parameters)
+        for ending in (".safetensors", ".pt"):
+            save(source, folder / f"{name}{ending}")
+        save(source, folder / name, writable("universal"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bad.safetensors", "bad.pt", "bad"])
+def test_verify_names_the_tensors_with_nan_and_infinity(name: str, folder: Path) -> None:
+    assert find_not_finite(library.open(folder / name)) == [NotFinite("w", "param", 1, 1)]
+    ran = ckpt("verify", folder / name, "--values")
+    assert ran.code == 0
+    assert "note: 2 values are NaN or infinite: w param (1 NaN, 1 infinite)" in ran.err
+    assert "2 values are NaN or infinite (" in ran.out
+    rows = json.loads(ckpt("verify", folder / name, "--values", "--json").out)["not_finite"]
+    assert rows == [{"tensor": "w", "state": "param", "nan": 1, "infinite": 1}]
+    assert "no value is NaN or infinite" in ckpt("verify", folder / name.replace("bad", "good"), "--values").out
+
+
+def test_verify_says_that_it_checked_no_value_where_there_are_no_checksums(folder: Path) -> None:
+    spoken = ckpt("verify", folder / "good.safetensors").out
+    assert "headers of 2 tensors are complete; the values were not checked: safetensors has no checksums" in spoken
+    assert "checksums over" in ckpt("verify", folder / "good.pt").out
+
+
+def test_verify_refuses_values_of_a_chain(folder: Path, tmp_path: Path) -> None:
+    assert ckpt("append", tmp_path / "chain", folder / "bad").code == 0
+    assert ckpt("verify", tmp_path / "chain", "--values").code == UNSUPPORTED
+    assert ckpt("verify", tmp_path / "chain@7", "--values").code == 0
+    assert ckpt("verify", folder / "bad", "--values", "--quick").code == 2
+
+
+def test_diff_puts_nan_first_and_in_its_last_line(folder: Path) -> None:
+    ran = ckpt("diff", folder / "good.safetensors", folder / "bad.safetensors")
+    lines = ran.out.splitlines()
+    assert lines[1].split()[1:5] == ["%", "-", "-", "-"]
+    assert lines[1].endswith("(2 not finite)  w weight")
+    assert "2 NaN or infinite in 1 tensors" in lines[-1]
+    rows = json.loads(ckpt("diff", folder / "good.safetensors", folder / "bad.safetensors", "--json").out)["tensors"]
+    (row,) = [row for row in rows if row["name"] == "w"]
+    assert (row["max"], row["rms"], row["relative"], row["cosine"]) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["o.safetensor", "o.safetensors2", "o.SafeTensor", "o.ckp", "o.csv", "o.json"])
+def test_an_ending_that_is_mistyped_or_of_another_kind_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    ran = ckpt("convert", folder / "good.pt", tmp_path / name)
+    assert ran.code == UNSUPPORTED
+    assert "--to universal" in ran.err or "--to names a format" in ran.err
+    with pytest.raises(UnsupportedError):
+        save(library.open(folder / "good.pt"), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    assert ckpt("convert", folder / "good.pt", tmp_path / name, "--to", "universal").code == 0
+
+
+@pytest.mark.parametrize("name", ["o", "run.v2", "step1000.5", "model.dcp", "a.b.c"])
+def test_other_names_with_dots_are_folders(name: str, folder: Path, tmp_path: Path) -> None:
+    assert ckpt("convert", folder / "good.pt", tmp_path / name).code == 0
+    assert (tmp_path / name).is_dir()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "diff", "copy", "compress", "reshard", "append"])
+def test_an_empty_path_is_refused_by_every_command(command: str, folder: Path, tmp_path: Path) -> None:
+    for arguments in (["", str(tmp_path / "t")], [str(folder / "good"), ""]):
+        if command in ("inspect", "verify"):
+            arguments = [""]
+        ran = ckpt(command, *arguments)
+        assert ran.code == 2
+        assert "the path is empty" in ran.err
+
+
+def test_an_empty_path_is_refused_by_the_library(folder: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="the path is empty"):
+        library.open("")
+    with pytest.raises(InvalidArgumentError, match="the path is empty"):
+        save(library.open(folder / "good.pt"), "")
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_not_a_comparison_that_ended(folder: Path) -> None:
+    command = [sys.executable, "-m", "ckpt_cli", "diff", str(folder / "good"), str(folder / "bad")]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert running.stdout is not None
+    running.stdout.close()
+    assert running.wait(60) == 128 + signal.SIGPIPE
