@@ -282,8 +282,15 @@ def _of_system(error: OSError) -> CkptError:
     if error.filename is not None:
         hint = getattr(error, "hint", None)  # what a store refuses has one
         return NotFoundError(f"cannot be read: {message}", where=os.fsdecode(error.filename), hint=hint)
-    _drop_stdout()
-    return OutputError(f"standard output cannot be written: {message}")
+    if isinstance(error, _StdoutError):
+        _drop_stdout()
+        return OutputError(f"standard output cannot be written: {message}")
+    hint = "The system does not say which file. Check the disks of the source and of the target, then run it again."
+    return OutputError(f"a file cannot be read or written: {message}", hint=hint)
+
+
+class _StdoutError(OSError):
+    """Standard output cannot be written."""
 
 
 class _Output:
@@ -307,6 +314,8 @@ class _Output:
             self.is_cut = True
             _drop_stdout()
             return len(text)
+        except OSError as error:
+            raise _StdoutError(error.errno, error.strerror) from error
 
     def flush(self) -> None:
         try:
@@ -314,6 +323,8 @@ class _Output:
         except BrokenPipeError:
             self.is_cut = True
             _drop_stdout()
+        except OSError as error:
+            raise _StdoutError(error.errno, error.strerror) from error
 
 
 def _drop_stdout() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_formats.core import publish
 from clusters import files
 from damage import FULL, OUTPUT, SAMPLES, ckpt
 
@@ -125,6 +126,56 @@ def test_a_shard_fails_when_the_last_flush_fails(disk: Disk, place: Path) -> Non
     failed = ckpt(*COMMAND, "--shard", "1/2")
     assert failed.code == OUTPUT
     assert "the disk did not take what was written" in failed.err
+
+
+def test_append_names_a_file_system_that_cannot_replace_a_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpt("append", "run.chain", ZERO1).code == 0
+    before, replace = files(Path("run.chain")), os.replace
+
+    def without_replacing(source: Path, target: Path, **more: int) -> None:
+        if Path(target).name == "chain.json" and os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "File exists", str(source), None, str(target))
+        replace(source, target, **more)
+
+    monkeypatch.setattr(os, "replace", without_replacing)
+    failed = ckpt("append", "run.chain", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen", "--step", "99")
+    assert failed.code == OUTPUT, failed.err
+    assert "the file system cannot rename a file over another one (File exists)" in failed.err
+    assert "ckpt doctor" in failed.err
+    assert files(Path("run.chain"))["chain.json"] == before["chain.json"]
+
+
+@pytest.mark.parametrize("shard", [(), ("--shard", "0/1")])
+def test_convert_names_a_file_system_that_cannot_rename_a_folder(
+    shard: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def across(source: Path, target: Path) -> None:
+        if Path(target).name == "out":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(publish, "_renameat2", lambda: None)  # a kernel without the call
+    monkeypatch.setattr(os, "rename", across)
+    failed = ckpt(*COMMAND, *shard)
+    assert failed.code == OUTPUT
+    assert "the file system cannot rename it to the target" in failed.err
+    assert "ckpt doctor" in failed.err
+    assert not Path("out").exists()
+
+
+def test_an_error_without_a_file_is_not_one_of_standard_output(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the error of `close` is: it names no file."""
+
+    def listing(folder: object = ".") -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "listdir", listing)
+    failed = ckpt("clean", "out")
+    assert failed.code == OUTPUT
+    assert "a file cannot be read or written: Input/output error" in failed.err
+    assert "standard output" not in failed.err
 
 
 @pytest.mark.parametrize(("error", "shard"), [(errno.EINVAL, ()), (errno.EOPNOTSUPP, ("--shard", "0/1"))])

@@ -127,7 +127,7 @@ WRONG = {
     "a target without a folder": (["convert", "SOURCE", "EMPTY/a/b"], 30, "does not exist"),
     "a target under a file": (["convert", "SOURCE", "FILE/b"], 30, "FILE"),
     "a target with an endless name": (["convert", "SOURCE", "x" * 250], 30, "File name too long"),
-    "a target whose staging is a file": (["convert", "SOURCE", "STAGED"], 30, "File exists"),
+    "a target whose staging is a file": (["convert", "SOURCE", "STAGED"], 21, "is a file; ckpt needs a folder"),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from ckpt_formats.core.format import FilePlan, Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.publish import FlushError
+from ckpt_formats.core.publish import FlushError, RenameError
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.store_path import StoreError
@@ -298,5 +298,5 @@ def _output_error(error: OSError, stage: _Unfinished) -> OutputError:
             where=error.filename,
             hint=f"Check the disk. {resume} What the disk did not take is written again.",
         )
-    hint = f"{error.hint} {resume}" if isinstance(error, StoreError) and error.hint else resume
+    hint = f"{error.hint} {resume}" if isinstance(error, (StoreError, RenameError)) and error.hint else resume
     return OutputError(f"cannot be written: {error.strerror or error}", where=error.filename or stage.target, hint=hint)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import LockedError, NoSpaceError, OutputError
 from ckpt_formats.core.own_folder import check_plain
+from ckpt_formats.core.publish import RenameError
 from ckpt_formats.core.store_path import StoreError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,7 +48,7 @@ def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Ite
 def unwritable(error: OSError, place: Path) -> OutputError:
     """The error for a target that the system did not let us write, with the reason."""
     kind = NoSpaceError if error.errno in FULL else OutputError
-    hint = error.hint if isinstance(error, StoreError) else None
+    hint = error.hint if isinstance(error, (StoreError, RenameError)) else None
     return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place, hint=hint)
 
 

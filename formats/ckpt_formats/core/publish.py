@@ -15,6 +15,7 @@ _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """The errors of kernels and file systems that do not support the flag."""
 _UNABLE_TO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """The errors of file systems that cannot flush folders."""
+_UNABLE_TO_REPLACE = (*_UNABLE, errno.EEXIST, errno.EXDEV)
 _FLUSHES = 8
 """Files that are flushed at the same time: each waits for the disk, even for a clean file."""
 
@@ -67,6 +68,23 @@ def flush_all(folder: Path) -> bool:
     return all(one.result() for one in flushed)
 
 
+class RenameError(OSError):
+    """The file system cannot rename as ckpt needs it."""
+
+    hint = "Choose a folder on another file system; `ckpt doctor FOLDER` shows what one can do."
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file over another one, if there is one. Raises `RenameError` where a file system cannot do so."""
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno not in _UNABLE_TO_REPLACE:
+            raise
+        what = f"the file system cannot rename a file over another one ({error.strerror})"
+        raise RenameError(error.errno, what, str(target)) from error
+
+
 def rename_new(source: Path, target: Path) -> None:
     """Rename a file or folder to a name that nothing has. Raises `FileExistsError`, and replaces nothing.
 
@@ -75,8 +93,10 @@ def rename_new(source: Path, target: Path) -> None:
     """
     code = renameat2(source, target)
     if code in _UNABLE:
-        _rename_new_without(source, target)
-    elif code:
+        code = _rename_new_without(source, target)
+    if code == errno.EXDEV:
+        raise RenameError(code, f"the file system cannot rename it to the target ({os.strerror(code)})", str(target))
+    if code:
         raise OSError(code, os.strerror(code), str(target))
 
 
@@ -99,7 +119,8 @@ def _renameat2() -> Any:
     return call
 
 
-def _rename_new_without(source: Path, target: Path) -> None:
+def _rename_new_without(source: Path, target: Path) -> int:
+    """As `renameat2`, without this call. Raises `FileExistsError`."""
     if not source.is_dir():
         try:
             os.link(source, target, follow_symlinks=False)
@@ -109,7 +130,11 @@ def _rename_new_without(source: Path, target: Path) -> None:
             pass  # a file system without links
         else:
             os.unlink(source)
-            return
+            return 0
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    os.rename(source, target)
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

@@ -12,6 +12,7 @@ from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.publish import flush
+from ckpt_formats.core.publish import replace as rename_over
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED
 from ckpt_formats.universal.chain import file as index
@@ -175,7 +176,7 @@ def replace(run: Path, chain: ChainIndex) -> None:
         file.write(index.dump(chain))
         file.flush()
         os.fsync(file.fileno())
-    os.replace(draft, run / index.NAME)
+    rename_over(draft, run / index.NAME)
     flush(run)
 
 
