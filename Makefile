@@ -16,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check campaign lint style types docs kernels wheels aarch64 test samples pictures browser clean
+.PHONY: demo quick check versions campaign lint style types docs kernels wheels aarch64 test samples pictures browser clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -31,6 +31,9 @@ quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in a minut
 check: $(VENV)/.tested $(VENV)/.kernels browser  ## everything that CI runs
 	$(MAKE) --jobs 2 lint docs
 	$(PYTEST)
+
+versions: $(VENV)/.tested $(VENV)/.kernels  ## each Python that is promised, and the lowest versions of dependencies
+	$(BIN)/python tests/versions.py
 
 campaign: $(VENV)/.tested $(VENV)/.kernels  ## what the check tries a sample of, twenty times as long: hours
 	CKPT_CAMPAIGN=20 $(PYTEST) -m "not engines"
