@@ -39,6 +39,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
+from late import Late
 
 SHORT = ["float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 FLOATS = ["float64", "float32", *SHORT]
@@ -478,8 +479,7 @@ def test_memory_is_a_few_blocks_for_any_number_of_sources() -> None:
 # PEFT
 
 torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+peft, transformers = Late("peft"), Late("transformers")
 
 Build = Callable[..., Any]
 

@@ -1,0 +1,15 @@
+"""A module that is imported when a test first asks for something in it."""
+
+from typing import Any
+
+import pytest
+
+
+class Late:
+    """Stands for a module that takes seconds to import: those who collect its tests, and run others, do without."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(pytest.importorskip(self._name), attribute)
