@@ -16,10 +16,13 @@ from ckpt_formats.core.missing_states import check_states
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.registry.carried import notices_of_carried
+from ckpt_formats.registry.downloads import unfinished_downloads
 from ckpt_formats.registry.endings import notices_of_content
 from ckpt_formats.registry.location import Located, locate
 from ckpt_formats.registry.seal_file import with_seals
-from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, parts_unread
+from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, check_world, parts_unread
+from ckpt_formats.registry.stated_steps import contradicting_steps
 from ckpt_formats.registry.traces import check_traces
 from ckpt_formats.registry.unread_files import unread
 
@@ -50,6 +53,7 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
         raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
     _check_folders(checkpoint, located)
     check_whole_of_meta(checkpoint)
+    check_world(checkpoint, format.name)
     written = [
         checkpoint.extras,
         [group.options for group in checkpoint.groups],
@@ -61,6 +65,9 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     if format.name not in _OURS:
         notices = (
             *notices,
+            *notices_of_carried(checkpoint),
+            *unfinished_downloads(checkpoint),
+            *contradicting_steps(checkpoint, located.path),
             *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
         )
     if is_file:

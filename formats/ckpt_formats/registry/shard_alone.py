@@ -1,14 +1,17 @@
 """A single file of a checkpoint of several files, known by its name, by other files, or by an index."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.containers.shard_index import number_of
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import Record, Value
 
 _RANK_FILES = (
     (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
@@ -18,7 +21,18 @@ _RANK_FILES = (
     (r"shard-\d+-model-\d+-of-\d+\.safetensors", "PyTorch's HuggingFaceStorageWriter"),
 )
 _META = re.compile(r"consolidated\.(\d\d)\.pth")
-_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
+_RANK = re.compile(
+    r"(.*[._-])?(ranks?|model[_-]?part|shard|[tpm]p|(tensor|model|pipeline)[_-]parallel)[_-]?\d+(\D.*)?", re.IGNORECASE
+)
+"""A file of one rank, or of one part, by its name."""
+_ONE_OF = re.compile(r".*?\d+[_.-]?of[_.-]?(\d{1,6})(\D.*)?", re.IGNORECASE)
+_WORLD = re.compile(r"(tp|pp|mp|(tensor|pipeline|model)(_model)?_parallel)(_world)?_(size|degree)")
+"""What a script or an engine states of the ranks over which a model is split; not those that hold copies of it."""
+_MAPPING = "mapping"
+"""In config.json, the ranks of TensorRT-LLM, which has a file for each."""
+_MAX_DEPTH = 4
+_OF_ONE_FILE = ("hf", "safetensors", "torch", "torch-folder", "flax")
+"""Formats that join no files of ranks."""
 _NUMBER = re.compile(r"\d+")
 _MAX_INDICES = 16
 
@@ -63,9 +77,48 @@ def check_whole_of_meta(checkpoint: Checkpoint) -> None:
         )
 
 
+def check_world(checkpoint: Checkpoint, format: str) -> None:
+    """Raise `IncompleteError` for the file of one rank or part, if it or its name states that there are several."""
+    if format not in _OF_ONE_FILE:
+        return
+    files = [file.path for file in checkpoint.files if file.role in ("model", "all")]
+    of_a_rank = next((file for file in files if _RANK.fullmatch(file.name)), None)
+    for file in files:
+        match = None if number_of(file.name) else _ONE_OF.fullmatch(file.name)
+        if match is not None and int(match[1]) > len(files):
+            raise _one_of_several(file, f"by its name, there are {int(match[1])}")
+    for place, ranks in _worlds(checkpoint.extras):
+        if of_a_rank is not None or f"{_MAPPING}." in place:
+            raise _one_of_several(of_a_rank or files[0], f"`{printable(place)}` is {ranks}")
+
+
+def _one_of_several(file: Path, reason: str) -> IncompleteError:
+    return IncompleteError(
+        f"holds the part of one rank of several: {reason}",
+        where=file,
+        hint="ckpt does not join these files. Join them with the program that wrote them.",
+    )
+
+
+def _worlds(extras: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
+    """The places in the extras that state more than one rank over which a model is split."""
+    pending: list[tuple[str, Value, int]] = [("", dict(extras), 0)]
+    while pending:
+        place, value, depth = pending.pop()
+        inside = value.state if isinstance(value, Record) else value
+        for key, item in inside.items() if isinstance(inside, dict) else ():
+            if not isinstance(key, str):
+                continue
+            named = f"{place}.{key}" if place else key
+            if _WORLD.fullmatch(key) and is_natural(item) and item > 1:
+                yield named, item
+            elif depth < _MAX_DEPTH and isinstance(item, (dict, Record)):
+                pending.append((named, item, depth + 1))
+
+
 def parts_unread(path: Path) -> Iterator[Notice]:
     """Notices for a file that can be read alone, although the checkpoint has further files."""
-    from ckpt_formats.containers.shard_index import INDEX_SUFFIX, number_of, read_index  # only single files need it
+    from ckpt_formats.containers.shard_index import INDEX_SUFFIX, read_index  # only single files need it
 
     number = number_of(path.name)
     if number is not None and number.count > 1:

@@ -12,7 +12,6 @@ from ckpt_formats.state_dicts.tensor_parts import OBJECT
 from ckpt_formats.state_dicts.walk import holds_tensor
 
 _OBJECT = f".{OBJECT}"
-_MIN_FILE_NBYTES = 16
 
 
 def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tuple[Notice, ...]:
@@ -30,7 +29,6 @@ def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tupl
         for key, value in rest.items()
         if isinstance(value, (Storage, StorageSlice)) or _has_tensors_inside(value)
     ]
-    files = [key for key, value in (*among_tensors, *rest.items()) if _is_file(value)]
     return tuple(
         Notice(text, names, Weight.LOST)
         for text, names in (
@@ -38,7 +36,6 @@ def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tupl
                 "contains tensors in an unknown form; carried as extras, not as weights",
                 tuple(f"{key} ({_kind(value)})" for key, value in unread),
             ),
-            ("contains the bytes of a file, which is not read; carried as extras", tuple(files)),
         )
         if names
     )
@@ -55,13 +52,3 @@ def _kind(value: Value) -> str:
     if isinstance(value, Record):
         return value.cls.qualname
     return "NumPy" if isinstance(value, np.ndarray) else type(value).__name__.lower()
-
-
-def _is_file(value: Value) -> bool:
-    """Whether a value is the bytes of an archive or of a pickle, directly or in an `io.BytesIO`."""
-    if isinstance(value, Record) and value.cls.name == "BytesIO":
-        parts = value.state if isinstance(value.state, tuple) else value.args
-        value = parts[0] if parts else None
-    if not isinstance(value, (bytes, bytearray)) or len(value) < _MIN_FILE_NBYTES:
-        return False
-    return bytes(value[:4]) == b"PK\3\4" or (value[0] == 0x80 and value[1] <= 5 and value[-1:] == b".")

@@ -25,6 +25,10 @@ _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _DRAFT_OF_RANK = re.compile(r"__\d{1,9}\.metadata\.tmp")
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
 _STEP = re.compile(r"(.*?)(\d{1,15})")
+_NAMED_STEP = re.compile(
+    r"(?:.*[._=-])?(?:(?:global[_-]?)?(?:steps?|iter|iteration)|checkpoint|ckpt|save|epoch)[_=-]?|", re.IGNORECASE
+)
+"""What is before the number of a step in a folder's name; nothing if the name is a number. `qwen3` is no step."""
 
 ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """The two folders of one checkpoint of Accelerate: that of the model and that of the optimizer."""
@@ -149,17 +153,19 @@ def _newest(path: Path) -> FoundFolders:
     steps = _steps(path)
     if not steps:
         raise NotFoundError("there is no distributed checkpoint here", where=path)
-    if len({prefix for prefix, _, _ in steps}) > 1:
+    if len({prefix for prefix, _, _ in steps}) > 1 or (len(steps) > 1 and _number(steps[0][2].name) is None):
         names = ", ".join(printable(folder.name) for _, _, folder in steps[:5])
         raise NotFoundError(f"there are several checkpoints here: {names}", where=path, hint="Name one of them.")
     later: list[str] = []
-    for _, number, folder in sorted(steps, key=lambda step: -step[1]):
+    for _, _, folder in sorted(steps, key=lambda step: -step[1]):
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
             newest = Notice(f"{printable(folder.name)} is read, the newest of {len(steps)} checkpoints here")
             broken = (Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE),) if later else ()
             folders = find(folder)
             return FoundFolders(
-                folders.members, (*((newest,) if len(steps) > 1 else ()), *broken, *folders.notices), number
+                folders.members,
+                (*((newest,) if len(steps) > 1 else ()), *broken, *folders.notices),
+                _number(folder.name),
             )
         later.append(printable(folder.name))
     raise IncompleteError(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)
@@ -182,7 +188,7 @@ def _steps(path: Path) -> list[tuple[str, int, Path]]:
 
 def _number(name: str) -> int | None:
     match = _STEP.fullmatch(name)
-    return int(match[2]) if match else None
+    return int(match[2]) if match and _NAMED_STEP.fullmatch(match[1]) else None
 
 
 def stale_files(folder: Path, named: Collection[str]) -> Iterator[str]:

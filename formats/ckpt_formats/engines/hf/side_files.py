@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_formats.containers.contents import HEAD_NBYTES, check_content
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import CorruptError
@@ -38,7 +39,9 @@ def read_side_files(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Sour
         with open_regular(file) as opened:
             nbytes = opened.seek(0, 2)
         if file.name in _TYPED:
-            values[file.name] = parse_json_object(read_whole(file, _MAX_TYPED_BYTES), file)
+            content = read_whole(file, _MAX_TYPED_BYTES)
+            check_content(content[:HEAD_NBYTES], file)
+            values[file.name] = parse_json_object(content, file)
         elif nbytes <= MAX_FILE_BYTES and total + nbytes <= MAX_TOTAL_BYTES:
             total += nbytes
             values[file.name] = _value(file, nbytes)

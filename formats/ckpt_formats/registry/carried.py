@@ -1,0 +1,138 @@
+"""What a checkpoint carries without reading it: one walk over its extras, whatever format and layout it has.
+
+A file next to a model, or the bytes of a file inside another one, may hold tensors, stand for a file that was never
+fetched, or be cut off. Nothing reads it, so it is named here.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_formats.containers.contents import HEAD_NBYTES, foreign_content, holds_tensors
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.core.files import read_range, read_whole
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.tensor import FileBlob
+from ckpt_formats.core.values import Record, Value
+from ckpt_formats.state_dicts.leaves import is_extra_state
+from ckpt_formats.state_dicts.run_files import PREFIX
+from ckpt_formats.state_dicts.walk import MAX_DEPTH
+
+HOLDS_TENSORS = "holds tensors in a file of its own, which is not read; carried as bytes"
+NO_JSON = "is not valid JSON, although its ending says so, and may be cut off; carried as bytes"
+
+_MAX_STAND_IN = 1 << 10
+"""Bytes: a pointer of Git LFS has at most these."""
+_MAX_JSON = 1 << 20
+_MAX_ITEMS = 200_000
+_MAX_FILES = 10_000
+_TENSOR_ENDINGS = (
+    *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".th", ".npz", ".npy", ".h5", ".hdf5", ".keras", ".gguf"),
+    *(".pdparams", ".joblib", ".msgpack", ".zip", ".tar"),
+)
+"""Endings for which it is worth a request to a store to look at a file's first bytes."""
+
+
+def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
+    """Notices that name what is carried as bytes, although it holds tensors or is not what it should be."""
+    inside = tuple(_files_in_values(checkpoint))
+    beside: list[str] = []
+    no_json: list[str] = []
+    stand_ins: dict[str, list[str]] = {}
+    for name, blob, nbytes in _bytes_of_files(checkpoint):
+        head = _head(blob, nbytes)
+        content = foreign_content(head)
+        if content is not None and content.error is CorruptError:
+            stand_ins.setdefault(content.what, []).append(name)
+        elif holds_tensors(head):
+            beside.append(name)
+        elif _is_file(blob, nbytes) and blob.path.suffix == ".json" and _is_no_json(blob.path, nbytes):
+            no_json.append(name)
+    if inside or beside:
+        yield Notice(HOLDS_TENSORS, (*inside, *beside), Weight.LOST)
+    for what, names in stand_ins.items():
+        yield Notice(what, tuple(names), Weight.LOST)
+    if no_json:
+        yield Notice(NO_JSON, tuple(no_json), Weight.UNSURE)
+
+
+def _bytes_of_files(checkpoint: Checkpoint) -> Iterator[tuple[str, FileBlob, int]]:
+    """The vectors of bytes among the extras, as (name, where they are, bytes)."""
+    count = 0
+    for name, parameter in checkpoint.parameters.items():
+        if parameter.role != "extra" or count == _MAX_FILES or is_extra_state(name):
+            continue
+        tensor = parameter.weight
+        if tensor.dtype != np.uint8 or len(tensor.shape) != 1 or len(tensor.fragments) != 1 or not tensor.nbytes:
+            continue
+        blob = tensor.fragments[0].blob
+        if isinstance(blob, FileBlob) and blob.is_packed:
+            count += 1
+            yield name.removeprefix(PREFIX), blob, tensor.nbytes
+
+
+def _head(blob: FileBlob, nbytes: int) -> bytes:
+    """The first bytes; none if they are not worth a request to a store."""
+    is_small = nbytes <= _MAX_STAND_IN
+    if isinstance(blob.path, StorePath) and not is_small and blob.path.suffix.lower() not in _TENSOR_ENDINGS:
+        return b""
+    try:
+        return read_range(blob.path, blob.offset, min(nbytes, HEAD_NBYTES))
+    except CkptError:
+        return b""  # whoever reads the values reports it
+
+
+def _is_file(blob: FileBlob, nbytes: int) -> bool:
+    return blob.offset == 0 and blob.path.stat().st_size == nbytes
+
+
+def _is_no_json(path: Path, nbytes: int) -> bool:
+    if nbytes > _MAX_JSON:
+        return False
+    try:
+        json.loads(read_whole(path, _MAX_JSON))
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _files_in_values(checkpoint: Checkpoint) -> Iterator[str]:
+    """The places in the extras, values and options at which there are the bytes of a file with tensors."""
+    seen: set[int] = set()
+    pending: list[tuple[str, Value, int]] = [(key, value, 0) for key, value in checkpoint.extras.items()]
+    for name, parameter in checkpoint.parameters.items():
+        pending += ((f"{name}.{key}", value, 0) for key, value in parameter.values.items())
+    for number, group in enumerate(checkpoint.groups):
+        pending += ((f"group {number}.{key}", value, 0) for key, value in group.options.items())
+    for _ in range(_MAX_ITEMS):
+        if not pending:
+            return
+        place, value, depth = pending.pop()
+        if is_extra_state(place):
+            continue  # modules of Transformer Engine have a pickle each
+        if isinstance(value, (bytes, bytearray)):
+            if holds_tensors(bytes(value[:HEAD_NBYTES])) and _ends_as_file(value):
+                yield place
+        elif isinstance(value, (dict, list, tuple, Record)) and depth < MAX_DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            pending += ((f"{place}{key}", item, depth + 1) for key, item in _items(value))
+
+
+def _ends_as_file(value: bytes | bytearray) -> bool:
+    """Whether bytes that begin like a pickle end like one, too: two bytes alone prove little."""
+    return value[:1] != b"\x80" or value[-1:] == b"."
+
+
+def _items(value: Value) -> Iterator[tuple[str, Value]]:
+    """The parts of a container or an object, each with what is appended to the place."""
+    if isinstance(value, Record):
+        yield from (("", part) for part in (*value.args, *value.kwargs.values(), value.state, *value.items))
+        yield from (("", part) for pair in value.mapping for part in pair)
+    elif isinstance(value, dict):
+        yield from ((f".{key}", item) for key, item in value.items())
+    else:
+        yield from ((f".{i}", item) for i, item in enumerate(value))
