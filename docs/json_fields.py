@@ -370,6 +370,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                     "all checkpoints, the newest last",
                 ),
                 "meant": ("text?", "the one that commands read if the folder is named"),
+                "latest": ("text?", "the one that a file in the folder, such as `latest`, names as the last"),
+                "newest_whole": ("text?", "the newest whose headers agree"),
             },
         ),
     ),

@@ -14,6 +14,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.registry.parents import named_by_pointer
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
     with doing(f"reading the headers of {len(inside)} checkpoints"):
         rows = [_row(path, options) for path in inside]
         meant = _meant(run, inside)
+        latest = _named_as_last(run, inside)
+    newest_whole = next((row.path for row in reversed(rows) if row.problem is None), None)
     if as_json:
         checkpoints = [
             {
@@ -46,12 +49,21 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
             }
             for row in rows
         ]
-        data({"path": str(run), "checkpoints": checkpoints, "meant": None if meant is None else meant.name})
+        data(
+            {
+                "path": str(run),
+                "checkpoints": checkpoints,
+                "meant": _name(meant),
+                "latest": _name(latest),
+                "newest_whole": _name(newest_whole),
+            }
+        )
         return
     click.echo(f"{printable(str(run))}: {len(rows)} checkpoints")
     cells = [
         (
             printable(row.path.name),
+            ", ".join(mark for mark, path in (("latest", latest), ("newest whole", newest_whole)) if path == row.path),
             "-" if row.step is None else str(row.step),
             "-" if row.nbytes is None else format_nbytes(row.nbytes),
             row.format or "-",
@@ -59,11 +71,18 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
         )
         for row in rows
     ]
-    columns.show(columns.table(("name", "step", "size", "format", "headers"), cells, right=(1, 2), breaks=(4,)))
-    if meant is None:
+    columns.show(columns.table(("name", "", "step", "size", "format", "headers"), cells, right=(2, 3), breaks=(5,)))
+    if latest is not None and latest not in (meant, newest_whole):
+        else_read = "" if newest_whole is None else f"; the newest whole one is {printable(str(newest_whole))}"
+        conclude(f"a file says that {printable(latest.name)} is the last, which is not whole{else_read}")
+    elif meant is None:
         conclude("no file says which one is the last: commands need the path of one of them")
     else:
         conclude(f"commands read {printable(meant.name)} if the folder is named")
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else path.name
 
 
 def _row(path: Path, options: ReadOptions) -> Row:
@@ -76,6 +95,14 @@ def _row(path: Path, options: ReadOptions) -> Row:
         return Row(path, format, problem=error.what)
     nbytes = sum(file.nbytes for file in checkpoint.files)
     return Row(path, format, checkpoint.step, nbytes, problems[0].what if problems else None)
+
+
+def _named_as_last(run: Path, inside: list[Path]) -> Path | None:
+    """The checkpoint that a file such as `latest` names; None if there is no such file, or it cannot be read."""
+    try:
+        return named_by_pointer(run, inside)
+    except CkptError:
+        return None
 
 
 def _meant(run: Path, inside: list[Path]) -> Path | None:

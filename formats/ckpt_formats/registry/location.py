@@ -7,14 +7,14 @@ from typing import NamedTuple
 from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
-from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import Place
-from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, share_prefix, sort_by_age
+from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, list_names, share_prefix, sort_by_age
 from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
@@ -39,7 +39,7 @@ def locate(path: Path) -> Located:
         return Located(path, _of_file(path))
     format = _of_folder(path)
     if format is not None:
-        return Located(path, format)
+        return Located(path, format, _beside_checkpoints(path, format))
     inside = find_inside(path, _is_checkpoint)
     if inside is not None:
         chosen, notice = inside
@@ -69,8 +69,11 @@ def checkpoints_in(path: Path) -> list[Path]:
         format = _of_folder(path)
     except CkptError:
         return []
-    if format is not None and format.name in _OF_FILES and (files := _models_in(path, format)):
-        return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
+    if format is not None and format.name in _OF_FILES:
+        if files := _models_in(path, format):
+            return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
+        if inside := _checkpoints_beside(path, format):
+            return [_stray_file(path, format) or path, *inside]
     if format is not None and format.name != "dcp" and not has_pointer(path):
         return []
     inside = all_inside(path, _is_checkpoint)
@@ -80,8 +83,56 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 _OF_FILES = ("hf", "safetensors", "torch-folder")
 """Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
+_STEP = re.compile(
+    r"(?:.*[._-])?(?:global[_-]?)?(?:steps?|iter|iteration|checkpoint|ckpt|epoch)[_=-]?\d+", re.IGNORECASE
+)
+_MODEL = re.compile(
+    r"(model|adapter_model|diffusion_pytorch_model|pytorch_model|consolidated|state_dict|model_state(_dict)?|weights"
+    r"|checkpoint|module)([._-].*)?\.\w+",
+    re.IGNORECASE,
+)
+"""The names of files that libraries give to the model of a folder."""
+_INDEX = re.compile(r".*\.index\..*json")
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 """In the name of a file that is a part of a model."""
+
+
+def _beside_checkpoints(path: Path, format: Format) -> tuple[Notice, ...]:
+    """A notice if a model lies in a folder beside checkpoints that are not read with it.
+
+    Raises `NotFoundError` if the model is a single file whose name does not say that it is the one that is meant.
+    """
+    inside = _checkpoints_beside(path, format)
+    if not inside:
+        return ()
+    stray = _stray_file(path, format)
+    if stray is not None:
+        raise NotFoundError(
+            f"holds the file {printable(stray.name)} and {len(inside)} checkpoints: {list_names(inside)}",
+            where=printable(str(path)),
+            hint="Name one of them; `ckpt inspect` lists them all.",
+        )
+    text = "the model in the folder itself is read, not the checkpoints in it"
+    return (Notice(text, tuple(f"{one.name}/" for one in inside), Weight.UNSURE),)
+
+
+def _checkpoints_beside(path: Path, format: Format) -> list[Path]:
+    """The checkpoints in a folder that has a model, too. Parts of that model are none of them."""
+    if format.name not in _OF_FILES:
+        return []
+    inside = all_inside(path, _is_checkpoint)
+    if _stray_file(path, format) is not None:
+        return inside
+    return [one for one in inside if _STEP.fullmatch(one.name)]
+
+
+def _stray_file(path: Path, format: Format) -> Path | None:
+    """The only file of weights in a folder, if nothing says that it is the folder's model; else None."""
+    if format.name == "hf":
+        return None
+    files = [name for name in names_in(path) if Path(name).suffix.lower() in ENDINGS]
+    alone = len(files) == 1 and not _MODEL.fullmatch(files[0]) and not any(map(_INDEX.fullmatch, names_in(path)))
+    return path / files[0] if alone else None
 
 
 def _models_in(path: Path, format: Format) -> list[Path]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
-from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.errors import CkptError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
@@ -42,8 +42,19 @@ _ROW_NBYTES = 13
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """The index of the checkpoint at a path, of any format. Reads headers only.
 
-    Its notices name files in its folder that are not read. Raises subclasses of `CkptError`.
+    Its notices name files in its folder that are not read. Raises subclasses of `CkptError`; if the path is the folder
+    of a run, the hint names its newest whole checkpoint.
     """
+    try:
+        return _opened(path, options)
+    except CkptError as error:
+        from ckpt_formats.registry.newest_whole import hint_newest_whole  # only a damaged run needs it
+
+        hint_newest_whole(path, error, lambda other: _opened(other, options))
+        raise
+
+
+def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
     if is_file := path.is_file():
         check_alone(path)
     located = locate(path)

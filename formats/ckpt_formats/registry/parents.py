@@ -45,7 +45,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
         chosen = next((folder for folder in inside if _matches_pointer(folder.name, name)), None)
         if chosen is None:
             raise IncompleteError(
-                f"`{pointer}` names {printable(name)!r}, which is not one of the checkpoints here: {_shown(inside)}",
+                f"`{pointer}` names {printable(name)!r}, which is none of the checkpoints here: {list_names(inside)}",
                 where=printable(str(path)),
                 hint="Name one of them.",
             )
@@ -60,7 +60,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
         text = f"of {len(inside)} checkpoints here, {printable(newest.name)} is read, the newest"
         return newest, Notice(text, weight=Weight.UNSURE)
     raise NotFoundError(
-        f"holds {len(inside)} checkpoints: {_shown(inside)}",
+        f"holds {len(inside)} checkpoints: {list_names(inside)}",
         where=printable(str(path)),
         hint="Name one of them; `ckpt inspect` lists them all.",
     )
@@ -87,6 +87,12 @@ def sort_by_age(paths: Sequence[Path]) -> list[Path]:
 def has_pointer(path: Path) -> bool:
     """Whether a file in the folder says which of the checkpoints in it is the last."""
     return any((path / pointer).exists() for pointer in POINTERS)
+
+
+def named_by_pointer(path: Path, inside: Sequence[Path]) -> Path | None:
+    """The checkpoint that a file such as `latest` names as the last, whole or not; None if no file names one."""
+    pointed = _read_pointer(path)
+    return None if pointed is None else next((one for one in inside if _matches_pointer(one.name, pointed[1])), None)
 
 
 def share_prefix(paths: Sequence[Path]) -> bool:
@@ -133,7 +139,8 @@ def _age_key(folder: Path) -> tuple[list[int], float, str]:
     return [int(number) for number in _NUMBERS.findall(folder.name)], folder.stat().st_mtime, folder.name
 
 
-def _shown(folders: Sequence[Path]) -> str:
+def list_names(folders: Sequence[Path]) -> str:
+    """The names of checkpoints, the newest last; of many, only the last ones."""
     names = [printable(folder.name) for folder in sorted(folders, key=_age_key)]
     omitted = f"{len(names) - _MAX_NAMED:,} others, " if len(names) > _MAX_NAMED else ""
     return omitted + ", ".join(names[-_MAX_NAMED:])

@@ -54,6 +54,8 @@ class FoundFolders:
     notices: tuple[Notice, ...] = ()
     step: int | None = None
     """The step in the folder's name."""
+    chosen: Path | None = None
+    """The folder that was chosen of several steps; None if there was no choice."""
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -69,8 +71,8 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def find(path: Path) -> FoundFolders:
-    """The checkpoint at a path.
+def find(path: Path, incomplete: Collection[Path] = ()) -> FoundFolders:
+    """The checkpoint at a path; of several steps, the newest that is not among the `incomplete` ones.
 
     Raises `IncompleteError` if the save did not finish, `NotFoundError` if there are several.
     """
@@ -87,7 +89,7 @@ def find(path: Path) -> FoundFolders:
             return FoundFolders(
                 tuple(_member(path / name) for name in ACCELERATE if (path / name).is_dir()), (), _number(path.name)
             )
-        return _newest(path)
+        return _newest(path, incomplete)
     except CkptError:
         raise
     except OSError as error:
@@ -148,7 +150,7 @@ def _member(folder: Path) -> MetadataFolder:
     return MetadataFolder(folder, tuple(folder / by_rank[rank] for rank in sorted(by_rank)))
 
 
-def _newest(path: Path) -> FoundFolders:
+def _newest(path: Path, incomplete: Collection[Path]) -> FoundFolders:
     """The newest complete checkpoint of several steps. Their folders' names may differ only in the number."""
     steps = _steps(path)
     if not steps:
@@ -157,15 +159,21 @@ def _newest(path: Path) -> FoundFolders:
         names = ", ".join(printable(folder.name) for _, _, folder in steps[:5])
         raise NotFoundError(f"there are several checkpoints here: {names}", where=path, hint="Name one of them.")
     later: list[str] = []
+    lacking: list[str] = []
     for _, _, folder in sorted(steps, key=lambda step: -step[1]):
+        if folder in incomplete:
+            lacking.append(printable(folder.name))
+            continue
         if (folder / METADATA).is_file() or (folder / "__0.metadata").is_file() or _is_pair(folder):
             newest = Notice(f"{printable(folder.name)} is read, the newest of {len(steps)} checkpoints here")
-            broken = (Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE),) if later else ()
+            texts = (("newer, but the save was broken off", later), ("newer, but not complete", lacking))
+            broken = (Notice(text, tuple(names), Weight.UNSURE) for text, names in texts if names)
             folders = find(folder)
             return FoundFolders(
                 folders.members,
                 (*((newest,) if len(steps) > 1 else ()), *broken, *folders.notices),
                 _number(folder.name),
+                folder if len(steps) > 1 else None,
             )
         later.append(printable(folder.name))
     raise IncompleteError(f"the save was broken off: no {METADATA} in {', '.join(later)}", where=path)

@@ -49,8 +49,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
-    folders = find(path)
-    parts = [_read(member, options.rules, options.missing_files) for member in folders.members]
+    folders, parts = _complete(path, options)
     tree: dict[str, Value] = {}
     for part in parts:
         if duplicate := next((key for key in part.tree if key in tree), None):
@@ -81,6 +80,22 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         ItemSeals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
         (*folders.notices, *state.notices, *(n for part in parts for n in part.notices)),
     )
+
+
+def _complete(path: Path, options: ReadOptions) -> tuple[FoundFolders, list["_FolderContent"]]:
+    """The folders of a checkpoint, and their contents: of several steps, the newest of which no file is missing."""
+    incomplete: dict[Path, IncompleteError] = {}
+    while True:
+        try:
+            folders = find(path, incomplete)
+        except IncompleteError as error:
+            raise next(iter(incomplete.values()), error) from None
+        try:
+            return folders, [_read(member, options.rules, options.missing_files) for member in folders.members]
+        except IncompleteError as error:
+            if folders.chosen is None or options.missing_files:
+                raise
+            incomplete[folders.chosen] = error
 
 
 @dataclass
