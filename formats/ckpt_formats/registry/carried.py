@@ -40,7 +40,7 @@ _TENSOR_ENDINGS = (
 def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
     """Notices that name what is carried as bytes, although it holds tensors or is not what it should be."""
     inside = tuple(_files_in_values(checkpoint))
-    beside: list[str] = []
+    unread: list[str] = []
     no_json: list[str] = []
     stand_ins: dict[str, list[str]] = {}
     for name, blob, nbytes in _bytes_of_files(checkpoint):
@@ -49,11 +49,11 @@ def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
         if content is not None and content.error is CorruptError:
             stand_ins.setdefault(content.what, []).append(name)
         elif holds_tensors(head):
-            beside.append(name)
+            unread.append(name)
         elif _is_file(blob, nbytes) and blob.path.suffix == ".json" and _is_no_json(blob.path, nbytes):
             no_json.append(name)
-    if inside or beside:
-        yield Notice(HOLDS_TENSORS, (*inside, *beside), Weight.LOST)
+    if inside or unread:
+        yield Notice(HOLDS_TENSORS, (*inside, *unread), Weight.LOST)
     for what, names in stand_ins.items():
         yield Notice(what, tuple(names), Weight.LOST)
     if no_json:
