@@ -94,7 +94,7 @@ FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
 INTERRUPTED = 130
 TERMINATED = 143
-_PIPE_CLOSED = 141
+PIPE_CLOSED = 141
 
 EXIT_STATUS = {
     0: "done",
@@ -111,7 +111,7 @@ EXIT_STATUS = {
     30: "the target cannot be written",
     FAULT: "a fault of ckpt, or no memory",
     INTERRUPTED: "interrupted; run again to continue",
-    _PIPE_CLOSED: "diff: they differ, and the reader of its output has gone",
+    PIPE_CLOSED: "diff: they differ, and the reader of its output has gone",
     TERMINATED: "ended by SIGTERM; run again to continue",
 }
 """What each exit code means."""
@@ -164,7 +164,7 @@ def cli() -> None:
       11  target is being written     70  a fault of ckpt, or no memory
       20  damaged or incomplete      130  interrupted; run again to continue
       21  refused as unsafe          143  ended by SIGTERM; run again to continue
-      24  doctor: something is missing
+      24  doctor: something is missing  141  diff: they differ; its reader has gone
     """
 
 
@@ -207,7 +207,7 @@ def run() -> None:
     with suppress(OSError):
         notes.flush()
     if code == 1 and isinstance(sys.stdout, _Output) and sys.stdout.is_cut:
-        code = _PIPE_CLOSED  # by itself, 1 would say that a whole comparison was shown
+        code = PIPE_CLOSED  # by itself, 1 would say that a whole comparison was shown
     sys.exit(code)
 
 

@@ -16,7 +16,7 @@ import pytest
 from click import Context
 
 from ckpt_cli.commands.doctor import UNFIT
-from ckpt_cli.main import COMMANDS, EXIT_CODES, EXIT_STATUS, FAULT, INTERRUPTED, cli, exit_code
+from ckpt_cli.main import COMMANDS, EXIT_CODES, EXIT_STATUS, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, cli, exit_code
 from ckpt_formats.core import errors
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.megatron import MegatronDist
@@ -87,7 +87,11 @@ def test_the_table_is_complete_and_in_the_help() -> None:
     public = {kind for kind in kinds_of_error() if kind.__module__ == errors.__name__}
     assert set(EXIT_CODES) == public
     listed = {int(code) for code in re.findall(r"(?:^|\s)(\d+)  [a-z]", ckpt("--help").out)}
-    assert listed == {0, 1, 2, UNFIT, FAULT, INTERRUPTED, *EXIT_CODES.values()} == EXIT_STATUS.keys()
+    assert (
+        listed
+        == {0, 1, 2, UNFIT, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, *EXIT_CODES.values()}
+        == EXIT_STATUS.keys()
+    )
 
 
 WRONG = {
@@ -372,7 +376,7 @@ def test_a_reader_that_stops_early_is_no_error(arguments: list[str], universal: 
 def test_a_reader_that_stops_early_does_not_hide_the_exit_code() -> None:
     for arguments, code in (
         (["verify", SAMPLES / "damaged" / "flipped-bit"], 20),
-        (["diff", SAMPLES / "universal-1-delta@10", SAMPLES / "universal-1-delta@11", "--top", "0"], 1),
+        (["diff", SAMPLES / "universal-1-delta@10", SAMPLES / "universal-1-delta@11", "--top", "0"], PIPE_CLOSED),
     ):
         line = " ".join(map(str, [*CKPT, *arguments]))
         script = f"set -o pipefail; {{ sleep 0; {line}; }} | true"
