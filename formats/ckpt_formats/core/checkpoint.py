@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Array, Tensor
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, brief
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
 ErrorFigures = Mapping[str, Value]
@@ -99,6 +100,11 @@ class SourceFile:
     rank: Mapping[str, int] = field(default_factory=dict)
 
 
+_DEGREES = ("tp", "pp", "dp", "ep", "etp", "vpp", "world", "zero_stage", "experts")
+"""The entries of a layout that are numbers: of ranks, of what is divided among them, and the stage of ZeRO."""
+_MAX_RANKS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Origin:
     """Which engine wrote the checkpoint, at which step, and with which layout over ranks."""
@@ -107,6 +113,13 @@ class Origin:
     version: str | None = None
     step: int | None = None
     layout: Mapping[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise `CorruptError` for a number of ranks that is none: files state them, and targets are made by them."""
+        for name in _DEGREES:
+            value = self.layout.get(name)
+            if not (value is None or (type(value) is int and 0 <= value <= _MAX_RANKS)):
+                raise CorruptError(f"origin.layout: `{name}` is {brief(value)}, but must be from 0 to {_MAX_RANKS:,}")
 
 
 @dataclass(frozen=True)

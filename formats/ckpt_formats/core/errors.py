@@ -92,6 +92,10 @@ class NoSpaceError(OutputError):
     """The disk that holds the target is full."""
 
 
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
+"""What Python raises for values of another form than the code expects."""
+
+
 @contextmanager
 def at_tensor(name: str) -> Iterator[None]:
     """Within, an error that names no place gets the tensor for its place. `name` must be printable."""
@@ -111,7 +115,7 @@ def form_of(what: str, where: Path) -> Iterator[None]:
         yield
     except CkptError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CorruptError(
             f"the files lack the form of {what}: {flaw(error)}",
             where=where,

@@ -386,6 +386,11 @@ class Tensor(Blob):
     """A tuple, or `ComputedFragments`."""
     replicas: tuple["Tensor", ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise `CorruptError` for a shape that no array can have, although it has no elements."""
+        if 0 in self.shape and prod(n or 1 for n in self.shape) * self.dtype.itemsize >= 1 << 63:
+            raise CorruptError(f"a tensor of shape {list(self.shape)} of {self.dtype.name} is none that can be")
+
     @classmethod
     def of(cls, blob: Blob) -> "Tensor":
         """A tensor that is one blob."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
-from ckpt_formats.core.errors import CkptError, NotFoundError
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, form_of
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
@@ -59,7 +59,12 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
         check_alone(path)
     located = locate(path)
     format = located.format
-    checkpoint = identified(lambda: _sealed(located, options or ReadOptions()))
+    try:
+        with form_of(format.name, path):  # the last guard: readers name the place where they can
+            checkpoint = identified(lambda: _sealed(located, options or ReadOptions()))
+    except CorruptError as error:
+        error.where = error.where or printable(str(path))
+        raise
     if not checkpoint.parameters and format.name not in _OURS:
         raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
     _check_folders(checkpoint, located)
