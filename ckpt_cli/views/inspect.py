@@ -68,7 +68,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
-    laid_out = ", ".join(f"{key} {value}" for key, value in origin.layout.items() if value is not None)
+    laid_out = ", ".join(f"{key} {brief(value)}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
     click.echo(f"layout      {printable(laid_out) or 'not sharded'}")

@@ -8,6 +8,7 @@ from ckpt.compare.groups import grouped, layer_of, role_of
 from ckpt.compare.pairs import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
 
@@ -62,7 +63,7 @@ def _row(pair: TensorDiff) -> dict[str, Any]:
 
 def _layout(source: Checkpoint) -> str:
     layout = {key: value for key, value in source.origin.layout.items() if isinstance(value, (int, str))}
-    return ", ".join(f"{key} {value}" for key, value in layout.items())
+    return ", ".join(f"{key} {brief(value)}" for key, value in layout.items())
 
 
 def _plain(figure: float | None, sums: DiffSums) -> float | None:

@@ -41,8 +41,8 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 _SIMPLE_TYPE = re.compile(r"[<>|=]?[?bBhHiIlLqQefdgFDGcmMSUaV]\d{0,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 """What NumPy calls its own types that are not structured: its parser takes whole programs of commas and brackets."""
 _MAX_AXES = 32
-_MAX_DIGITS = 2050
-"""Characters of an integer: one of 1,024 bytes, as in pickles. Python makes no decimal text of much longer ones."""
+_MAX_DIGITS = 1 << 20
+"""Characters of an integer."""
 
 
 def encode(value: Value) -> Any:

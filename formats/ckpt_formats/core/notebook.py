@@ -77,7 +77,7 @@ def of_checkpoint(checkpoint: "Checkpoint") -> str:
         states = table_of(parameters.values(), lambda: False, lambda tensor: (0, ()))
     origin, model = checkpoint.origin, states.role != ROLES.index("extra")
     elements, nbytes = states.elements[states.weight], states.of_parameters(states.nbytes)
-    layout = [f"{key} {value}" for key, value in origin.layout.items() if value is not None]
+    layout = [f"{key} {brief(value)}" for key, value in origin.layout.items() if value is not None]
     approximate = [f"{len(checkpoint.errors):,} states are approximate"] if checkpoint.errors else []
     facts = [
         f"{origin.engine} {origin.version or ''}".strip(),

@@ -29,6 +29,8 @@ BY_ORDER = (
 """The notice if only the order decided."""
 _FIRST_VALUES = 64
 _MAX_STEPS = 2_000_000
+_GROUPS_OF_A_STEP = 64
+"""A step of the search with more groups than these counts as several: it copies a place in each."""
 
 
 @dataclass(slots=True)  # not frozen, like the tensor
@@ -118,34 +120,40 @@ def only_assignment(
     solutions: list[list[Assignment]] = []
     dead_ends: set[Place] = set()
     path: list[Assignment | None] = []
-    # Depth first, with an explicit stack of: a place, the next choice to try, the number of solutions before it.
-    stack: list[tuple[Place, int, int]] = [((0, (0,) * len(groups)), 0, 0)]
+    # Depth first, with an explicit stack of: a place, what is left of all groups there in parameters and in elements
+    # of flat masters, the next choice to try, the number of solutions before it.
+    left = (
+        sum(group.end for group in groups if group.flat is None),
+        sum(group.end for group in groups if group.flat is not None),
+    )
+    stack: list[tuple[Place, tuple[int, int], int, int]] = [((0, (0,) * len(groups)), left, 0, 0)]
     choices = len(groups) + skips
-    visited = 0
+    visited, cost = 0, 1 + len(groups) // _GROUPS_OF_A_STEP
     with Reader(check=False) as reader:
         while stack and len(solutions) < 2 and visited < _MAX_STEPS:
-            place, choice, known_count = stack.pop()
+            place, left, choice, known_count = stack.pop()
             i, at = place
-            visited += 1
-            ended = choice == 0 and all(group.end == a for group, a in zip(groups, at, strict=True))
+            visited += cost
+            ended = choice == 0 and left == (0, 0)
             if ended:
                 solutions.append([match for match in path if match is not None])
             # Without this check, all pairs of equal layers of a deep model would be tried.
-            parameters = sum(group.end - a for group, a in zip(groups, at, strict=True) if group.flat is None)
-            late = choice == 0 and parameters > len(module) - i
+            late = choice == 0 and left[0] > len(module) - i
             if ended or late or i == len(module) or choice == choices or (choice == 0 and place in dead_ends):
                 if len(solutions) == known_count:
                     dead_ends.add(place)
                 if path:
                     path.pop()
                 continue
-            stack.append((place, choice + 1, known_count))
+            stack.append((place, left, choice + 1, known_count))
             if choice == len(groups):
                 path.append(None)
-                stack.append(((i + 1, at), 0, len(solutions)))
+                stack.append(((i + 1, at), left, 0, len(solutions)))
             elif (end := groups[choice].after(at[choice], module[i].tensor, reader)) is not None:
                 path.append(Assignment(choice, at[choice], end, module[i].name))
-                stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), 0, len(solutions)))
+                taken, (parameters, elements) = end - at[choice], left
+                rest = (parameters - taken, elements) if groups[choice].flat is None else (parameters, elements - taken)
+                stack.append(((i + 1, (*at[:choice], end, *at[choice + 1 :])), rest, 0, len(solutions)))
     return solutions[0] if len(solutions) == 1 and visited < _MAX_STEPS else None
 
 
