@@ -13,6 +13,7 @@ from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
@@ -30,7 +31,7 @@ half minute."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Checked):
     """Writes a checkpoint once: `plan` returns what will be written, `run` writes it."""
 
     source: Checkpoint

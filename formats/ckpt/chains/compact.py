@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from ckpt.chains.append import folder_name, last_base
 from ckpt.chains.carried import CarriedState, carry
@@ -12,6 +13,7 @@ from ckpt.chains.places import ChainPlace, changed
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress, load_kernels
 from ckpt.pipeline import Resources
+from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice
@@ -21,16 +23,25 @@ from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_m
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
 from ckpt_formats.universal.unchanged import EarlierMember
 
+KeepPolicy = Annotated[
+    str,
+    Admits(
+        "last:N, every:N, all, or steps with commas",
+        re.compile(r"all|(last|every):[1-9][0-9]{0,17}|[0-9]{1,18}(,[0-9]{1,18})*").fullmatch,
+    ),
+]
+"""Which states stay, as a text."""
+
 
 @dataclass(frozen=True)
-class Retention:
+class Retention(Checked):
     """Which states and segments stay in a chain."""
 
-    keep: tuple[str, ...] = ("all",)
+    keep: tuple[KeepPolicy, ...] = ("all",)
     """Policies of states: `all`, `last:N`, `every:N`, or steps with commas."""
-    gradients: int | None = None
+    gradients: Count | None = None
     """How many segments of the log, the last ones; None: all."""
-    upto: int | None = None
+    upto: Count | None = None
     """The last step that stays; None: all stay."""
 
 

@@ -6,7 +6,9 @@ A block is a box of a parameter. A copy of it that another rank saved is as good
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
 from ckpt_formats.core.geometry import Box, missing
@@ -23,13 +25,13 @@ LostBlocks = Mapping[tuple[str, str], tuple[Box, ...]]
 
 
 @dataclass(frozen=True)
-class RankSet:
+class RankSet(Checked):
     """Ranks whose files are lost: numbers along one dimension, such as `dp` or `tp`.
 
     `dimension` None: the only one in which files of the checkpoint differ, such as `rank` in DCP.
     """
 
-    numbers: tuple[int, ...]
+    numbers: Annotated[tuple[Count, ...], Admits("numbers of ranks", len)]
     dimension: str | None = None
 
 

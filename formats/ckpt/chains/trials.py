@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
 from pathlib import Path
+from typing import Annotated
 
 from ckpt.job import Job
 from ckpt.pipeline import Resources
 from ckpt.pipeline.folder_staging import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
+from ckpt_formats.core.arguments import Admits, Checked, Range
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import ReadOptions
@@ -43,11 +45,11 @@ def _ignore(trial: Trial) -> None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Checked):
     """The user's own measure of a state: a command whose last line of output is a loss."""
 
-    command: tuple[str, ...]
-    max_increase: float
+    command: Annotated[tuple[str, ...], Admits("the words of a command", len)]
+    max_increase: Annotated[float, Range(0)]
     """By how much the loss may increase."""
     on_trial: Callable[[Trial], None] = field(default=_ignore, compare=False)
     """Called after each trial."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from ckpt import pipeline
 from ckpt.chains import costs
@@ -18,14 +18,15 @@ from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
+from ckpt_formats.core.arguments import Checked, Positive, Range
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
-from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.rules import safe_pattern
+from ckpt_formats.core.rules import Pattern
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -42,14 +43,14 @@ from ckpt_formats.universal.unchanged import EarlierMember
 
 
 @dataclass(frozen=True)
-class DeltaPolicy:
+class DeltaPolicy(Checked):
     """How states are appended to a chain: with which codec, and which of them are bases."""
 
     codec: DeltaCodec | str = AUTO
     """A delta codec, or its text, such as `subspace:step_size=0.5`; `auto` is the best lossless one."""
-    exact: tuple[str, ...] = ()
+    exact: tuple[Pattern, ...] = ()
     """Patterns of the names of parameters in which nothing may be lost."""
-    base_every: int | None = None
+    base_every: Positive | None = None
     """A base after so many members; None: only the first state is one."""
     base_by_cost: bool = False
     """A base also where replaying the deltas since the last one would take longer than 4 times writing a state."""
@@ -62,28 +63,23 @@ class DeltaPolicy:
     tip: bool = False
     """Store the last state also without a parent, so that the next append and `restore` replay nothing. Of a chain
     whose last state is approximate this is always so."""
-    partial: float | None = None
+    partial: Annotated[float, Range(0, 1, above=True)] | None = None
     """Of deltas, save only the blocks that moved most since they were saved, up to this share of all bytes; the others
     stay as they are in the last state (`ckpt.chains.block_changes`). Bases have all blocks."""
 
     def __post_init__(self) -> None:
-        if self.partial is not None and not 0 < self.partial <= 1:
-            raise UnsupportedError(
-                f"the share of a partial save (--partial) is above 0 and at most 1, not {self.partial}"
-            )
-        for pattern in self.exact:
-            safe_pattern(pattern, "exact (--exact)")
+        super().__post_init__()
         self.delta_codec  # noqa: B018  # raises if the codec does not exist
 
     @property
     def delta_codec(self) -> DeltaCodec:
-        """The codec of deltas. Raises `UnsupportedError` if it does not exist."""
+        """The codec of deltas. Raises `InvalidArgumentError` if it does not exist."""
         if isinstance(self.codec, DeltaCodec):
             return self.codec
         try:
             return parse_delta(DEFAULT_DELTA if self.codec == AUTO else self.codec)
         except CodecError as error:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"codec {self.codec!r:.80}: {error}", hint="Without `codec` (--codec), nothing is lost."
             ) from None
 
@@ -122,7 +118,7 @@ class DeltaPolicy:
 
 
 @dataclass(frozen=True)
-class AppendResult:
+class AppendResult(Checked):
     """A state that was written, as the chain lists it."""
 
     member: Member

@@ -19,6 +19,7 @@ from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
@@ -67,7 +68,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Checked):
     """The pairs that were compared, and all other differences."""
 
     pairs: tuple[TensorDiff, ...]

@@ -11,13 +11,14 @@ from ckpt.copying.verbatim import Verbatim
 from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.targets import check_target
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import source_path, target_path
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Checked):
     """A copy of a checkpoint or a chain: `plan` returns what will be written, `run` writes it.
 
     `source` and `target` are in the file system or in stores. An equal copy continues where this one stopped.

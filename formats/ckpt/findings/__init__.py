@@ -17,6 +17,7 @@ from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_codecs import Rounded
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
@@ -52,7 +53,7 @@ _MAX_CHUNKS = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Checked):
     """A problem: its description, its file, and the tensors that it affects."""
 
     kind: Kind

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
@@ -14,6 +14,7 @@ from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.targets import check_target, open_staging
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
+from ckpt_formats.core.arguments import Checked, Count, Range
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import (
     CkptError,
@@ -62,17 +63,17 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Checked):
     """What a job wrote."""
 
     target: Path
-    files: int
-    nbytes: int
-    resumed: int
+    files: Count
+    nbytes: Count
+    resumed: Count
     """Files that an earlier, interrupted run wrote."""
-    checksums: int
+    checksums: Count
     """Checksums of the source that were verified while it was read."""
-    seconds: float
+    seconds: Annotated[float, Range(0)]
     pending: str = ""
     """What other shards have yet to do before the target is there; empty if it is."""
     changed: tuple[ChangedTensor, ...] = ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.pipeline.shard import Shard
+from ckpt_formats.core.arguments import Checked, Positive, Workers
 from ckpt_formats.core.bands import BAND
 from ckpt_formats.core.files import files_each, max_workers
 from ckpt_formats.core.transfer import SLAB
@@ -14,11 +15,11 @@ _MAX_GROUP = 64
 
 
 @dataclass(frozen=True)
-class Resources:
+class Resources(Checked):
     """How much of the machine to use, or which other machines."""
 
-    workers: int = 2
-    memory: int = 256 << 20
+    workers: Workers = 2
+    memory: Positive = 256 << 20
     """Bytes of tensor data that all workers together hold in memory. Of what is read from stores, half of it is for
     ranges that were requested before they are read, and a quarter for blocks that small reads share."""
     locks: bool = True

@@ -1,39 +1,44 @@
 """What a run costs: the figures that a plan is computed from. Each class refuses figures that make no sense."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.arguments import Checked, Range
+from ckpt_formats.core.errors import InvalidArgumentError
 
 _MAX_SECONDS = 1e12
 """No duration of a run is longer: thirty thousand years."""
 _MAX_AMOUNT = 1e30
 """Of bytes, parameters, and either a second."""
+_Seconds = Annotated[float, Range(0, _MAX_SECONDS)]
+_Duration = Annotated[float, Range(0, _MAX_SECONDS, above=True)]
+_Amount = Annotated[float, Range(0, _MAX_AMOUNT)]
+_Rate = Annotated[float, Range(0, _MAX_AMOUNT, above=True)]
 
 
 @dataclass(frozen=True)
-class RunCosts:
+class RunCosts(Checked):
     """A run that stores bases. All fields are in seconds.
 
-    Raises `UnsupportedError` for a figure that is negative or not finite, and for failures that come faster than
+    Raises `InvalidArgumentError` for a figure that is negative or not finite, and for failures that come faster than
     restarts.
     """
 
-    step: float
+    step: _Duration
     """The time of a step, without checkpoints and without a log."""
-    mtbf: float
+    mtbf: _Duration
     """The mean time between failures of the whole job, not of one machine."""
-    base_stall: float
+    base_stall: _Seconds
     """The time that training stops for a base."""
-    restart: float = 0.0
+    restart: _Seconds = 0.0
     """The time from a failure to the first new step, with loading the base and without the replay of logged steps."""
-    base_delay: float = 0.0
+    base_delay: _Seconds = 0.0
     """The time after its stall until a base can be restored: the rest of it is written in the background."""
 
     def __post_init__(self) -> None:
-        _check(self, _MAX_SECONDS, positive=("step", "mtbf"))
+        super().__post_init__()
         if self.mtbf <= self.restart:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"a restart takes {self.restart:g} s, but a failure comes every {self.mtbf:g} s: the run would hardly "
                 "ever make a step",
                 where="restart",
@@ -42,45 +47,38 @@ class RunCosts:
 
 
 @dataclass(frozen=True)
-class LogCosts:
-    """What a log of gradients adds to a run. Raises `UnsupportedError` for a figure that is negative or not finite."""
+class LogCosts(Checked):
+    """What a log of gradients adds to a run. Raises `InvalidArgumentError` for a negative or infinite figure."""
 
-    replay: float
+    replay: _Seconds
     """Seconds to replay one step: to read, decode and apply its gradients."""
-    slowdown: float = 0.0
+    slowdown: _Seconds = 0.0
     """The share by which recording slows each step: 0.01 for 1 %."""
-    flush_stall: float = 0.0
+    flush_stall: _Seconds = 0.0
     """Seconds that training stops for a flush of the log."""
-
-    def __post_init__(self) -> None:
-        _check(self, _MAX_SECONDS)
 
 
 @dataclass(frozen=True)
-class DataRates:
+class DataRates(Checked):
     """How many bytes a run writes, and how fast. None: not known, so not limited and not reported.
 
-    Raises `UnsupportedError` for a figure that is negative or not finite.
+    Raises `InvalidArgumentError` for a figure that is negative or not finite.
     """
 
-    base_nbytes: float | None = None
+    base_nbytes: _Amount | None = None
     """The stored bytes of a base."""
-    step_nbytes: float | None = None
+    step_nbytes: _Amount | None = None
     """The bytes that a step adds to the log, of all ranks."""
-    write_rate: float | None = None
+    write_rate: _Rate | None = None
     """Bytes a second that can be written, by all ranks together."""
-    read_rate: float | None = None
+    read_rate: _Rate | None = None
     """Bytes a second that can be read while a log is replayed."""
-    parameters: float | None = None
+    parameters: _Rate | None = None
     """The number of parameters that the optimizer steps."""
-    replay_rate: float | None = None
+    replay_rate: _Rate | None = None
     """Parameters a second that one core replays."""
-    cores: float = 1.0
+    cores: _Rate = 1.0
     """The number of cores that replay."""
-
-    def __post_init__(self) -> None:
-        positive = ("write_rate", "read_rate", "parameters", "replay_rate", "cores")
-        _check(self, _MAX_AMOUNT, positive)
 
     @property
     def replay_parts(self) -> tuple[float | None, float | None]:
@@ -97,18 +95,3 @@ class DataRates:
 
 def _quotient(amount: float | None, rate: float | None) -> float | None:
     return None if amount is None or rate is None else amount / rate
-
-
-def _check(costs: RunCosts | LogCosts | DataRates, largest: float, positive: tuple[str, ...] = ()) -> None:
-    """Raise `UnsupportedError` unless all fields are finite, at most `largest`, and not negative; or above 0."""
-    for one in fields(costs):
-        value = getattr(costs, one.name)
-        if value is None:
-            continue
-        bound = "above 0" if one.name in positive else "0 or more"
-        if not math.isfinite(value) or value < 0 or value > largest or (value == 0 and one.name in positive):
-            raise UnsupportedError(
-                f"{value!r} cannot be the value of `{one.name}`: it must be a number {bound}, at most {largest:g}",
-                where=one.name,
-                hint="Durations are in seconds, amounts in bytes or parameters, rates in either a second.",
-            )

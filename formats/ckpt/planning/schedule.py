@@ -11,6 +11,7 @@ from ckpt.planning.waste import (
     expected_seconds_logged,
     young_seconds,
 )
+from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import UnsupportedError
 
 DAY = 86_400.0
@@ -19,12 +20,12 @@ _HOPELESS = 0.999
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Checked):
     """When a run stores what: the intervals, and what is expected of them."""
 
-    base_steps: int
+    base_steps: Count
     """Steps between bases."""
-    flush_steps: int | None
+    flush_steps: Count | None
     """Steps between flushes of the log; None without a log."""
     waste: float
     """The share of time that does not advance the run: recording, stalls, restarts, replay, and steps done again."""
@@ -39,7 +40,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class FailurePlan:
+class FailurePlan(Checked):
     """The best schedules of a run, and the intervals of Young and Daly to compare them with."""
 
     run: RunCosts
@@ -53,11 +54,11 @@ class FailurePlan:
     """Without a log, at Young's interval."""
     daly: Schedule
     """Without a log, at Daly's interval."""
-    min_base_steps: int
+    min_base_steps: Count
     """Steps in which a base can be written, without a log: the interval is not shorter."""
-    min_logged_steps: int
+    min_logged_steps: Count
     """The same with a log, which uses a part of the write rate."""
-    replay_cores: int | None
+    replay_cores: Count | None
     """The cores that replay steps as fast as the run takes them, as a shadow of the run must; None: not known."""
 
     @property

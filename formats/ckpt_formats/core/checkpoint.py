@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Seal
@@ -16,6 +17,7 @@ from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.values import Value, brief
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
+_ROLES = get_args(Role)
 ErrorFigures = Mapping[str, Value]
 """The errors of approximate values, promised and measured: numbers by name."""
 OLDER = "older"
@@ -30,7 +32,7 @@ MODEL = "param"
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(Checked):
     """One named tensor of the model, with its optimizer states.
 
     `states` maps `fp32` (the master), `param` (the model's copy), and the
@@ -43,6 +45,12 @@ class Parameter:
     role: Role
     states: Mapping[str, Tensor]
     values: Mapping[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A checkpoint has hundreds of thousands: nearly all pass here.
+        usual = type(self.name) is str and type(self.states) is dict and type(self.values) is dict
+        if not (usual and type(self.role) is str and self.role in _ROLES):
+            super().__post_init__()
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +159,7 @@ class Opened(Edit):
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint(Mapping[str, Parameter]):
+class Checkpoint(Checked, Mapping[str, Parameter]):
     """The index of a checkpoint: parameters by name. To read one opens headers, never tensor data.
 
     As a mapping, it has the parameters of the model, without those of the role `extra`;

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 AUTO = "auto"
 """Instead of the name of a codec: the best codec for each state."""
@@ -25,7 +25,10 @@ class EncodingOptions:
 
     @classmethod
     def of(cls, codec: str, level: Level = "default", check: bool = True) -> "EncodingOptions":
-        """The options for `auto`, or for one codec by its text. Raises `UnsupportedError` if it is unknown or lossy."""
+        """The options for `auto`, or for a codec by its text.
+
+        Raises `InvalidArgumentError` if it is unknown or lossy.
+        """
         from ckpt_codecs import CodecError, Rounded
         from ckpt_codecs.registry import parse
 
@@ -34,9 +37,9 @@ class EncodingOptions:
         try:
             parsed = parse(codec)
         except CodecError as error:
-            raise UnsupportedError(f"--codec: {error}", hint=_HINT) from None
+            raise InvalidArgumentError(f"--codec: {error}", hint=_HINT) from None
         if not parsed.lossless:
-            raise UnsupportedError(f"--codec: {parsed.name} changes values, and compress must not", hint=_HINT)
+            raise InvalidArgumentError(f"--codec: {parsed.name} changes values, and compress must not", hint=_HINT)
         if isinstance(parsed, Rounded):
-            raise UnsupportedError("--codec: a copy that is its master, rounded, is always detected", hint=_HINT)
+            raise InvalidArgumentError("--codec: a copy that is its master, rounded, is always detected", hint=_HINT)
         return cls(parsed.config(), level, check)

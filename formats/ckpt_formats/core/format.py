@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader, Seal
@@ -47,7 +48,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True)
-class FilePlan:
+class FilePlan(Checked):
     """One file that will be written, with all that is needed to write it, in any process.
 
     A file may be planned by its coordinates only. Then `content` is a small dataclass of numbers, `parameters` and
@@ -59,7 +60,7 @@ class FilePlan:
     parameters: tuple[Parameter, ...] = ()
     content: object = None
     """The rest of the file's content: a small frozen dataclass of the format, one class for each kind of file."""
-    size: int | None = None
+    size: Count | None = None
     """Bytes of the file, if they are known and are not the sum of the parameters."""
     role: str = "all"
     rank: Mapping[str, int] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class FileLayouts(ABC):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Checked):
     """The files that will be written, and what the user should know before."""
 
     files: tuple[FilePlan, ...]
@@ -184,10 +185,11 @@ class Format(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WritableFormat(Format):
+class WritableFormat(Checked, Format):
     """A format that can also be written, in three steps: plan, write each file, commit.
 
-    A format is a frozen dataclass, and its fields are its options. None means: as in the source.
+    A format is a frozen dataclass, and its fields are its options. None means: as in the source. Values that an option
+    cannot have raise `InvalidArgumentError` when the format is constructed (`core.arguments`).
 
     `plan` has no side effects. `write` changes only its own file; calls may come in any
     order, and again. `commit` runs once, last, and writes the file by which `detect`

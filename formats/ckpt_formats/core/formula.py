@@ -6,10 +6,10 @@ Formulas come from untrusted files, so the language has nothing else.
 
 import re
 from collections.abc import Mapping
+from typing import Annotated
 
+from ckpt_formats.core.arguments import Admits, Count
 from ckpt_formats.core.errors import RulesError
-
-Formula = int | str
 
 _FORMULA = re.compile(r"[a-z0-9_]+(?: *[*+] *[a-z0-9_]+)*")
 _MAX_CHARACTERS = 500
@@ -21,6 +21,9 @@ def is_formula(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= _MAX_CHARACTERS and not value.isdecimal() and _FORMULA.fullmatch(value) is not None
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+Formula = Count | Annotated[str, Admits("a formula of the model's sizes", is_formula)]
 
 
 def evaluate(formula: Formula, sizes: Mapping[str, int], whose: str) -> int:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from ckpt_formats.core.errors import RulesError
+from ckpt_formats.core.arguments import Checked, Count, Positive
+from ckpt_formats.core.errors import InvalidArgumentError, RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.name_patterns import full_match
@@ -33,7 +34,7 @@ class ShardBlock:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Checked):
     """How the tensors whose names match `pattern` are sharded over tensor-parallel ranks.
 
     sharded     along `axis`. `fused` states the parts that are concatenated along that
@@ -58,10 +59,10 @@ class Rule:
 
     pattern: str
     how: Partitioning = "sharded"
-    axis: int = 0
-    fused: int | tuple[Formula, ...] = 1
+    axis: Count = 0
+    fused: Positive | tuple[Formula, ...] = 1
     widths: tuple[tuple[int, ...], ...] = ()
-    vocabulary: int | None = None
+    vocabulary: Count | None = None
     shape: Shape | None = None
     blocks: tuple[tuple[ShardBlock, ...], ...] = ()
     origin: str = "built in"
@@ -71,6 +72,13 @@ class Rule:
     over: ParallelGroup = "tensor"
     when: str | None = None
     """A size of the model, such as `gated`: the rule only applies if it is not zero."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            re.compile(self.pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InvalidArgumentError(f"{self.pattern[:60]!r} is not a regular expression: {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for the parameter of this name."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.text import printable
 
 MAX_NAMES = 5
@@ -22,7 +23,7 @@ class Weight(IntEnum):
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Checked):
     """One sentence, without a full stop, and the names (of tensors, files, keys) that it ends with.
 
     >>> print(Notice("not read", ("a.bin", "b.bin")))

@@ -22,8 +22,9 @@ fused = ["ffn", "ffn"]      # formulas of the sizes that the checkpoint states
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+from ckpt_formats.core.arguments import Admits
 from ckpt_formats.core.errors import CkptError, RulesError, UnsafeError
 from ckpt_formats.core.files import read_settings
 from ckpt_formats.core.formula import is_formula
@@ -102,6 +103,17 @@ def safe_pattern(pattern: str, origin: str) -> str:
     """
     check_pattern(pattern, origin)
     return pattern
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(safe_pattern(text, "") == text)
+    except CkptError:
+        return False
+
+
+Pattern = Annotated[str, Admits("a regular expression that is matched in reasonable time", _is_pattern)]
+"""A text that is searched in the names of parameters."""
 
 
 def _rule(table: Any, where: str) -> Rule:

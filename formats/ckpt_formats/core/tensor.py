@@ -17,6 +17,7 @@ import numpy as np
 
 from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
+from ckpt_formats.core.arguments import check_fields
 from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError
@@ -387,7 +388,10 @@ class Tensor(Blob):
     replicas: tuple["Tensor", ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `CorruptError` for a shape that no array can have, although it has no elements."""
+        """Raise `InvalidArgumentError` for wrong fields, `CorruptError` for a shape that no array can have."""
+        usual = type(self.shape) is tuple and isinstance(self.dtype, np.dtype) and type(self.replicas) is tuple
+        if not (usual and type(self.fragments) is tuple):
+            check_fields(self)
         if 0 in self.shape and prod(n or 1 for n in self.shape) * self.dtype.itemsize >= 1 << 63:
             raise CorruptError(f"a tensor of shape {list(self.shape)} of {self.dtype.name} is none that can be")
 

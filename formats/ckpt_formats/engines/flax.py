@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from ckpt_formats.containers.msgpack import MAX_DEPTH, array_pieces, map_header, read_tree, text_bytes
 from ckpt_formats.containers.safetensors import is_natural
@@ -51,7 +52,7 @@ class Flax(WritableFormat):
     name = "flax"
     summary = "model weights: a .msgpack file of Flax"
 
-    separator: str | None = None
+    separator: Literal[".", "/", ""] | None = None
     """Where names are split into keys of nested dicts: `.`, `/`, or nowhere (`""`); None: as the source, else `.`."""
 
     def detect(self, path: Path) -> bool:

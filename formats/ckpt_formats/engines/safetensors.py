@@ -18,6 +18,7 @@ from ckpt_formats.containers.safetensors_shards import (
     write_weights,
 )
 from ckpt_formats.containers.shard_index import index_text, numbered_names
+from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, OriginalForm, Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -37,7 +38,7 @@ class Safetensors(WritableFormat):
     name = "safetensors"
     summary = "model weights: a .safetensors file, or a folder of them with an index"
 
-    shard_nbytes: int = 5 << 30
+    shard_nbytes: Positive = 5 << 30
     """Bytes: about how large each file of a folder becomes."""
     single_file: bool = False
     """Write one file instead of a folder. A target that ends in .safetensors implies it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
+from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFigures, Parameter, SourceFile
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
@@ -22,7 +23,7 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
-from ckpt_formats.universal.manifest import Manifest, PackFiles, Parent, pack_file, pack_path
+from ckpt_formats.universal.manifest import ContentId, Manifest, PackFiles, Parent, pack_file, pack_path
 from ckpt_formats.universal.pack_seals import pack_parts
 from ckpt_formats.universal.shared_packs import with_packs
 from ckpt_formats.universal.single_file import is_single
@@ -96,12 +97,16 @@ class Universal(WritableFormat):
     """The level of compression: a higher one needs more time."""
     check: bool = True
     """Whether encoded values are decoded and compared before they are stored."""
-    content: str | None = None
+    content: ContentId | None = None
     """The content id that the result must have, if it is known: that of the source, if no values change."""
-    pack_nbytes: int = PACK_NBYTES
+    pack_nbytes: Positive = PACK_NBYTES
     """The most bytes of values in a pack with more than one parameter. A parameter is never divided."""
     single_file: bool = False
     """Whether everything is in one file. A target whose name ends in `.ucp` is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.encoding  # noqa: B018  # raises if the codec does not exist
 
     @property
     def parent(self) -> Parent | None:
@@ -117,7 +122,7 @@ class Universal(WritableFormat):
     def encoding(self) -> EncodingOptions | None:
         """The options of `codec`, `level`, `check`; None without a codec.
 
-        Raises `UnsupportedError` for an unknown codec.
+        Raises `InvalidArgumentError` for an unknown codec.
         """
         if self.codec is None:
             return None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
@@ -18,6 +18,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.arguments import Admits
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
@@ -39,6 +40,8 @@ VERSION = 1
 _MAX_BYTES = 4 << 30
 _KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
+ContentId = Annotated[str, Admits("a content id, blake2b-256: and 64 hexadecimal digits", _CONTENT.fullmatch)]
+"""What says which values a checkpoint has, however they are stored (`content`)."""
 _MAX_PATH = 4096
 
 

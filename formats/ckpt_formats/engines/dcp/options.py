@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ckpt_formats.core.arguments import Ranks
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.state_dicts.keys import StateKeys, Style
 
@@ -10,9 +11,9 @@ from ckpt_formats.state_dicts.keys import StateKeys, Style
 class RankOptions:
     """The ranks over which a checkpoint is laid out, and the keys of its state dicts. None: as in the source."""
 
-    dp: int | None = None
+    dp: Ranks | None = None
     """The number of data-parallel ranks, over which the first axis of tensors is sharded."""
-    tp: int | None = None
+    tp: Ranks | None = None
     """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
     keys: Style | StateKeys | None = None
     """The keys of the state dicts; None: as in the source, else nested."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ckpt_formats.core.arguments import Count, Positive, Ranks, ZeroStage
 from ckpt_formats.core.layout import Rule
 
 
@@ -9,17 +10,17 @@ from ckpt_formats.core.layout import Rule
 class LayoutOptions:
     """How a checkpoint is laid out over ranks. None: as in the source."""
 
-    dp: int | None = None
+    dp: Ranks | None = None
     """The number of data-parallel ranks."""
-    tp: int | None = None
+    tp: Ranks | None = None
     """The number of tensor-parallel ranks; rules must state how tensors are sharded over them."""
-    pp: int | None = None
+    pp: Ranks | None = None
     """The number of pipeline stages."""
-    stages: tuple[int, ...] | None = None
+    stages: tuple[Count, ...] | None = None
     """The first layer of each pipeline stage."""
-    zero: int | None = None
+    zero: ZeroStage | None = None
     """The ZeRO stage, 0 to 3."""
-    vocab_rows: int | None = None
+    vocab_rows: Positive | None = None
     """Rows of the vocabulary's tables with their padding."""
     rules: tuple[Rule, ...] = ()
     """The user's rules, which come before those of the source."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, unsure
@@ -30,7 +31,7 @@ class HuggingFace(WritableFormat):
     summary = "a folder of transformers, its Trainer, Accelerate or PEFT: weights, configuration, training state"
     naming = "hf"
 
-    shard_nbytes: int = 5 << 30
+    shard_nbytes: Positive = 5 << 30
     """Bytes: about how large each file of weights becomes."""
     config: Path | None = None
     """The model's configuration, or its folder; None: the configuration of the source."""

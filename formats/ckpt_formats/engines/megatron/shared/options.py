@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ckpt_formats.core.arguments import Count, Positive, Ranks, ZeroStage
 from ckpt_formats.core.layout import Rule
 
 
@@ -9,23 +10,23 @@ from ckpt_formats.core.layout import Rule
 class LayoutOptions:
     """How a checkpoint is laid out over ranks. None: as in the source."""
 
-    dp: int | None = None
+    dp: Ranks | None = None
     """The number of data-parallel ranks."""
-    tp: int | None = None
+    tp: Ranks | None = None
     """The number of tensor-parallel ranks."""
-    pp: int | None = None
+    pp: Ranks | None = None
     """The number of pipeline stages."""
-    vpp: int | None = None
+    vpp: Ranks | None = None
     """The number of model chunks of each pipeline stage."""
-    stages: tuple[int, ...] | None = None
+    stages: tuple[Count, ...] | None = None
     """The first layer of each pipeline stage, or of each model chunk."""
-    ep: int | None = None
+    ep: Ranks | None = None
     """The number of expert-parallel ranks."""
-    etp: int | None = None
+    etp: Ranks | None = None
     """The number of tensor-parallel ranks of each expert."""
-    zero: int | None = None
+    zero: ZeroStage | None = None
     """1: Megatron's distributed optimizer; 0: the plain one."""
-    vocab_rows: int | None = None
+    vocab_rows: Positive | None = None
     """Rows of the vocabulary's tables with their padding."""
     rules: tuple[Rule, ...] = ()
     """The user's rules, which come before those of the source."""

@@ -1,0 +1,211 @@
+"""Whatever a public dataclass or function is given, it takes it, or refuses it in one sentence."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt_formats.core.arguments import annotations_of
+from ckpt_formats.universal.chain.file import Member
+from held import checkpoint, parameter
+
+DATACLASSES = {
+    name: getattr(ckpt, name)
+    for name in ckpt.__all__
+    if isinstance(getattr(ckpt, name), type) and is_dataclass(getattr(ckpt, name)) and name != "WritableFormat"
+}
+
+
+class Stranger:
+    """An object whose `repr` fails, and which is nothing that anything takes."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+HOSTILE = {
+    "none": None,
+    "zero": 0,
+    "negative": -5,
+    "huge": 1 << 200,
+    "float": 1.5,
+    "nan": math.nan,
+    "infinite": math.inf,
+    "bool": True,
+    "text": "1G",
+    "empty text": "",
+    "bytes": b"bytes",
+    "list": [None],
+    "nested": [[-1]],
+    "dict": {"a": 1},
+    "set": {1},
+    "array": np.zeros(3),
+    "class": int,
+    "stranger": Stranger(),
+}
+
+
+def refused(construct: Callable[[], Any]) -> bool:
+    """Whether it is refused, in one sentence. Any other error than `InvalidArgumentError` fails the test."""
+    try:
+        construct()
+    except ckpt.InvalidArgumentError as error:
+        what = error.what
+    else:
+        return False
+    assert what
+    assert "\n" not in what
+    assert len(what) < 300
+    assert not what.endswith(".")
+    return True
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An object of each public dataclass, by its name."""
+    run = checkpoint([parameter("head.weight", {"fp32": np.zeros((2, 2), np.float32)})])
+    costs = ckpt.RunCosts(step=1, mtbf=3600, base_stall=1)
+    plan = ckpt.plan_schedule(costs)
+    result = ckpt.Result(Path("t"), 1, 1, 0, 0, 0.5)
+    target = tmp_path_factory.mktemp("usual") / "t"
+    return {
+        "Checkpoint": run,
+        "Parameter": run["head.weight"],
+        "Tensor": run["head.weight"].weight,
+        "RunCosts": costs,
+        "LogCosts": ckpt.LogCosts(replay=0.1),
+        "FailurePlan": plan,
+        "Schedule": plan.bases,
+        "Result": result,
+        "Shard": ckpt.Shard(3, 8),
+        "RankSet": ckpt.RankSet((1,)),
+        "Evaluation": ckpt.Evaluation(("python",), 0.1),
+        "Rule": ckpt.Rule("head"),
+        "Finding": ckpt.Finding("coverage", "what", "where"),
+        "Diff": ckpt.Diff(()),
+        "Notice": ckpt.Notice("text"),
+        "Plan": ckpt.Plan(()),
+        "FilePlan": ckpt.FilePlan("file"),
+        "Copy": ckpt.Copy("a", "b"),
+        "AppendResult": ckpt.AppendResult(Member("base", "base", 1, "id", None, (), 1, 1, "now"), result),
+        "Job": ckpt.Job(run, target, ckpt.Torch()),
+    }
+
+
+CASES = [(name, one.name) for name, kind in DATACLASSES.items() for one in fields(kind)]
+
+
+def test_every_public_dataclass_is_tried() -> None:
+    assert {"DeepSpeed", "Resources", "Shard", "DeltaPolicy", "Retention", "Rule", "Checkpoint"} <= DATACLASSES.keys()
+    assert all(hasattr(kind, "__post_init__") for kind in DATACLASSES.values())
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The classes of which an annotation takes objects, without what is in them."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(alternatives, get_args(annotation)))
+    return {origin or annotation}
+
+
+@pytest.mark.parametrize(("name", "field"), CASES, ids=[f"{name}.{field}" for name, field in CASES])
+def test_dataclass_takes_or_refuses_hostile_values(name: str, field: str, usual: dict[str, Any]) -> None:
+    """A value that is taken is one that the annotation states: everything else is refused when it is constructed."""
+    annotation = dict(annotations_of(DATACLASSES[name]))[field]
+    taken = {case for case, value in HOSTILE.items() if not refused(partial(_with, name, field, value, usual))}
+    if annotation is object:
+        assert taken == HOSTILE.keys()
+        return
+    kinds = alternatives(annotation)
+    texts, sequences = kinds & {str, Path, Literal, tuple, Sequence}, kinds & {tuple, Sequence}
+    allowed = {
+        "none": type(None) in kinds,
+        "zero": kinds & {int, float},
+        "negative": kinds & {float},
+        "huge": float in kinds,
+        "float": float in kinds,
+        "bool": bool in kinds,
+        "text": texts,
+        "empty text": texts,
+        "list": sequences,
+        "nested": sequences,
+        "dict": kinds & {dict, Mapping},
+        "set": Sequence in kinds,
+        "class": Callable in kinds,
+    }
+    assert taken <= {case for case, allows in allowed.items() if allows}
+
+
+def _with(name: str, field: str, value: object, usual: dict[str, Any]) -> Any:
+    if name in usual:
+        return replace(usual[name], **{field: value})
+    return DATACLASSES[name](**{field: value})
+
+
+FAULTS = {
+    "DeepSpeed(dp=0)": lambda: ckpt.DeepSpeed(dp=0),
+    "DeepSpeed(tp=-1)": lambda: ckpt.DeepSpeed(tp=-1),
+    "DeepSpeed(zero=4)": lambda: ckpt.DeepSpeed(zero=4),
+    "DCP(dp=0)": lambda: ckpt.DCP(dp=0),
+    "Safetensors(shard_nbytes=-5)": lambda: ckpt.Safetensors(shard_nbytes=-5),
+    "HuggingFace(shard_nbytes=-5)": lambda: ckpt.HuggingFace(shard_nbytes=-5),
+    "Universal(pack_nbytes=0)": lambda: ckpt.Universal(pack_nbytes=0),
+    "Universal(codec='nought')": lambda: ckpt.Universal(codec="nought"),
+    "Universal(content='x')": lambda: ckpt.Universal(content="x"),
+    "Shard(9, 8)": lambda: ckpt.Shard(9, 8),
+    "Shard(0, 0.5)": lambda: ckpt.Shard(0, 0.5),  # type: ignore[arg-type]
+    "Resources(memory='1G')": lambda: ckpt.Resources(memory="1G"),  # type: ignore[arg-type]
+    "Resources(workers=0)": lambda: ckpt.Resources(workers=0),
+    "Resources.of_machine(-1)": lambda: ckpt.Resources.of_machine(-1),
+    "DeltaPolicy(base_every=0)": lambda: ckpt.DeltaPolicy(base_every=0),
+    "DeltaPolicy(partial=nan)": lambda: ckpt.DeltaPolicy(partial=math.nan),
+    "DeltaPolicy(exact='(')": lambda: ckpt.DeltaPolicy(exact="("),  # type: ignore[arg-type]
+    "DeltaPolicy(codec='nought')": lambda: ckpt.DeltaPolicy(codec="nought"),
+    "Retention(keep='last')": lambda: ckpt.Retention(keep=("last",)),
+    "Retention(keep='last:0')": lambda: ckpt.Retention(keep=("last:0",)),
+    "RankSet(())": lambda: ckpt.RankSet(()),
+    "RunCosts(step=nan)": lambda: ckpt.RunCosts(math.nan, 1, 1),
+    "RunCosts(restart > mtbf)": lambda: ckpt.RunCosts(1, 1, 1, restart=2),
+    "DataRates(cores=0)": lambda: ckpt.DataRates(cores=0),
+    "Evaluation((), 1)": lambda: ckpt.Evaluation((), 1),
+    "Rule('(')": lambda: ckpt.Rule("("),
+    "Rule(how='nought')": lambda: ckpt.Rule("a", "nought"),  # type: ignore[arg-type]
+    "Flax(separator='x')": lambda: ckpt.Flax(separator="x"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_dataclass_refuses_a_wrong_value_when_it_is_constructed(fault: str) -> None:
+    assert refused(FAULTS[fault])
+
+
+def test_a_refusal_names_the_class_the_field_and_what_it_may_be() -> None:
+    with pytest.raises(ckpt.InvalidArgumentError) as caught:
+        ckpt.DeepSpeed(dp=0)
+    assert str(caught.value) == "DeepSpeed: dp must be a whole number from 1 to 65,536 or None, not 0"
+
+
+def test_values_in_another_form_are_taken_as_what_they_mean() -> None:
+    rule = ckpt.Rule("head")
+    format = ckpt.DeepSpeed(dp=np.int64(2), stages=[0, 4], rules=[rule])  # type: ignore[arg-type]
+    assert (format.dp, type(format.dp), format.stages, format.rules) == (2, int, (0, 4), (rule,))
+    assert ckpt.DeltaPolicy(exact="head").exact == ("head",)  # type: ignore[arg-type]
+    assert ckpt.Retention(keep="last:3").keep == ("last:3",)  # type: ignore[arg-type]
+    assert ckpt.HuggingFace(config="here").config == Path("here")  # type: ignore[arg-type]
+
+
+def test_all_fields_that_are_checked_have_annotations_that_can_be_read() -> None:
+    """An annotation that only type checkers could evaluate would check nothing."""
+    open_ended = {("FilePlan", "content")}
+    for name, kind in DATACLASSES.items():
+        unread = {(name, one) for one, annotation in annotations_of(kind) if annotation in (Any, object)}
+        assert unread <= open_ended
