@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt_formats.core.arguments import annotations_of
+from ckpt_formats.core.arguments import MAY_BE_INFINITE, annotations_of
 from ckpt_formats.universal.chain.file import Member
 from held import checkpoint, parameter
 
@@ -126,6 +126,7 @@ def test_dataclass_takes_or_refuses_hostile_values(name: str, field: str, usual:
         assert taken == HOSTILE.keys()
         return
     kinds = alternatives(annotation)
+    infinite = MAY_BE_INFINITE in str(annotation)
     texts, sequences = kinds & {str, Path, Literal, tuple, Sequence}, kinds & {tuple, Sequence}
     allowed = {
         "none": type(None) in kinds,
@@ -141,6 +142,7 @@ def test_dataclass_takes_or_refuses_hostile_values(name: str, field: str, usual:
         "dict": kinds & {dict, Mapping},
         "set": Sequence in kinds,
         "class": Callable in kinds,
+        "infinite": infinite,
     }
     assert taken <= {case for case, allows in allowed.items() if allows}
 

@@ -24,7 +24,7 @@ from ckpt.planning.waste import (
     waste_logged,
     young_seconds,
 )
-from ckpt_formats.core.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = RunCosts(step=1.0, mtbf=10_800, base_stall=20, restart=120)
@@ -198,25 +198,22 @@ def test_replay_is_as_slow_as_the_slower_of_disk_and_cores() -> None:
 @pytest.mark.parametrize("field", ["step", "mtbf", "base_stall", "restart", "base_delay"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e13])
 def test_figures_of_a_run_without_sense_are_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(UnsupportedError) as refused:
+    with pytest.raises(InvalidArgumentError, match=rf"^RunCosts: {field} must be a number"):
         replace(RUN, **{field: value})
-    assert (refused.value.where, bool(refused.value.hint)) == (field, True)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_figures_of_a_log_without_sense_are_refused_by_name(value: float) -> None:
     for field in ("replay", "slowdown", "flush_stall"):
-        with pytest.raises(UnsupportedError) as refused:
+        with pytest.raises(InvalidArgumentError, match=rf"^LogCosts: {field} must be a number"):
             replace(LOG, **{field: value})
-        assert refused.value.where == field
     for field in ("base_nbytes", "step_nbytes", "write_rate", "read_rate", "parameters", "replay_rate", "cores"):
-        with pytest.raises(UnsupportedError) as refused:
+        with pytest.raises(InvalidArgumentError, match=rf"^DataRates: {field} must be a number"):
             DataRates(**{field: value})
-        assert refused.value.where == field
 
 
 def test_what_cannot_work_is_refused_with_a_hint() -> None:
-    with pytest.raises(UnsupportedError, match="a restart takes 120 s, but a failure comes every 100 s") as refused:
+    with pytest.raises(InvalidArgumentError, match="a restart takes 120 s, but a failure comes every 100 s") as refused:
         replace(RUN, mtbf=100)
     assert refused.value.where == "restart"
     with pytest.raises(UnsupportedError, match=r"a step adds 2e\+09 bytes to the log, but only 1\.02e\+09") as refused:
@@ -227,7 +224,7 @@ def test_what_cannot_work_is_refused_with_a_hint() -> None:
     with pytest.raises(UnsupportedError, match="no interval makes progress"):
         plan_schedule(RunCosts(step=1, mtbf=100, base_stall=1e9))
     for step in (0.0, math.nan):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(InvalidArgumentError):
             replace(RUN, step=step)
 
 
@@ -351,12 +348,12 @@ def test_a_failure_can_come_while_the_run_restarts() -> None:
 
 def test_numbers_of_failures_without_sense_are_refused() -> None:
     for failures in (0, 1, 10**9):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(InvalidArgumentError):
             exponential(100, failures)
     for shape in (0.0, -1.0, math.nan, 1e-3):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(InvalidArgumentError):
             weibull(100, shape, 10)
-    with pytest.raises(UnsupportedError, match="too few"):
+    with pytest.raises(InvalidArgumentError, match="too few"):
         simulate(RUN, None, 10, None, [5.0])
     assert repeated([1.0, 2.0, 3.0], 5).tolist() == [1, 2, 3, 1, 2]
 

@@ -17,7 +17,7 @@ import ckpt as library
 from ckpt.pipeline.shard import Shard, parse_shard
 from ckpt.pipeline.shards import deal
 from ckpt.pipeline.shards.lease import FileLease
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.stores import bucket
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -97,7 +97,7 @@ def test_the_number_of_a_shard(text: str, variables: dict[str, str], expected: t
     ],
 )
 def test_what_names_no_shard_is_refused(text: str, variables: dict[str, str], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(InvalidArgumentError, match=message):
         parse_shard(text, variables)
 
 

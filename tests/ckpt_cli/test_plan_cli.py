@@ -103,6 +103,10 @@ def test_what_is_not_stated_is_named_in_notes() -> None:
         (("--slowdown", "-1%"), "is not a share"),
         (("--parameters", "0"), "is not a number"),
         ((*RUN, "--simulate", "1"), "1"),
+        ((*RUN, "--simulate", "10", "--weibull", "nan"), "nan cannot be a Weibull shape"),
+        ((*RUN[:2], "--mtbf", "1m", *RUN[4:]), "a restart takes"),
+        ((*RUN, "--step", "0"), "step must be a number above 0"),
+        ((*RUN, "--mtbf", "0"), "mtbf must be a number above 0"),
     ],
 )
 def test_what_is_missing_or_no_figure_is_wrong_usage(arguments: tuple[object, ...], message: str) -> None:
@@ -114,12 +118,8 @@ def test_what_is_missing_or_no_figure_is_wrong_usage(arguments: tuple[object, ..
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        ((*RUN[:2], "--mtbf", "1m", *RUN[4:]), "restart"),
-        ((*RUN, "--step", "0"), "step"),
-        ((*RUN, "--mtbf", "0"), "mtbf"),
         ((*RUN, *LOG, "--gradients", "84GB", "--write", "2GB/s"), "write_rate"),
         ((*RUN, "--stall", "400d"), "mtbf"),
-        ((*RUN, "--simulate", "10", "--weibull", "nan"), "weibull"),
     ],
 )
 def test_figures_that_contradict_each_other_are_refused_with_a_hint(arguments: tuple[object, ...], where: str) -> None:

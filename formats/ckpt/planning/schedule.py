@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.search import best_bases, best_logged, max_steps
@@ -11,7 +12,7 @@ from ckpt.planning.waste import (
     expected_seconds_logged,
     young_seconds,
 )
-from ckpt_formats.core.arguments import Checked, Count
+from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count
 from ckpt_formats.core.errors import UnsupportedError
 
 DAY = 86_400.0
@@ -27,11 +28,11 @@ class Schedule(Checked):
     """Steps between bases."""
     flush_steps: Count | None
     """Steps between flushes of the log; None without a log."""
-    waste: float
+    waste: Annotated[float, MAY_BE_INFINITE]
     """The share of time that does not advance the run: recording, stalls, restarts, replay, and steps done again."""
-    seconds: float
+    seconds: Annotated[float, MAY_BE_INFINITE]
     """The expected time from a base to the next, with failures."""
-    day_nbytes: float | None
+    day_nbytes: Annotated[float, MAY_BE_INFINITE] | None
     """Bytes written on a day; None if the bytes of a base or of a step are not known."""
 
     @property

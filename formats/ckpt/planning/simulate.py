@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt.planning.costs import LogCosts, RunCosts
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 MAX_FAILURES = 1_000_000
 _BATCH = 20
@@ -52,7 +52,7 @@ def simulate(
             replays; then it restarts again.
 
     Raises:
-        UnsupportedError: There are too few or too many failures.
+        InvalidArgumentError: There are too few or too many failures.
     """
     timeline = _Timeline(run, log, base_steps, flush_steps)
     walls, steps = list[float](), list[int]()
@@ -61,7 +61,7 @@ def simulate(
     recovery = 0.0
     for gap in gaps:
         if len(walls) == MAX_FAILURES:
-            raise UnsupportedError(f"more than {MAX_FAILURES:,} failures", where="failures", hint="Simulate fewer.")
+            raise InvalidArgumentError(f"more than {MAX_FAILURES:,} failures", where="failures", hint="Simulate fewer.")
         before = done
         if gap > recovery:
             recoveries += recovery
@@ -73,7 +73,7 @@ def simulate(
         walls.append(gap)
         steps.append(done - before)
     if len(walls) < 2:
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{len(walls)} failures are too few to simulate", where="failures", hint="Simulate more."
         )
     return _result(run.step, np.array(walls), np.array(steps, float), redone, recoveries)
@@ -144,7 +144,7 @@ def weibull(mtbf: float, shape: float, failures: int, seed: int = 0) -> np.ndarr
     A shape below 1 means that failures come in clusters; 1 is the exponential distribution.
     """
     if not (math.isfinite(shape) and 0.1 <= shape <= 100):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{shape!r} cannot be a Weibull shape", where="weibull", hint="State one from 0.1 to 100."
         )
     scale = mtbf / math.gamma(1 + 1 / shape)
@@ -158,7 +158,7 @@ def repeated(gaps: Sequence[float], failures: int) -> np.ndarray:
 
 def _checked(failures: int) -> int:
     if not 2 <= failures <= MAX_FAILURES:
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{failures:,} failures cannot be simulated", where="failures", hint=f"State 2 to {MAX_FAILURES:,}."
         )
     return failures

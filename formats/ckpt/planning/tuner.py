@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 _MOVED = 0.05
 """The relative change of a figure after which the intervals are computed again."""
@@ -52,7 +52,7 @@ class IntervalTuner:
             replay_share: The time to replay a step, as a share of the time to compute it.
 
         Raises:
-            UnsupportedError: A figure makes no sense.
+            InvalidArgumentError: A figure makes no sense.
         """
         RunCosts(1.0, mtbf, 0.0, restart)
         LogCosts(replay_share)
@@ -98,5 +98,5 @@ def _mean(before: float | None, value: float, weight: float) -> float:
 
 def _checked(seconds: float) -> float:
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise UnsupportedError(f"{seconds!r} is not a measured time", where="seconds")
+        raise InvalidArgumentError(f"{seconds!r} is not a measured time", where="seconds")
     return seconds

@@ -80,6 +80,10 @@ ZeroStage = Annotated[int, Range(0, 3)]
 """A stage of ZeRO."""
 
 
+MAY_BE_INFINITE = "may be infinite"
+"""Marks a number that is a result and may be infinite."""
+
+
 class Refused(Exception):
     """A value is not what an annotation states."""
 
@@ -266,6 +270,10 @@ def _real(value: Any) -> Any:
     raise Refused
 
 
+def _real_or_infinite(value: Any) -> Any:
+    return value if isinstance(value, float) else _real(value)
+
+
 def _path(value: Any) -> Path:
     if isinstance(value, Path):
         return value
@@ -300,7 +308,9 @@ _PLAIN: dict[Any, Kind] = {
 def _narrowed(base: Kind, conditions: tuple[Any, ...]) -> Kind:
     words, take, _ = base
     for condition in conditions:
-        if isinstance(condition, Range):
+        if condition == MAY_BE_INFINITE:
+            words, take = "a number", _in_range(_real_or_infinite, Range())
+        elif isinstance(condition, Range):
             words, take = f"{words.replace('finite ', '')} {condition}", _in_range(take, condition)
         elif isinstance(condition, Admits):
             words, take = condition.words, _admitted(take, condition.accepts)
