@@ -84,6 +84,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "FailurePlan": plan,
         "Schedule": plan.bases,
         "Result": result,
+        "Sealed": ckpt.Sealed(target, 1, 1),
         "Shard": ckpt.Shard(3, 8),
         "RankSet": ckpt.RankSet((1,)),
         "Evaluation": ckpt.Evaluation(("python",), 0.1),

@@ -103,7 +103,7 @@ def test_what_names_no_shard_is_refused(text: str, variables: dict[str, str], me
 
 @pytest.mark.parametrize("task", ["1", "3", "6"])
 def test_tasks_of_an_array_with_gaps_have_the_numbers_of_no_others(task: str) -> None:
-    with pytest.raises(UnsupportedError, match="have gaps"):
+    with pytest.raises(InvalidArgumentError, match="have gaps"):
         parse_shard("auto", {**GAPS, "SLURM_ARRAY_TASK_ID": task})
     assert parse_shard("auto/7", {**GAPS, "SLURM_ARRAY_TASK_ID": task}).number == int(task)
 
@@ -115,7 +115,7 @@ def test_htcondor_states_the_number_of_tasks_in_its_job_ad(tmp_path: Path) -> No
     assert (shard.number, shard.count) == (3, 8)
     ad.write_text("ProcId = 3\n")
     assert parse_shard("auto/5", {"_CONDOR_JOB_AD": str(ad)}).number == 3
-    with pytest.raises(UnsupportedError, match="HTCondor has the number of this task, 3, but not how many"):
+    with pytest.raises(InvalidArgumentError, match="HTCondor has the number of this task, 3, but not how many"):
         parse_shard("auto", {"_CONDOR_JOB_AD": str(ad)})
 
 

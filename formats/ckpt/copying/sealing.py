@@ -16,6 +16,7 @@ from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, check_complete, raise_if_damaged
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.evidence import Evidence
@@ -37,13 +38,13 @@ _OURS = ("universal", "chain")
 
 
 @dataclass(frozen=True)
-class Sealed:
+class Sealed(Checked):
     """What `seal` wrote."""
 
     seal_file: Path
-    files: int
+    files: Count
     """Files whose checksums are in it."""
-    nbytes: int
+    nbytes: Count
     """Their bytes: all of them were read."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 _MAX_AD = 1 << 20
 
@@ -53,7 +53,7 @@ class ArrayTask:
 
 
 def task_in(environment: Mapping[str, str]) -> ArrayTask | None:
-    """The task of an array that this process is; None if it is none. Raises `UnsupportedError`."""
+    """The task of an array that this process is; None if it is none. Raises `InvalidArgumentError`."""
     return next((task for scheduler in _SCHEDULERS if (task := scheduler(environment)) is not None), None)
 
 
@@ -139,7 +139,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
     if default is None:
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"the environment's {name} is not a number: {value[:60]!r}", hint="Give the number: --shard i/N."
         )
     return default
