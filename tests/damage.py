@@ -558,7 +558,7 @@ _add_all(
         ("the model file is a pipe", in_file(_MODEL, pipe_instead), NOT_FOUND, (_MODEL, "not a regular file")),
         ("bytes in front of a shard", in_file(_OPTIM1, add(b"#!/bin/sh\n", front=True)), BROKEN, ("rank_1", "neither an archive")),
         ("bytes behind a shard", in_file(_OPTIM1, add(b"\n")), BROKEN, ("rank_1", "appended")),
-        ("a shard of zeros", in_file(_OPTIM1, lambda p: p.write_bytes(bytes(p.stat().st_size))), BROKEN, ("rank_1", "neither an archive")),
+        ("a shard of zeros", in_file(_OPTIM1, lambda p: p.write_bytes(bytes(p.stat().st_size))), BROKEN, ("rank_1", "begins with zeros only")),
         ("a shard of text", in_file(_OPTIM1, write(b"version https://git-lfs.github.com/spec/v1\n")), BROKEN, ("rank_1", "Git LFS")),
         ("states offloaded", lambda root: (root / "global_step5" / "offloaded_tensors").mkdir(), UNSUPPORTED, ("global_step5", "swap files")),
     ],

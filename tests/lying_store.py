@@ -133,10 +133,10 @@ class MemoryStore:
         if request.headers.get("if-match", there.e_tag) not in (there.e_tag, there.e_tag.strip('"'), "*"):
             return failure(412, "PreconditionFailed")
         headers = described(there)
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
-        if asked is None or request.method == "HEAD":
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+        if wanted is None or request.method == "HEAD":
             return Answer(200, headers, there.data)
-        first, last = int(asked[1]), min(int(asked[2] or len(there.data)), len(there.data) - 1)
+        first, last = int(wanted[1]), min(int(wanted[2] or len(there.data)), len(there.data) - 1)
         if first > last:
             return failure(416, "InvalidRange")
         headers["content-range"] = f"bytes {first}-{last}/{len(there.data)}"

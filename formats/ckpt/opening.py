@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
@@ -11,6 +12,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
 
+@checked
 def open(
     path: Path | str,
     *,

@@ -14,6 +14,7 @@ import pytest
 import ckpt
 from ckpt_formats.core.arguments import MAY_BE_INFINITE, annotations_of
 from ckpt_formats.universal.chain.file import Member
+from damage import SAMPLES
 from held import checkpoint, parameter
 
 DATACLASSES = {
@@ -212,3 +213,16 @@ def test_all_fields_that_are_checked_have_annotations_that_can_be_read() -> None
     for name, kind in DATACLASSES.items():
         unread = {(name, one) for one, annotation in annotations_of(kind) if annotation in (Any, object)}
         assert unread <= open_ended
+
+
+def test_text_is_one_pattern_wherever_patterns_are_taken() -> None:
+    run = ckpt.open(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2")
+    assert set(run.select(only="head")) == set(run.select(only=["head"]))
+    assert set(run.select(skip="bias")) == set(run.select(skip=["bias"]))
+    assert 0 < len(run.select(only="head")) < len(run.select(skip="bias")) < len(run)
+    same = ckpt.diff(run, run, only="head", states="weight")
+    listed = ckpt.diff(run, run, only=["head"], states=["weight"])
+    assert [pair.name for pair in same.pairs] == [pair.name for pair in listed.pairs]
+    for wrong in (5, b"head", [5], {"head": 1}):
+        with pytest.raises(ckpt.InvalidArgumentError):
+            run.select(only=wrong)  # type: ignore[arg-type]

@@ -94,10 +94,12 @@ def test_the_model_alone_keeps_what_says_its_sizes() -> None:
     assert weights_only(replace(SOURCE, extras={**SOURCE.extras, **entries})).extras == entries
 
 
-@pytest.mark.parametrize("name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d))])
+@pytest.mark.parametrize(
+    "name", [*SHORT_NAMES, *(n for n, d in DTYPES.items() if is_float(d) and n != "float8_e8m0fnu")]
+)
 def test_weights_are_the_masters_rounded_and_all_else_stays(name: str) -> None:
     dtype = DTYPES[SHORT_NAMES.get(name, name)]
-    converted = cast(SOURCE, name)
+    converted = cast(SOURCE, name, allow_overflow=True)
     before, after = contents(SOURCE), contents(converted)
     assert after.keys() == before.keys()
     for (parameter, state), values in after.items():
@@ -127,7 +129,7 @@ def test_what_is_no_float_is_not_a_precision(name: str) -> None:
 
 @given(patterns, st.sampled_from(["bf16", "fp16", "fp32", "float8_e4m3fn"]), st.booleans())
 def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) -> None:
-    changed = cast(select(SOURCE, [], drop), name)
+    changed = cast(select(SOURCE, [], drop), name, allow_overflow=True)
     if alone:
         changed = weights_only(changed)
     with folder() as at:

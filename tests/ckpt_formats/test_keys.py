@@ -48,8 +48,8 @@ def _pickled(opcode: bytes, keys: list[complex]) -> bytes:
     empty, end = (b"}", b"s") if opcode == b"s" else (b"\x8f", b"\x90")
     parts = []
     for key in keys:
-        made = pickle.dumps(key, 2)[2:-1]
-        parts.append(made + b"K\1s" if end == b"s" else b"(" + made + end)
+        pickled = pickle.dumps(key, 2)[2:-1]
+        parts.append(pickled + b"K\1s" if end == b"s" else b"(" + pickled + end)
     return b"\x80\4" + empty + b"".join(parts) + b"."
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, NoMatchError, UnsupportedError
@@ -34,6 +35,7 @@ class PartialRecovery(Edit):
         return (self.saved,)
 
 
+@checked
 def recover_partially(
     live: Checkpoint,
     saved: Checkpoint,

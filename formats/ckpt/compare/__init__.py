@@ -11,6 +11,7 @@ from ckpt.compare.select import Selection, select_both
 from ckpt.compare.sums import DiffSums, Histogram, diff_sums
 from ckpt.job import Progress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.registry.encoded import uses_codecs
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 
+@checked
 def diff(
     first: Checkpoint,
     second: Checkpoint,

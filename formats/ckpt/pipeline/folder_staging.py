@@ -35,7 +35,7 @@ _LOCK = "lock"
 _PUBLISHED = "published"
 REPLAYED = "replayed-"
 """The beginning of the names of states that `restore` replays into the staging folder of its target."""
-OWN = (_LOCK, REPLAYED, f".{REPLAYED}")
+OWN = (_LOCK, _PUBLISHED, REPLAYED, f".{REPLAYED}")
 """The beginnings of names of which one is in every staging folder that is not empty."""
 _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
@@ -202,9 +202,9 @@ def check_target(target: Path, source: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a staging folder; its marker `published` and its lock last."""
+    """Remove a staging folder; its lock last but one, and last its marker `published`: with it, the next run goes on."""
     with suppress(OSError):
-        for path in sorted(folder.iterdir(), key=lambda path: path.name in (_PUBLISHED, _LOCK)):
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == _PUBLISHED, path.name == _LOCK)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -216,10 +216,10 @@ class LogMirror:
             if busy or (self._looks_back and not self._is_unseen and self._look_back(self._chain)):
                 continue
             files = self._folders[self._chain.segments[-1].folder]
-            seconds, asked = _WAIT if has_room or not files.lag_nbytes else 0.0, time.monotonic()
+            seconds, began = _WAIT if has_room or not files.lag_nbytes else 0.0, time.monotonic()
             nbytes, listed = self._grown(files, seconds)
             files.see(nbytes)
-            answered_early = not files.lag_nbytes and time.monotonic() - asked < seconds / 2
+            answered_early = not files.lag_nbytes and time.monotonic() - began < seconds / 2
             for other in self._folders.values():
                 if other is not files:
                     other.see(self._grown(other, 0.0)[0])

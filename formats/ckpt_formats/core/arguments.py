@@ -88,7 +88,7 @@ class Refused(Exception):
     """A value is not what an annotation states."""
 
 
-class Kind(NamedTuple):
+class ArgumentKind(NamedTuple):
     """The values that an annotation states: in words, and as a function that returns the value or raises `Refused`."""
 
     words: str
@@ -169,7 +169,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
-def _taken(owner: str, name: str, stated: Kind, value: Any) -> Any:
+def _taken(owner: str, name: str, stated: ArgumentKind, value: Any) -> Any:
     try:
         return stated.take(value)
     except Refused:
@@ -177,13 +177,13 @@ def _taken(owner: str, name: str, stated: Kind, value: Any) -> Any:
 
 
 @cache
-def _kinds_of_fields(kind: type) -> tuple[tuple[str, Kind], ...]:
+def _kinds_of_fields(kind: type) -> tuple[tuple[str, ArgumentKind], ...]:
     stated = ((name, _kind(annotation)) for name, annotation in annotations_of(kind))
     return tuple((name, one) for name, one in stated if one is not _ANYTHING)
 
 
 @cache
-def _kinds_of_parameters(function: Callable[..., Any]) -> tuple[dict[str, Kind], Any]:
+def _kinds_of_parameters(function: Callable[..., Any]) -> tuple[dict[str, ArgumentKind], Any]:
     parameters = signature(function)
     stated = {
         name: _kind(_evaluated(one.annotation, function.__module__))
@@ -207,10 +207,10 @@ def _anything(value: Any) -> Any:
     return value
 
 
-_ANYTHING = Kind("anything", _anything)
+_ANYTHING = ArgumentKind("anything", _anything)
 
 
-def _kind(annotation: Any) -> Kind:
+def _kind(annotation: Any) -> ArgumentKind:
     """The values that an annotation states."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _PLAIN:
@@ -284,28 +284,28 @@ def _path(value: Any) -> Path:
     raise Refused
 
 
-def _instance(words: str, accepts: Callable[[Any], object], exact: type | None = None) -> Kind:
+def _instance(words: str, accepts: Callable[[Any], object], exact: type | None = None) -> ArgumentKind:
     def take(value: Any) -> Any:
         if accepts(value):
             return value
         raise Refused
 
-    return Kind(words, take, exact)
+    return ArgumentKind(words, take, exact)
 
 
-_PLAIN: dict[Any, Kind] = {
+_PLAIN: dict[Any, ArgumentKind] = {
     Any: _ANYTHING,
     None: _instance("None", lambda value: value is None),
     type(None): _instance("None", lambda value: value is None),
-    int: Kind("a whole number", _whole, int),
-    float: Kind("a finite number", _real),
+    int: ArgumentKind("a whole number", _whole, int),
+    float: ArgumentKind("a finite number", _real),
     bool: _instance("True or False", lambda value: isinstance(value, bool), bool),
     str: _instance("a text", lambda value: isinstance(value, str), str),
-    Path: Kind("a path", _path),
+    Path: ArgumentKind("a path", _path),
 }
 
 
-def _narrowed(base: Kind, conditions: tuple[Any, ...]) -> Kind:
+def _narrowed(base: ArgumentKind, conditions: tuple[Any, ...]) -> ArgumentKind:
     words, take, _ = base
     for condition in conditions:
         if condition == MAY_BE_INFINITE:
@@ -314,7 +314,7 @@ def _narrowed(base: Kind, conditions: tuple[Any, ...]) -> Kind:
             words, take = f"{words.replace('finite ', '')} {condition}", _in_range(take, condition)
         elif isinstance(condition, Admits):
             words, take = condition.words, _admitted(take, condition.accepts)
-    return Kind(words, take)
+    return ArgumentKind(words, take)
 
 
 def _in_range(take: Callable[[Any], Any], bounds: Range) -> Callable[[Any], Any]:
@@ -341,7 +341,7 @@ def _admitted(take: Callable[[Any], Any], accepts: Callable[[Any], object]) -> C
     return admitted
 
 
-def _any_of(kinds: list[Kind]) -> Kind:
+def _any_of(kinds: list[ArgumentKind]) -> ArgumentKind:
     if _ANYTHING in kinds:
         return _ANYTHING
 
@@ -354,17 +354,17 @@ def _any_of(kinds: list[Kind]) -> Kind:
     words = dict.fromkeys(one.words for one in sorted(kinds, key=lambda one: one.words == "None"))
     if "a path" in words:
         words.pop("a text", None)
-    return Kind(" or ".join(words), take)
+    return ArgumentKind(" or ".join(words), take)
 
 
-def _literal(choices: tuple[Any, ...]) -> Kind:
+def _literal(choices: tuple[Any, ...]) -> ArgumentKind:
     def accepts(value: Any) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in choices)
 
     return _instance(" or ".join(map(repr, choices)), accepts)
 
 
-def _tuple_of(arguments: tuple[Any, ...]) -> Kind:
+def _tuple_of(arguments: tuple[Any, ...]) -> ArgumentKind:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return _sequence_of(_kind(arguments[0]), tuple)
     kinds = list(map(_kind, arguments))
@@ -374,10 +374,10 @@ def _tuple_of(arguments: tuple[Any, ...]) -> Kind:
             raise Refused
         return tuple(one.take(part) for one, part in zip(kinds, value, strict=True))
 
-    return Kind(f"{len(kinds)} values: {', '.join(one.words for one in kinds)}", take)
+    return ArgumentKind(f"{len(kinds)} values: {', '.join(one.words for one in kinds)}", take)
 
 
-def _sequence_of(one: Kind, form: type | None = None) -> Kind:
+def _sequence_of(one: ArgumentKind, form: type | None = None) -> ArgumentKind:
     """Sequences of one kind; a text is one of it, where that is a text. `form`: tuples, and lists become tuples."""
 
     def take(value: Any) -> Any:
@@ -396,10 +396,10 @@ def _sequence_of(one: Kind, form: type | None = None) -> Kind:
 
     words = one.words.removeprefix("a ").removeprefix("an ")
     plural = f"values, each {one.words}" if " " in words else f"{words}s"
-    return Kind(f"a sequence of {plural}", take)
+    return ArgumentKind(f"a sequence of {plural}", take)
 
 
-def _of_protocol(protocol: type) -> Kind:
+def _of_protocol(protocol: type) -> ArgumentKind:
     names = [name for name in vars(protocol) if not name.startswith("_") or name == "__call__"]
     return _instance(_named(protocol), lambda value: all(callable(getattr(value, name, None)) for name in names))
 

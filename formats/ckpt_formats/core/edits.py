@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import NoMatchError, UnsupportedError
@@ -67,6 +68,7 @@ def edited(source: Checkpoint, edit: Edit, **changes: Any) -> Checkpoint:
     return replace(source, history=(*source.history, edit), **changes)
 
 
+@checked
 def select(source: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Checkpoint:
     """See `Checkpoint.select`. A pattern that matches nothing is an error, because it is probably mistyped."""
     for pattern in (*only, *skip):

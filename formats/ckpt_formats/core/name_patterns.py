@@ -141,7 +141,7 @@ class _NamePattern:
 def _steps_of(pattern: _NamePattern) -> "_Steps | None":
     """How to match without going back; None if the pattern has more than choices, repeats and characters."""
     try:
-        return _Steps(_Builder(pattern.text).build(pattern.tree), pattern)
+        return _Steps(_StateBuilder(pattern.text).build(pattern.tree), pattern)
     except _NotRegular:
         return None
 
@@ -211,7 +211,7 @@ class _State:
     """Only passed at the start of the name, at its end, or at its end or before a last line break."""
 
 
-class _Builder:
+class _StateBuilder:
     """The states of a pattern. State 0 is the match, and what follows a state is built before it."""
 
     def __init__(self, text: str) -> None:
@@ -299,8 +299,8 @@ class _Steps:
 
     def __init__(self, states: list[_State], pattern: _NamePattern) -> None:
         self._states, self._pattern = states, pattern
-        self._kept: dict[tuple[frozenset[int], str], frozenset[int]] = {}
-        self._kept_states = 0
+        self._cache: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+        self._cached_states = 0
         self._begin = self._closure([len(states) - 1], at_start=True)
         self._again = self._closure([len(states) - 1], at_start=False)
 
@@ -312,10 +312,10 @@ class _Steps:
                 return True
             if character == "\n" and at == len(name) - 1:  # `$` is also passed before the last line break
                 here = self._closure(here, at == 0, ("last line",))
-            after = self._kept.get((here, character))
+            after = self._cache.get((here, character))
             if after is None:
                 after = self._step(here, character)
-                self._keep(here, character, after)
+                self._add_to_cache(here, character, after)
             here = after | self._again if where == "anywhere" else after
             if not here:
                 return False
@@ -337,13 +337,13 @@ class _Steps:
             raise _takes_too_long(self._pattern.text, "all these names")
         return self._closure(self._after(here, character), at_start=False)
 
-    def _keep(self, here: frozenset[int], character: str, after: frozenset[int]) -> None:
+    def _add_to_cache(self, here: frozenset[int], character: str, after: frozenset[int]) -> None:
         states = len(here) + len(after) + 1
-        self._kept_states += states
-        if self._kept_states > _MAX_KEPT:
-            self._kept.clear()
-            self._kept_states = states
-        self._kept[here, character] = after
+        self._cached_states += states
+        if self._cached_states > _MAX_KEPT:
+            self._cache.clear()
+            self._cached_states = states
+        self._cache[here, character] = after
 
     def _after(self, here: frozenset[int], character: str) -> Iterator[int]:
         for one in here:
