@@ -28,4 +28,9 @@ def test_the_first_change_fits_and_works(tmp_path: Path) -> None:
 
 def test_public_ci_runs_what_ci_runs() -> None:
     workflow = (ROOT / ".github" / "workflows" / "check.yml").read_text("utf-8")
-    assert re.findall(r"- run: (.*)", workflow) == ["bash .ci/run", "make dist"]
+    assert re.findall(r"- run: (.*)", workflow) == [
+        "bash .ci/run",
+        "make kernels",
+        "python tests/versions.py ${{ matrix.python }}",
+        "make dist",
+    ]

@@ -16,7 +16,7 @@ from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Resources, plan
 from ckpt_cli.commands.doctor import UNFIT
-from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, cli
+from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, cli
 from ckpt_formats import registry
 from ckpt_formats.core.edits import cast
 from ckpt_formats.core.errors import UnsafeError, UnsupportedError
@@ -122,7 +122,7 @@ def test_the_demo_is_what_the_readme_shows_first():
 
 
 def test_every_exit_code_is_documented():
-    codes = {0, 1, 2, UNFIT, FAULT, INTERRUPTED, *EXIT_CODES.values()}
+    codes = {0, 1, 2, UNFIT, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, *EXIT_CODES.values()}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)} == codes
 
 

@@ -35,7 +35,7 @@ _LOCK = "lock"
 _PUBLISHED = "published"
 REPLAYED = "replayed-"
 """The beginning of the names of states that `restore` replays into the staging folder of its target."""
-OWN = (_LOCK, _PUBLISHED, REPLAYED, f".{REPLAYED}")
+OWN = (_LOCK, REPLAYED, f".{REPLAYED}")
 """The beginnings of names of which one is in every staging folder that is not empty."""
 _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
@@ -123,7 +123,10 @@ class FolderStaging(Staging):
     @property
     def left_over(self) -> bool:
         """Was a run killed after it had published the target?"""
-        return self._published.exists() and os.path.lexists(self.target)
+        if not os.path.lexists(self.target) or self.folder.is_symlink() or not self.folder.is_dir():
+            return False
+        is_removed = {path.name for path in self.folder.iterdir()} <= {_LOCK}  # but for what goes last
+        return is_removed or self._published.exists()
 
     @property
     def _published(self) -> Path:
@@ -202,9 +205,9 @@ def check_target(target: Path, source: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a staging folder; its lock last but one, and last its marker `published`: with it, the next run goes on."""
+    """Remove a staging folder; its marker `published` last but one, and last its lock, which shows that it is ours."""
     with suppress(OSError):
-        for path in sorted(folder.iterdir(), key=lambda path: (path.name == _PUBLISHED, path.name == _LOCK)):
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == _LOCK, path.name == _PUBLISHED)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
