@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_BYTES = 1_750_000
-"""Of a wheel: checks of strangers' files and stores took it past 1.65 MB; the library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan`
+"""Of a wheel: checks of files and stores took it past 1.65 MB.
+
+The library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan`
 and shared packs past 1.3, shadows elsewhere, bases without a stall, stores and partial recovery past 1.4, pages,
 stores that are written and man pages (33 kB) past 1.5."""
 MOST_LIBRARY_BYTES = 500_000
