@@ -54,8 +54,8 @@ def test_a_shape_that_no_array_can_have_is_damage(shape: list[int], tmp_path: Pa
         (("origin", "layout", "pp"), -1, "`pp` is -1"),
         (("origin", "layout", "dp"), 1 << 40, "must be from 0"),
         (("origin", "layout", "dp"), True, "`dp` is True"),
-        (("origin", "layout", "x"), {"$tensor": "a"}, "only extras and options of groups hold tensors"),
-        (("values", 0, "x"), {"$tensor": "a"}, "only extras and options of groups hold tensors"),
+        (("origin", "layout", "x"), {"$tensor": "a"}, "no layout holds tensors"),
+        (("values", 0, "x"), {"$tensor": "a"}, "which does not exist"),
     ],
 )
 def test_a_manifest_of_other_values_is_damage(keys: tuple[Any, ...], value: Any, words: str, tmp_path: Path) -> None:

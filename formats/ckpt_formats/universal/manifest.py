@@ -222,13 +222,14 @@ def _manifest(
     role = ROLES.index("extra")
     missing = sorted(
         name
-        for name in tensor_names([manifest.extras, *(group.options for group in manifest.groups)])
+        for name in tensor_names(
+            [manifest.extras, *(group.options for group in manifest.groups), *entries.tables.values]
+        )
         if name not in entries.numbers or entries.columns["parameter.role"][entries.numbers[name]] != role
     )
-    check.true(not missing, f"extras or options: they name tensor {missing[:1]}, which does not exist")
-    elsewhere = [manifest.origin.layout, *entries.tables.values]
-    named = next(tensor_names(elsewhere), None)
-    check.true(named is None, f"a value names tensor {named!r:.60}, but only extras and options of groups hold tensors")
+    check.true(not missing, f"extras, options or values: they name tensor {missing[:1]}, which does not exist")
+    named = next(tensor_names([manifest.origin.layout]), None)
+    check.true(named is None, f"the layout names tensor {named!r:.60}, and no layout holds tensors")
     check.true(not entries.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
     check.true(fields.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
