@@ -1,17 +1,19 @@
 """Seal a checkpoint: write the checksums of all its files into a file beside them, which is compared ever after."""
 
 import os
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ckpt.copying.selection import ChosenFile, select
+from ckpt.copying.verbatim import read_blocks
 from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, check_complete, raise_if_damaged
 from ckpt.pipeline.executors import run_tasks
@@ -27,14 +29,12 @@ from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry.location import locate
-from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.registry.opening import OURS, open_checkpoint
 from ckpt_formats.registry.seal_file import SealedFile, place_of, to_bytes
 from ckpt_formats.stores.location import is_url, source_path
 
 _RANGE = 8 << 20
 """A range of a file has at least so many bytes, unless a tensor or the file ends before."""
-_BLOCK = 1 << 20
-_OURS = ("universal", "chain")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def plan_seal(path: str | os.PathLike[str]) -> SealPlan:
             hint="Seal it before the upload: `ckpt copy` uploads a folder with its seal file.",
         )
     place = source_path(os.fspath(path))
-    if locate(place).format.name in _OURS:
+    if locate(place).format.name in OURS:
         raise UnsupportedError(
             "has checksums of all its bytes already", where=place, hint="`ckpt verify` compares them."
         )
@@ -104,8 +104,8 @@ def seal(
     `save` and `copy` compare what they read with it. A folder gets `checkpoint.ckpt-seal`, a file `NAME.ckpt-seal`.
 
     Raises `CorruptError` or `IncompleteError` if tensors are not complete or checksums that some of the files have do
-    not fit, `OutputError` if it is sealed already or
-    the file cannot be written, `UnsupportedError` for a store and for formats that have checksums of everything.
+    not fit, `OutputError` if it is sealed already or the file cannot be written, `UnsupportedError` for a store and
+    for formats that have checksums of everything.
     """
     return run_seal(plan_seal(path), resources=resources, progress=progress)
 
@@ -118,21 +118,16 @@ def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: Pr
     work = [(number, start, end) for number, (_, ends) in enumerate(plan.files) for start, end in pairwise((0, *ends))]
     crcs: dict[int, dict[int, int]] = defaultdict(dict)
     checks = SealChecks()
+    known = {file.path: _KnownSeals(plan.seals.get(file.path, ())) for file, _ in plan.files}
     with interruptible(count_bytes) as count, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
 
         def checksum(item: tuple[int, int, int]) -> tuple[int, int, int, Evidence]:
             number, start, end = item
             path = plan.files[number][0].path
-            own = [one for one in plan.seals.get(path, ()) if one.offset < end and start < one.offset + one.nbytes]
+            crc = 0
             with Reader(identities=identities) as reader:
-                crc, at = 0, start
-                for block in _blocks(reader, path, start, end):
+                for block in read_blocks(reader, path, start, end, known[path].within(start, end)):
                     crc = crc32(block, crc)
-                    for one in own:
-                        low, high = max(at, one.offset), min(at + len(block), one.offset + one.nbytes)
-                        if low < high:
-                            reader.note_sealed(one, low - one.offset, block[low - at : high - at])
-                    at += len(block)
                     count(len(block))
                 return number, start, crc, reader.evidence()
 
@@ -147,6 +142,20 @@ def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: Pr
     }
     _publish(plan.seal_file, to_bytes(sealed))
     return Sealed(plan.seal_file, len(sealed), plan.nbytes)
+
+
+class _KnownSeals:
+    """The checksums that a file has already, by their offsets. They may overlap."""
+
+    def __init__(self, seals: Sequence[Seal]) -> None:
+        self._seals = seals
+        self._begins = [one.offset for one in seals]
+        self._reach = list(accumulate((one.offset + one.nbytes for one in seals), max))
+
+    def within(self, start: int, end: int) -> list[Seal]:
+        """Those that have bytes in a range, by their offsets."""
+        nearby = self._seals[bisect_right(self._reach, start) : bisect_left(self._begins, end)]
+        return [one for one in nearby if one.offset + one.nbytes > start]
 
 
 def _borders(checkpoint: Checkpoint) -> dict[Path, Sequence[int]]:
@@ -181,23 +190,13 @@ def _ends(nbytes: int, borders: Sequence[int]) -> tuple[int, ...]:
     return (*ends, nbytes)
 
 
-def _blocks(reader: Reader, path: Path, start: int, end: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(_BLOCK, end - start)))
-    for at in range(start, end, _BLOCK):
-        block = buffer[: min(_BLOCK, end - at)]
-        reader.read_into(path, at, block)
-        yield block
-
-
 def _publish(place: Path, content: bytes) -> None:
     """Write a file that appears when it is whole, and replaces nothing."""
     partial = place.with_name(f".{place.name}.{os.getpid()}{PARTIAL}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with os.fdopen(descriptor, "wb") as out:
+        with partial.open("xb") as out:
             out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        flush(partial)
         rename_new(partial, place)
         flush(place.parent)
     except FileExistsError as error:

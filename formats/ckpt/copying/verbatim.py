@@ -112,16 +112,25 @@ def _blocks(one: ChosenFile, seals: Sequence[Seal], transfer: Transfer) -> Itera
         transfer.count(one.nbytes)
         yield memoryview(one.data)
         return
-    buffer, waiting, active = memoryview(bytearray(min(_BLOCK, one.nbytes))), deque(seals), list[Seal]()
-    for begin in range(0, one.nbytes, _BLOCK):
-        block = buffer[: min(_BLOCK, one.nbytes - begin)]
-        end = begin + len(block)
-        transfer.reader.read_into(one.path, begin, block)
-        while waiting and waiting[0].offset < end:
+    for block in read_blocks(transfer.reader, one.path, 0, one.nbytes, seals):
+        transfer.count(len(block))
+        yield block
+
+
+def read_blocks(reader: Reader, path: Path, begin: int, end: int, seals: Sequence[Seal]) -> Iterator[memoryview]:
+    """The bytes of a range of a file, once; those of sealed ranges are added to their checksums.
+
+    Each block is valid until the next one. `seals`: those that have bytes in the range, by their offsets.
+    """
+    buffer, waiting, active = memoryview(bytearray(min(_BLOCK, end - begin))), deque(seals), list[Seal]()
+    for start in range(begin, end, _BLOCK):
+        block = buffer[: min(_BLOCK, end - start)]
+        stop = start + len(block)
+        reader.read_into(path, start, block)
+        while waiting and waiting[0].offset < stop:
             active.append(waiting.popleft())
         for seal in active:
-            low, high = max(begin, seal.offset), min(end, seal.offset + seal.nbytes)
-            transfer.reader.note_sealed(seal, low - seal.offset, block[low - begin : high - begin])
-        active = [seal for seal in active if seal.offset + seal.nbytes > end]
-        transfer.count(len(block))
+            low, high = max(start, seal.offset), min(stop, seal.offset + seal.nbytes)
+            reader.note_sealed(seal, low - seal.offset, block[low - start : high - start])
+        active = [seal for seal in active if seal.offset + seal.nbytes > stop]
         yield block

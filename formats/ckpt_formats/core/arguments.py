@@ -137,15 +137,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def range_of(annotation: Any) -> Range:
-    """The range that an annotation states, also one of `X | None`."""
-    for part in (annotation, *get_args(annotation)):
-        for one in getattr(part, "__metadata__", ()):
-            if isinstance(one, Range):
-                return one
-    raise TypeError(f"{annotation} states no range")
-
-
 def annotations_of(kind: type) -> Iterator[tuple[str, Any]]:
     """The names of a dataclass's fields, and their annotations; those that only type checkers know are `Any`."""
     owners = {name: base for base in reversed(kind.__mro__) for name in get_annotations(base)}

@@ -7,7 +7,7 @@ seal of the range that it is in, so that whatever reads it checks it.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal
-from ckpt_formats.core.folders import SEAL_SUFFIX
+from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
@@ -118,9 +118,12 @@ def with_seals(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     Raises `IncompleteError` if a sealed file is missing, `CorruptError` if it has another length, or if a small file
     without tensors does not fit its checksum.
     """
-    sealed = dict[Path, SealedFile]()
-    for place in _places(checkpoint, path):
-        sealed |= _files_at(place, checkpoint, path)
+    own = {file.path for file in checkpoint.files} | {path}
+    sealed, places = dict[Path, SealedFile](), dict[Path, Path]()
+    for place in _places(own, path):
+        named = _files_at(place, own, path)
+        sealed |= named
+        places |= dict.fromkeys(named, place)
     if not sealed:
         return checkpoint
     seals = {file: one.seals(file, file.name) for file, one in sealed.items()}
@@ -130,25 +133,37 @@ def with_seals(checkpoint: Checkpoint, path: Path) -> Checkpoint:
         name: replace(parameter, states={state: attached.tensor(one) for state, one in parameter.states.items()})
         for name, parameter in checkpoint.parameters.items()
     }
-    others = [file for file in sealed if file not in attached.used]
-    _check_small([seals[file] for file in others if sealed[file].nbytes <= _CHECKED_AT_OPENING])
+    for file, one in sealed.items():
+        if file not in attached.used and one.nbytes <= _CHECKED_AT_OPENING:
+            _check(seals[file], places[file])
     every = (*checkpoint.seals, *(seal for own in seals.values() for seal in own))
     return replace(checkpoint, parameters=parameters, seals=every)
 
 
-def _places(checkpoint: Checkpoint, path: Path) -> list[Path]:
-    """The seal files that exist for a checkpoint."""
+def _places(own: Set[Path], path: Path) -> list[Path]:
+    """The seal files that exist for a checkpoint at `path`, whose files are `own`."""
     if isinstance(path, StorePath) and path.is_file():
         return []  # nothing beside the object was listed
-    folder = path if path.is_dir() else path.parent
-    files = dict.fromkeys((path, *(file.path for file in checkpoint.files)))
-    seal_files = [file.with_name(file.name + SEAL_SUFFIX) for file in files if file.name and file != folder]
-    return [place for place in (folder / IN_FOLDER, *seal_files) if place.is_file()]
+    if not path.is_dir():
+        return [place for place in (path.parent / IN_FOLDER, place_of(path)) if place.is_file()]
+    # Folders are listed: asking for the seal file of each file would take as many calls as there are ranks.
+    folders = dict.fromkeys((path, *(file.parent for file in own if file != path)))
+    listed = sorted(one for folder in folders for one in _seal_files_in(folder))
+    whole = path / IN_FOLDER
+    of_files = [one for one in listed if one != whole and one.with_name(one.name.removesuffix(SEAL_SUFFIX)) in own]
+    return [whole, *of_files] if whole in listed else of_files
 
 
-def _files_at(place: Path, checkpoint: Checkpoint, path: Path) -> dict[Path, SealedFile]:
+def _seal_files_in(folder: Path) -> list[Path]:
+    try:
+        entries = [one for one in entries_of(folder) if one.name.endswith(SEAL_SUFFIX) and one.is_file()]
+    except OSError:
+        return []
+    return [folder / one.name for one in entries]
+
+
+def _files_at(place: Path, own: Set[Path], path: Path) -> dict[Path, SealedFile]:
     """The files that a seal file is about, as far as they are of this checkpoint, compared by their lengths."""
-    own = {file.path for file in checkpoint.files} | {path}
     is_of_all = place.name == IN_FOLDER and place.parent == path
     result = dict[Path, SealedFile]()
     for name, one in read(place).items():
@@ -173,17 +188,16 @@ def _hint(place: Path) -> str:
     return f"Restore it from a copy. If you changed it on purpose: remove {printable(place.name)}, and seal again."
 
 
-def _check_small(every: Iterable[Sequence[Seal]]) -> None:
+def _check(seals: Sequence[Seal], place: Path) -> None:
+    """Read a file, and raise `CorruptError` if it does not fit its seal file, `place`."""
     with Reader(check=False) as reader:
-        for seals in every:
-            for seal in seals:
-                if not seal_is_valid(seal, reader):
-                    place = place_of(seal.path) if place_of(seal.path).is_file() else seal.path.parent / IN_FOLDER
-                    raise CorruptError(
-                        f"{printable(seal.label)}: does not fit its checksum in the seal file",
-                        where=seal.path,
-                        hint=_hint(place),
-                    )
+        for seal in seals:
+            if not seal_is_valid(seal, reader):
+                raise CorruptError(
+                    f"{printable(seal.label)}: does not fit its checksum in the seal file",
+                    where=seal.path,
+                    hint=_hint(place),
+                )
 
 
 @dataclass
