@@ -22,4 +22,4 @@ def average(source: "Checkpoint", target: "Target", dry_run: bool, resources: "R
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal", source.format))
-    job.write("averaging", work, dry_run, resources, as_json, resources if target.seal else None)
+    job.write("averaging", work, dry_run, resources, as_json, target.seal)

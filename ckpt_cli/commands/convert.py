@@ -24,4 +24,4 @@ def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "R
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal"))
-    job.write("converting", work, dry_run, resources, as_json, resources if target.seal else None)
+    job.write("converting", work, dry_run, resources, as_json, target.seal)

@@ -27,4 +27,4 @@ def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources:
     target.note_ending(format.name)
     work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
     notes.note(*notices)
-    job.write("decompressing", work, dry_run, resources, as_json, resources if target.seal else None)
+    job.write("decompressing", work, dry_run, resources, as_json, target.seal)

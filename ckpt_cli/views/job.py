@@ -44,17 +44,15 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
     return result
 
 
-def write(
-    label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool, seals: Resources | None = None
-) -> None:
+def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool, seal: bool = False) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write.
 
-    With `seals`, what was written is sealed, with these resources.
+    With `seal`, what was written is sealed.
     """
     if dry_run:
         show_plan(job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources))
     else:
-        show_result(run(label, job, resources), as_json, seals=seals)
+        show_result(run(label, job, resources), as_json, seal_with=resources if seal else None)
 
 
 def planned(job: Job) -> Plan:
@@ -105,7 +103,7 @@ def show_plan(
     read = _in_words(reads) if reads else f"up to {format_nbytes(total)}"
     conclude(
         f"would read {read} and write about {format_nbytes(needed)} "
-        f"in {_files(count)} to {printable(str(target))}; nothing was written"
+        f"in {file_count(count)} to {printable(str(target))}; nothing was written"
     )
 
 
@@ -118,14 +116,14 @@ def _reads_json(reads: StoreReads | None) -> dict[str, Any]:
 
 
 def show_result(
-    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seals: Resources | None = None
+    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seal_with: Resources | None = None
 ) -> None:
-    """Show what a job wrote. `more`: further fields of the JSON. With `seals`, it is sealed first."""
-    if seals is not None and not result.pending:
+    """Show what a job wrote. `more`: further fields of the JSON. `seal_with`: seal it first, with these resources."""
+    if seal_with is not None and not result.pending:
         from ckpt_cli.views.seal import seal_target  # few targets are sealed
 
-        more = {**(more or {}), "seal_file": seal_target(result.target, seals)}
-    elif seals is not None:
+        more = {**(more or {}), "seal_file": seal_target(result.target, seal_with)}
+    elif seal_with is not None:
         notes.note(f"not sealed yet: run `ckpt seal {printable(str(result.target))}` when it is published")
     if as_json:
         data({**to_json(result), **(more or {})})
@@ -138,14 +136,17 @@ def show_result(
         conclude(f"{printable(str(result.target))} is complete: shards of this job have published it already")
         return
     if result.pending:
-        conclude(f"wrote {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}; {result.pending}")
+        conclude(f"wrote {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}; {result.pending}")
         return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
-    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {_files(result.files)}{resumed}"
+    wrote = (
+        f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}"
+    )
     conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
 
 
-def _files(count: int) -> str:
+def file_count(count: int) -> str:
+    """How many files, in words: `1 file`, `2 files`."""
     return f"{count} file{'s' * (count != 1)}"
 
 

@@ -7,6 +7,7 @@ from ckpt.copying.sealing import Sealed, SealPlan, plan_seal, run_seal
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
+from ckpt_cli.views.job import file_count
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.text import format_nbytes, printable
 
@@ -18,7 +19,7 @@ def show_plan(plan: SealPlan, as_json: bool) -> None:
         data(_json(plan.seal_file, len(plan.files), plan.nbytes))
     else:
         conclude(
-            f"would read {format_nbytes(plan.nbytes)} in {_files(len(plan.files))} and write "
+            f"would read {format_nbytes(plan.nbytes)} in {file_count(len(plan.files))} and write "
             f"{printable(str(plan.seal_file))}; nothing was written"
         )
 
@@ -31,7 +32,7 @@ def seal(plan: SealPlan, resources: Resources, as_json: bool) -> None:
         data(_json(done.seal_file, done.files, done.nbytes))
     else:
         conclude(
-            f"sealed {format_nbytes(done.nbytes)} in {_files(done.files)}: {printable(str(done.seal_file))}. "
+            f"sealed {format_nbytes(done.nbytes)} in {file_count(done.files)}: {printable(str(done.seal_file))}. "
             f"Whatever ckpt reads of them is compared with it from now on"
         )
 
@@ -49,7 +50,3 @@ def _run(plan: SealPlan, resources: Resources) -> Sealed:
 
 def _json(seal_file: Path, files: int, nbytes: int) -> dict[str, Any]:
     return {"seal_file": str(seal_file), "files": files, "nbytes": nbytes}
-
-
-def _files(count: int) -> str:
-    return f"{count} file{'s' * (count != 1)}"

@@ -63,7 +63,7 @@ def test_repeats_in_a_row_end_soon_on_long_names(pattern: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_python_alone_can_match_is_refused_where_it_takes_too_long() -> None:
+def test_pattern_for_python_alone_is_refused_when_it_takes_too_long() -> None:
     pattern = r"(?=[a-z]*[a-z]*[a-z]*1)a"
     check_pattern(pattern, "here")
     assert not full_match(pattern, "a" * 20)

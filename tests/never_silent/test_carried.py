@@ -100,7 +100,7 @@ TENSORRT = {"architecture": "LlamaForCausalLM", "mapping": {"world_size": 2, "tp
 
 
 @pytest.mark.parametrize("name", ["rank0.safetensors", "model.safetensors"])
-def test_one_rank_of_tensorrt_is_not_read_as_a_whole(name: str, tmp_path: Path) -> None:
+def test_rank_of_tensorrt_is_refused_alone(name: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", {}, TENSORRT)
     (folder / "model.safetensors").rename(folder / name)
     done = ckpt("convert", folder, tmp_path / "out")
