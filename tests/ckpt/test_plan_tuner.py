@@ -11,7 +11,7 @@ import pytest
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
 from ckpt.planning.tuner import IntervalTuner
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 DAY = 86_400.0
 MTBF, RESTART, REPLAY = 3600.0, 90.0, 0.1
@@ -149,9 +149,9 @@ def test_the_intervals_are_those_of_a_plan_and_follow_what_is_measured() -> None
 def test_times_without_sense_are_refused(seconds: float) -> None:
     tuner = IntervalTuner(MTBF)
     for note in (tuner.step_took, tuner.base_took, tuner.flush_took):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(InvalidArgumentError):
             note(seconds)
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(InvalidArgumentError):
         IntervalTuner(seconds)
-    with pytest.raises(UnsupportedError, match="a restart takes 100 s"):
+    with pytest.raises(InvalidArgumentError, match="a restart takes 100 s"):
         IntervalTuner(50, 100)

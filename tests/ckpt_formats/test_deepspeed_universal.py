@@ -15,7 +15,7 @@ from ckpt.job import save
 from ckpt.pipeline import Resources
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
-from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
@@ -244,7 +244,6 @@ def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
     counting = {name: replace(p, values={**p.values, "mu_product": 0.5}) for name, p in original.parameters.items()}
     one_each = tuple(Group({"lr": 1.0}, (name,)) for name in ("w", "v"))
     return {
-        "stage 0": (original, 0, "stage 0"),
         "Muon": (replace(original, groups=(Group({"lr": 1.0, "use_muon": True}, ("w", "v")),)), None, "Muon"),
         "a scalar that is no step": (replace(original, parameters=counting), None, "no place"),
         "no groups": (replace(original, groups=()), None, "group"),
@@ -266,6 +265,11 @@ def test_what_deepspeed_could_not_load_is_refused(name: str, tmp_path: Path) -> 
     original, zero, says = _of_other_optimizers()[name]
     with pytest.raises(UnsupportedError, match=says):
         plan(original, tmp_path, zero=zero)
+
+
+def test_stage_0_is_no_universal_checkpoint_of_deepspeed() -> None:
+    with pytest.raises(InvalidArgumentError, match="zero must be a whole number from 1 to 3 or None, not 0"):
+        writable("deepspeed-universal", zero=0)
 
 
 def test_without_adams_moments_it_is_for_stages_1_and_2_only(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from ckpt_formats.universal.delta_format import Delta
 from ckpt_formats.universal.manifest import Parent
+from ckpt_formats.universal.unchanged import EarlierMember
 from damage import Ran, ckpt
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
@@ -418,18 +418,41 @@ EDITS: dict[str, Edit] = {
 }
 
 
+CONTENT = f"blake2b-256:{'0' * 64}"
+OTHER_VALUES: dict[str, Any] = {
+    **dict.fromkeys(("dp", "tp", "pp", "vpp", "ep", "etp"), 2),
+    "stages": (0, 1),
+    "zero": 1,
+    "vocab_rows": 7,
+    "rules": (Rule("a"),),
+    "config": Path("config.json"),
+    "codec": "planes",
+    "level": "max",
+    "check": False,
+    "content": CONTENT,
+    "pack_nbytes": 1,
+    "single_file": True,
+    "shard_nbytes": 1,
+    "with_optimizer": True,
+    "keys": "torchtitan",
+    "separator": "/",
+    "original": True,
+}
+"""A value of each option that is none of its defaults."""
+
+
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_every_option_of_a_format_changes_the_job(name: str, option: str) -> None:
     """`identity` is all fields, so none can be forgotten."""
     format = writable(name)
-    assert job_id(SOURCE, {}, replace(format, **{option: "another"})) != job_id(SOURCE, {}, format)
+    assert job_id(SOURCE, {}, replace(format, **{option: OTHER_VALUES[option]})) != job_id(SOURCE, {}, format)
 
 
 @pytest.mark.parametrize("option", [field.name for field in fields(Delta)])
 def test_every_option_of_a_delta_changes_the_job(option: str) -> None:
     others: dict[str, Any] = {"delta_codecs": {"a": parse_delta("difference")}, "check": False, "level": "max"}
-    others |= {"codec": "planes", "stored_against": Parent("c", "p"), "content": "d", "pack_nbytes": 1}
-    others |= {"unchanged": SimpleNamespace(identity="step-0000000001")}
+    others |= {"codec": "planes", "stored_against": Parent(CONTENT, "p"), "content": CONTENT, "pack_nbytes": 1}
+    others |= {"unchanged": EarlierMember(open_checkpoint(SAMPLES / "universal-1-plain"))}
     if option == "earlier":  # its content id is in `stored_against`, and its files are in the identities
         return
     if option == "single_file":  # a delta is never one file
@@ -589,7 +612,7 @@ def test_a_staging_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None
     elsewhere.mkdir()
     (tmp_path / ".out.ckpt-partial").symlink_to(elsewhere)
     done = ckpt("convert", save(tmp_path / "a.pt"), tmp_path / "out")
-    assert done.code == 30
+    assert done.code == 21
     assert "link" in done.err
     assert list(elsewhere.iterdir()) == []
 

@@ -595,7 +595,11 @@ def _remove_leftovers(place: Path) -> None:
             # A younger one may not be locked yet.
             if time.time() - root.lstat().st_mtime < _YOUNG or not is_own(root, _LOCK):
                 continue
-            file = _lock(root)
+            try:
+                file = _lock(root)
+            except FileNotFoundError:  # killed before it had a lock: it is empty, or not a mirror's
+                root.rmdir()
+                continue
             if file is not None:
                 shutil.rmtree(root, ignore_errors=True)
                 os.close(file)

@@ -206,7 +206,7 @@ def _packed(shape: list[int], bits: int, where: str) -> list[int]:
 
 def is_natural(value: Any, limit: int = 1 << 62) -> bool:
     """Whether the value is an integer from 0 to `limit`. (JSON's `true` is not.)"""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
+    return type(value) is int and 0 <= value <= limit
 
 
 def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:

@@ -223,7 +223,10 @@ class CastBlob(DerivedBlob):
             self.count(Box.whole(self.shape), base, out, reader)
 
     def count(self, box: Box, before: Array, after: Array, reader: Reader) -> None:
-        """Count what the cast of a block of it changed; before, after: its values, of any one shape."""
+        """Count what the cast of a block of it changed.
+
+        before, after: its values, of one shape, which may be any, and of any float dtypes.
+        """
         place = box if self.start is None else box.shift(self.start)
         reader.changes.note(changed_by_cast(self.name, place, before, after, self.refused))
 

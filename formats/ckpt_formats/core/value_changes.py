@@ -39,7 +39,10 @@ class Kinds:
 
 
 def count_kinds(values: Array) -> Kinds:
-    """The zeros, NaNs and infinities of an array of floats or complex numbers, of any shape; none for other types."""
+    """The zeros, NaNs and infinities of an array.
+
+    values: of any shape; floats or complex numbers of any dtype. None are counted of other types.
+    """
     if values.dtype.kind == "c":
         pairs = np.ascontiguousarray(values).reshape(-1).view(f"f{values.dtype.itemsize // 2}")
         return replace(count_kinds(pairs), zeros=0)
@@ -102,7 +105,10 @@ class ValueChange:
 
 
 def changed_by_cast(name: str, box: Box, before: Array, after: Array, refused: bool = False) -> ValueChange:
-    """What a cast changed other than by rounding: `before` and `after` are the values of the block, of one shape."""
+    """What a cast changed other than by rounding.
+
+    before, after: the values of the block, of one shape, which may be any, and of any float dtypes.
+    """
     new = count_kinds(after)
     old = count_kinds(before) if new != Kinds() else Kinds()
     overflows, underflows = new.not_finite - old.not_finite, new.zeros - old.zeros

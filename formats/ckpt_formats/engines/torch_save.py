@@ -33,12 +33,13 @@ from ckpt_formats.core.checkpoint import (
 )
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsupportedError, flaw
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
-from ckpt_formats.core.notices import Weight
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, StdDict, TensorName, Value
 from ckpt_formats.engines.fsdp_ranks.single_rank import whole_tree
+from ckpt_formats.state_dicts.files_inside import HOLDS_TENSORS, files_inside
 from ckpt_formats.state_dicts.objects import as_root, attributes_of
 from ckpt_formats.state_dicts.original_form import form_of, tree_of
 from ckpt_formats.state_dicts.read import check_weights, training_state
@@ -272,7 +273,9 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
     attributes = attributes_of(file.root)
     state = training_state(root, file.path, options.order, options.orders, further_extras=attributes)
     if not state.parameters:
-        losses = "".join(f"; {notice}" for notice in state.notices if notice.weight is Weight.LOST)
+        inside = tuple(files_inside(root.items()))
+        notices = (*state.notices, *((Notice(HOLDS_TENSORS, inside, Weight.LOST),) if inside else ()))
+        losses = "".join(f"; {notice}" for notice in notices if notice.weight is Weight.LOST)
         raise NotFoundError(f"a file without a tensor is no checkpoint{losses}", where=file.path)
     without = check_weights(state, root, file.path)
     origin = Origin("torch", None, state.step, {"keys": state.keys.to_json()})

@@ -18,12 +18,11 @@ from ckpt_formats.core.files import read_range, read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import FileBlob
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Value
+from ckpt_formats.state_dicts.files_inside import HOLDS_TENSORS, files_inside
 from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_formats.state_dicts.run_files import PREFIX
-from ckpt_formats.state_dicts.walk import MAX_DEPTH
 
-HOLDS_TENSORS = "holds tensors in a file of its own, which is not read; carried as bytes"
 NO_JSON = "is not valid JSON, although its ending says so, and may be cut off; carried as bytes"
 
 _TORCH_BEFORE_ZIP = re.compile(rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
@@ -31,7 +30,6 @@ _TORCH_BEFORE_ZIP = re.compile(rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
 _MAX_STAND_IN = 1 << 10
 """Bytes: a pointer of Git LFS has at most these."""
 _MAX_JSON = 1 << 20
-_MAX_ITEMS = 200_000
 _MAX_FILES = 10_000
 _TENSOR_ENDINGS = (
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".th", ".npz", ".npy", ".h5", ".hdf5", ".keras", ".gguf"),
@@ -42,7 +40,7 @@ _TENSOR_ENDINGS = (
 
 def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
     """Notices that name what is carried as bytes, although it holds tensors or is not what it should be."""
-    inside = tuple(_files_in_values(checkpoint))
+    inside = tuple(files_inside(_values(checkpoint)))
     unread: list[str] = []
     no_json: list[str] = []
     stand_ins: dict[str, list[str]] = {}
@@ -108,39 +106,11 @@ def _is_no_json(path: Path, nbytes: int) -> bool:
     return False
 
 
-def _files_in_values(checkpoint: Checkpoint) -> Iterator[str]:
-    """The places in the extras, values and options at which there are the bytes of a file with tensors."""
-    seen: set[int] = set()
-    pending: list[tuple[str, Value, int]] = [(key, value, 0) for key, value in checkpoint.extras.items()]
+def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
+    """The extras, values of parameters and options of groups, with their places."""
+    yield from checkpoint.extras.items()
     for name, parameter in checkpoint.parameters.items():
-        pending += ((f"{name}.{key}", value, 0) for key, value in parameter.values.items())
+        if parameter.values:
+            yield from ((f"{name}.{key}", value) for key, value in parameter.values.items())
     for number, group in enumerate(checkpoint.groups):
-        pending += ((f"group {number}.{key}", value, 0) for key, value in group.options.items())
-    for _ in range(_MAX_ITEMS):
-        if not pending:
-            return
-        place, value, depth = pending.pop()
-        if is_extra_state(place):
-            continue  # modules of Transformer Engine have a pickle each
-        if isinstance(value, (bytes, bytearray)):
-            if holds_tensors(bytes(value[:HEAD_NBYTES])) and _ends_as_file(value):
-                yield place
-        elif isinstance(value, (dict, list, tuple, Record)) and depth < MAX_DEPTH and id(value) not in seen:
-            seen.add(id(value))
-            pending += ((f"{place}{key}", item, depth + 1) for key, item in _items(value))
-
-
-def _ends_as_file(value: bytes | bytearray) -> bool:
-    """Whether bytes that begin like a pickle end like one, too: two bytes alone prove little."""
-    return value[:1] != b"\x80" or value[-1:] == b"."
-
-
-def _items(value: Value) -> Iterator[tuple[str, Value]]:
-    """The parts of a container or an object, each with what is appended to the place."""
-    if isinstance(value, Record):
-        yield from (("", part) for part in (*value.args, *value.kwargs.values(), value.state, *value.items))
-        yield from (("", part) for pair in value.mapping for part in pair)
-    elif isinstance(value, dict):
-        yield from ((f".{key}", item) for key, item in value.items())
-    else:
-        yield from ((f".{i}", item) for i, item in enumerate(value))
+        yield from ((f"group {number}.{key}", value) for key, value in group.options.items())

@@ -40,8 +40,6 @@ _MAX_NAME_BYTES = 255
 
 def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLayout:
     """The layout to write. Raises `UnsupportedError` or `RulesError` with the reason if it cannot be written."""
-    if options.zero == 0:
-        raise UnsupportedError("DeepSpeed loads no universal checkpoint at ZeRO stage 0", hint="Give --zero 1, 2 or 3.")
     stated: Value = source.origin.layout.get("zero_stage")
     stage = options.zero or (int(stated) if stated in (1, 2, 3) else 1)
     # One data-parallel rank always: nothing is sharded over them, and there is no flat buffer.
