@@ -101,7 +101,7 @@ ERRORS = {
     "no argument": (["convert"], 2, "usage"),
     "no command": (["nonsense"], 2, "usage"),
     "no such format to write": (["convert", "a.pt", "o3", "--to", "chain"], 22, "unsupported"),
-    "no such codec": (["compress", "a.pt", "o4", "--codec", "nonsense"], 22, "unsupported"),
+    "no such codec": (["compress", "a.pt", "o4", "--codec", "nonsense"], 2, "usage"),
     "a pattern that is none": (["convert", "a.pt", "o5", "--only", "("], 2, "usage"),
 }
 
