@@ -3,6 +3,7 @@ another step, is believed."""
 
 import io
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.state_dicts.files_inside import HOLDS_TENSORS
 from damage import BROKEN, NOT_FOUND, ckpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -165,3 +167,12 @@ def test_dcp_folders_of_two_models_are_no_steps_of_a_run(tmp_path: Path) -> None
         dcp.save({"model": dict(WEIGHTS)}, checkpoint_id=tmp_path / name)
     done = ckpt("convert", tmp_path, tmp_path / "out")
     assert (done.code, "qwen2, qwen3" in done.err) == (NOT_FOUND, True)
+
+
+def test_old_file_of_torch_inside_a_file_is_named_and_a_pickle_of_an_object_is_not(tmp_path: Path) -> None:
+    old = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
+    values = {"model": {"w": torch.ones(2)}, "old": old.getvalue(), "loader": pickle.dumps({"epoch": 3}, 4)}
+    torch.save(values, tmp_path / "a.pt")
+    (notice,) = (one for one in open_checkpoint(tmp_path / "a.pt").notices if one.text == HOLDS_TENSORS)
+    assert notice.names == ("old",)

@@ -17,6 +17,8 @@ PICKLE = re.compile(rb"\x80[\x00-\x05]")
 SAFETENSORS = re.compile(rb".{4}\0{4}[{]", re.DOTALL)
 """The length of a header in 8 bytes, then JSON. The limit of a header, 100 MB, leaves the upper bytes zero."""
 
+_TORCH_BEFORE_ZIP = re.compile(rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
+"""How files of torch.save began before version 1.6: its magic number, pickled."""
 _AS_SAFETENSORS = "Save it there as safetensors, which is read."
 _FROM_NUMPY = "Save the arrays as safetensors: safetensors.numpy.save_file."
 _UNPACK = "Unpack it, and name the file or folder of the checkpoint in it."
@@ -112,6 +114,14 @@ def holds_tensors(head: bytes) -> bool:
     if ZIP.match(head) or PICKLE.match(head) or SAFETENSORS.match(head):
         return True
     return re.match(rb"\x89HDF|GGUF|\x93NUMPY", head) is not None
+
+
+def is_file_inside(head: bytes) -> bool:
+    """Whether bytes inside a file begin as a file with tensors does. A pickle there is an object of the run.
+
+    Data loaders, for example, keep their states as pickles; only files of torch.save before 1.6 are pickles, too.
+    """
+    return holds_tensors(head) and (PICKLE.match(head) is None or _TORCH_BEFORE_ZIP.match(head) is not None)
 
 
 def archive_kind(names: Collection[str]) -> Content | None:

@@ -5,13 +5,12 @@ fetched, or be cut off. Nothing reads it, so it is named here.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, foreign_content, holds_tensors
+from ckpt_formats.containers.contents import HEAD_NBYTES, foreign_content, holds_tensors, is_file_inside
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import read_range, read_whole
@@ -25,8 +24,6 @@ from ckpt_formats.state_dicts.run_files import PREFIX
 
 NO_JSON = "is not valid JSON, although its ending says so, and may be cut off; carried as bytes"
 
-_TORCH_BEFORE_ZIP = re.compile(rb"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19")
-"""How files of torch.save began before version 1.6: its magic number, pickled."""
 _MAX_STAND_IN = 1 << 10
 """Bytes: a pointer of Git LFS has at most these."""
 _MAX_JSON = 1 << 20
@@ -49,7 +46,7 @@ def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
         content = foreign_content(head)
         if content is not None and content.error is CorruptError:
             stand_ins.setdefault(content.what, []).append(name)
-        elif holds_tensors(head) and (_is_file(blob, nbytes) or not _is_object(head)):
+        elif holds_tensors(head) if _is_file(blob, nbytes) else is_file_inside(head):
             unread.append(name)
         elif _is_file(blob, nbytes) and blob.path.suffix == ".json" and _is_no_json(blob.path, nbytes):
             no_json.append(name)
@@ -85,11 +82,6 @@ def _head(blob: FileBlob, nbytes: int) -> bytes:
         return read_range(blob.path, blob.offset, min(nbytes, HEAD_NBYTES))
     except CkptError:
         return b""  # whoever reads the values reports it
-
-
-def _is_object(head: bytes) -> bool:
-    """Whether bytes inside a file are a pickle, but no file of torch.save: the state of a data loader, for example."""
-    return PICKLE.match(head) is not None and _TORCH_BEFORE_ZIP.match(head) is None
 
 
 def _is_file(blob: FileBlob, nbytes: int) -> bool:

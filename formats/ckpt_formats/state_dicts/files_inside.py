@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, holds_tensors
+from ckpt_formats.containers.contents import HEAD_NBYTES, is_file_inside
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_formats.state_dicts.walk import MAX_DEPTH
@@ -22,16 +22,11 @@ def files_inside(values: Iterable[tuple[str, Value]]) -> Iterator[str]:
         if is_extra_state(place):
             continue  # modules of Transformer Engine have a pickle each
         if isinstance(value, (bytes, bytearray)):
-            if holds_tensors(bytes(value[:HEAD_NBYTES])) and _ends_as_file(value):
+            if is_file_inside(bytes(value[:HEAD_NBYTES])):
                 yield place
         elif isinstance(value, (dict, list, tuple, Record)) and depth < MAX_DEPTH and id(value) not in seen:
             seen.add(id(value))
             pending += ((f"{place}{key}", item, depth + 1) for key, item in _items(value))
-
-
-def _ends_as_file(value: bytes | bytearray) -> bool:
-    """Whether bytes that begin like a pickle end like one, too: two bytes alone prove little."""
-    return value[:1] != b"\x80" or value[-1:] == b"."
 
 
 def _items(value: Value) -> Iterator[tuple[str, Value]]:
