@@ -170,8 +170,8 @@ def _log_fields(chain: Path) -> dict[str, Any]:
 
 
 def plan() -> str:
-    costs = ckpt.RunCosts(step=0.8, mtbf=3 * 3600, base_stall=20, restart=120)
-    schedule = ckpt.plan_schedule(costs, ckpt.LogCosts(replay=0.04, slowdown=0.01))
+    costs = ckpt.planning.RunCosts(step=0.8, mtbf=3 * 3600, base_stall=20, restart=120)
+    schedule = ckpt.planning.plan_schedule(costs, ckpt.planning.LogCosts(replay=0.04, slowdown=0.01))
     times = exponential(costs.mtbf, 500, 0).tolist()
     simulations = {"bases": simulate(schedule.run, None, schedule.bases.base_steps, None, times)}
     report = PlanReport(schedule, None, simulations, {"source": "exponential", "seed": 0})

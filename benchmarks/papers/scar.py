@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt.chains.block_changes import BlockChange, within_budget
+from ckpt.partial.changes import BlockChange, within_budget
 
 Array = np.ndarray[Any, Any]
 Blocks = dict[str, Array]

@@ -13,8 +13,8 @@ from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.chains.lost_blocks import RankSet
     from ckpt.chains.restore import ChainState
+    from ckpt.partial.lost_blocks import RankSet
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ class RanksType(ParamType["RankSet"]):
     name = "ranks"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "RankSet":
-        from ckpt.chains.lost_blocks import RankSet
+        from ckpt.partial.lost_blocks import RankSet
 
         match = re.fullmatch(r"(?:([a-z_]{1,32})=)?(\d{1,9}(?:,\d{1,9}){0,9999})", str(value))
         if match is None:
@@ -53,11 +53,11 @@ def partial_recovery(command: F) -> F:
         if partial and live is None:
             raise click.UsageError("--partial needs --live CHECKPOINT, which has what is not lost.")
         if live is not None:
-            from ckpt.chains.partial import recover_partially
+            from ckpt.partial.recovery import recover
             from ckpt_cli.reading import open_live
 
             surviving = open_live(live, click.get_current_context().meta["ckpt.read"])
-            mixed = recover_partially(surviving, state.checkpoint, lost_names, lost_ranks)
+            mixed = recover(surviving, state.checkpoint, lost_names, lost_ranks)
             state = replace(state, checkpoint=mixed)
         return command(*args, state=state, **arguments)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ckpt.estimate import estimate
 from ckpt.job import Job, load_kernels
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
+from ckpt.sizes.estimate import estimate
 from ckpt_cli import notes
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns, job

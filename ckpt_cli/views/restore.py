@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.chains import restore as chain_restore
-from ckpt.chains.partial import is_mixed
 from ckpt.chains.restore import ChainState
+from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar

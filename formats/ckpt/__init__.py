@@ -7,48 +7,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.chains.block_changes import block_changes, save_partially
+    from ckpt import errors, partial, planning, types
     from ckpt.chains.chain import Chain
     from ckpt.chains.compact import Retention
-    from ckpt.chains.lost_blocks import RankSet
-    from ckpt.chains.partial import recover_partially
     from ckpt.chains.trials import Evaluation
-    from ckpt.chains.write import AppendResult, DeltaPolicy
+    from ckpt.chains.write import DeltaPolicy
     from ckpt.combine import average, ema_weights, merge_lora
-    from ckpt.compare import Diff, diff
+    from ckpt.compare import diff
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
-    from ckpt.copying.sealing import Sealed, seal
-    from ckpt.findings import Finding, verify
-    from ckpt.job import Job, Progress, save
+    from ckpt.copying.sealing import seal
+    from ckpt.findings import verify
+    from ckpt.job import Job, save
     from ckpt.opening import open
-    from ckpt.pipeline import Resources, Result
+    from ckpt.pipeline import Resources
     from ckpt.pipeline.clean import clean
-    from ckpt.pipeline.shard import COMMIT, Shard
-    from ckpt.planning.costs import DataRates, LogCosts, RunCosts
-    from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
+    from ckpt.pipeline.shard import COMMIT
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
-    from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-    from ckpt_formats.core.errors import (
-        CkptError,
-        CorruptError,
-        IncompleteError,
-        InvalidArgumentError,
-        LockedError,
-        NoMatchError,
-        NoSpaceError,
-        NotFoundError,
-        OutputError,
-        RulesError,
-        UnsafeError,
-        UnsupportedError,
-    )
-    from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
+    from ckpt_formats.core.checkpoint import Checkpoint
+    from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, NotFoundError, UnsupportedError
+    from ckpt_formats.core.format import WritableFormat
     from ckpt_formats.core.layout import Rule
     from ckpt_formats.core.notebook import NotebookProgress
-    from ckpt_formats.core.notices import Notice
-    from ckpt_formats.core.tensor import Tensor
     from ckpt_formats.engines.dcp import DCP
     from ckpt_formats.engines.deepspeed import DeepSpeed
     from ckpt_formats.engines.deepspeed.universal import DeepSpeedUniversal
@@ -60,49 +41,50 @@ if TYPE_CHECKING:
     from ckpt_formats.engines.torch_save import Torch
     from ckpt_formats.universal import Universal
 
+_NAMESPACES = ("errors", "partial", "planning", "types")
+"""Modules with further names."""
 _NAMES = {
-    "ckpt.chains.block_changes": ("block_changes", "save_partially"),
     "ckpt.chains.chain": ("Chain",),
     "ckpt.chains.compact": ("Retention",),
-    "ckpt.chains.lost_blocks": ("RankSet",),
-    "ckpt.chains.partial": ("recover_partially",),
     "ckpt.chains.trials": ("Evaluation",),
-    "ckpt.chains.write": ("AppendResult", "DeltaPolicy"),
-    "ckpt.combine": ("average", "ema_weights", "merge_lora"),
-    "ckpt.compare": ("Diff", "diff"),
-    "ckpt.copying.copy": ("Copy", "copy"),
-    "ckpt.copying.follow": ("follow_copy", "update_copy"),
-    "ckpt.findings": ("Finding", "verify"),
-    "ckpt.job": ("Job", "Progress", "save"),
+    "ckpt.chains.write": ("DeltaPolicy",),
+    "ckpt.combine": (
+        "average",
+        "ema_weights",
+        "merge_lora",
+    ),
+    "ckpt.compare": ("diff",),
+    "ckpt.copying.copy": (
+        "Copy",
+        "copy",
+    ),
+    "ckpt.copying.follow": (
+        "follow_copy",
+        "update_copy",
+    ),
+    "ckpt.copying.sealing": ("seal",),
+    "ckpt.findings": ("verify",),
+    "ckpt.job": (
+        "Job",
+        "save",
+    ),
     "ckpt.opening": ("open",),
-    "ckpt.pipeline": ("Resources", "Result"),
+    "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.clean": ("clean",),
-    "ckpt.pipeline.shard": ("COMMIT", "Shard"),
-    "ckpt.planning.costs": ("DataRates", "LogCosts", "RunCosts"),
-    "ckpt.planning.schedule": ("FailurePlan", "Schedule", "plan_schedule"),
+    "ckpt.pipeline.shard": ("COMMIT",),
     "ckpt.rename": ("use_names",),
-    "ckpt.copying.sealing": ("Sealed", "seal"),
     "ckpt.shadow.shadow": ("Shadow",),
-    "ckpt_formats.core.checkpoint": ("Checkpoint", "Parameter"),
+    "ckpt_formats.core.checkpoint": ("Checkpoint",),
     "ckpt_formats.core.errors": (
-        "RulesError",
         "CkptError",
         "CorruptError",
-        "IncompleteError",
         "InvalidArgumentError",
-        "LockedError",
-        "NoMatchError",
-        "NoSpaceError",
         "NotFoundError",
-        "OutputError",
-        "UnsafeError",
         "UnsupportedError",
     ),
-    "ckpt_formats.core.format": ("FilePlan", "Plan", "WritableFormat"),
+    "ckpt_formats.core.format": ("WritableFormat",),
     "ckpt_formats.core.layout": ("Rule",),
     "ckpt_formats.core.notebook": ("NotebookProgress",),
-    "ckpt_formats.core.notices": ("Notice",),
-    "ckpt_formats.core.tensor": ("Tensor",),
     "ckpt_formats.engines.dcp": ("DCP",),
     "ckpt_formats.engines.deepspeed": ("DeepSpeed",),
     "ckpt_formats.engines.deepspeed.universal": ("DeepSpeedUniversal",),
@@ -123,71 +105,46 @@ _WHERE = {
 __all__ = [
     "COMMIT",
     "DCP",
-    "AppendResult",
     "Chain",
     "Checkpoint",
     "CkptError",
     "Copy",
     "CorruptError",
-    "DataRates",
     "DeepSpeed",
     "DeepSpeedUniversal",
     "DeltaPolicy",
-    "Diff",
     "Evaluation",
-    "FailurePlan",
-    "FilePlan",
-    "Finding",
     "Flax",
     "HuggingFace",
-    "IncompleteError",
     "InvalidArgumentError",
     "Job",
-    "LockedError",
-    "LogCosts",
     "Megatron",
     "MegatronLegacy",
-    "NoMatchError",
-    "NoSpaceError",
     "NotFoundError",
     "NotebookProgress",
-    "Notice",
-    "OutputError",
-    "Parameter",
-    "Plan",
-    "Progress",
-    "RankSet",
     "Resources",
-    "Result",
     "Retention",
     "Rule",
-    "RulesError",
-    "RunCosts",
     "Safetensors",
-    "Schedule",
-    "Sealed",
     "Shadow",
-    "Shard",
-    "Tensor",
     "Torch",
     "Universal",
-    "UnsafeError",
     "UnsupportedError",
     "WritableFormat",
     "average",
-    "block_changes",
     "clean",
     "copy",
     "diff",
     "ema_weights",
+    "errors",
     "follow_copy",
     "merge_lora",
     "open",
-    "plan_schedule",
-    "recover_partially",
+    "partial",
+    "planning",
     "save",
-    "save_partially",
     "seal",
+    "types",
     "update_copy",
     "use_names",
     "verify",
@@ -195,6 +152,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(f"ckpt.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     module, attribute = _WHERE[name]

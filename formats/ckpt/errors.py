@@ -1,4 +1,4 @@
-"""All errors of the library. They are also at the top, as `ckpt.CkptError` and the others."""
+"""All errors of the library. `CkptError` and the most common ones are also at the top."""
 
 from ckpt_formats.core.errors import (
     CkptError,

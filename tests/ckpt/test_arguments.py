@@ -13,14 +13,16 @@ import pytest
 
 import ckpt
 from ckpt_formats.core.arguments import MAY_BE_INFINITE, annotations_of
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.chain.file import Member
 from damage import SAMPLES
 from held import checkpoint, parameter
+from public_names import PUBLIC
 
 DATACLASSES = {
-    name: getattr(ckpt, name)
-    for name in ckpt.__all__
-    if isinstance(getattr(ckpt, name), type) and is_dataclass(getattr(ckpt, name)) and name != "WritableFormat"
+    kind.__name__: kind
+    for name, kind in PUBLIC.items()
+    if isinstance(kind, type) and is_dataclass(kind) and name != "WritableFormat"
 }
 
 
@@ -72,31 +74,32 @@ def refused(construct: Callable[[], Any]) -> bool:
 def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An object of each public dataclass, by its name."""
     run = checkpoint([parameter("head.weight", {"fp32": np.zeros((2, 2), np.float32)})])
-    costs = ckpt.RunCosts(step=1, mtbf=3600, base_stall=1)
-    plan = ckpt.plan_schedule(costs)
-    result = ckpt.Result(Path("t"), 1, 1, 0, 0, 0.5)
+    costs = ckpt.planning.RunCosts(step=1, mtbf=3600, base_stall=1)
+    plan = ckpt.planning.plan_schedule(costs)
+    result = ckpt.types.Result(Path("t"), 1, 1, 0, 0, 0.5)
     target = tmp_path_factory.mktemp("usual") / "t"
     return {
         "Checkpoint": run,
         "Parameter": run["head.weight"],
         "Tensor": run["head.weight"].weight,
         "RunCosts": costs,
-        "LogCosts": ckpt.LogCosts(replay=0.1),
+        "LogCosts": ckpt.planning.LogCosts(replay=0.1),
         "FailurePlan": plan,
         "Schedule": plan.bases,
         "Result": result,
-        "Sealed": ckpt.Sealed(target, 1, 1),
-        "Shard": ckpt.Shard(3, 8),
-        "RankSet": ckpt.RankSet((1,)),
+        "Sealed": ckpt.types.Sealed(target, 1, 1),
+        "Shard": ckpt.types.Shard(3, 8),
+        "RankSet": ckpt.partial.RankSet((1,)),
+        "BlockChange": ckpt.partial.BlockChange("head.weight", (Box((0,), (1,)),), 0.5, 4),
         "Evaluation": ckpt.Evaluation(("python",), 0.1),
         "Rule": ckpt.Rule("head"),
-        "Finding": ckpt.Finding("coverage", "what", "where"),
-        "Diff": ckpt.Diff(()),
-        "Notice": ckpt.Notice("text"),
-        "Plan": ckpt.Plan(()),
-        "FilePlan": ckpt.FilePlan("file"),
+        "Finding": ckpt.types.Finding("coverage", "what", "where"),
+        "Diff": ckpt.types.Diff(()),
+        "Notice": ckpt.types.Notice("text"),
+        "Plan": ckpt.types.Plan(()),
+        "FilePlan": ckpt.types.FilePlan("file"),
         "Copy": ckpt.Copy("a", "b"),
-        "AppendResult": ckpt.AppendResult(Member("base", "base", 1, "id", None, (), 1, 1, "now"), result),
+        "AppendResult": ckpt.types.AppendResult(Member("base", "base", 1, "id", None, (), 1, 1, "now"), result),
         "Job": ckpt.Job(run, target, ckpt.Torch()),
     }
 
@@ -105,7 +108,17 @@ CASES = [(name, one.name) for name, kind in DATACLASSES.items() for one in field
 
 
 def test_every_public_dataclass_is_tried() -> None:
-    assert {"DeepSpeed", "Resources", "Shard", "DeltaPolicy", "Retention", "Rule", "Checkpoint"} <= DATACLASSES.keys()
+    assert {
+        "DeepSpeed",
+        "Resources",
+        "Shard",
+        "BlockChange",
+        "RunCosts",
+        "DeltaPolicy",
+        "Retention",
+        "Rule",
+        "Checkpoint",
+    } <= DATACLASSES.keys()
     assert all(hasattr(kind, "__post_init__") for kind in DATACLASSES.values())
 
 
@@ -165,8 +178,8 @@ FAULTS = {
     "Universal(pack_nbytes=0)": lambda: ckpt.Universal(pack_nbytes=0),
     "Universal(codec='nought')": lambda: ckpt.Universal(codec="nought"),
     "Universal(content='x')": lambda: ckpt.Universal(content="x"),
-    "Shard(9, 8)": lambda: ckpt.Shard(9, 8),
-    "Shard(0, 0.5)": lambda: ckpt.Shard(0, 0.5),  # type: ignore[arg-type]
+    "Shard(9, 8)": lambda: ckpt.types.Shard(9, 8),
+    "Shard(0, 0.5)": lambda: ckpt.types.Shard(0, 0.5),  # type: ignore[arg-type]
     "Resources(memory='1G')": lambda: ckpt.Resources(memory="1G"),  # type: ignore[arg-type]
     "Resources(workers=0)": lambda: ckpt.Resources(workers=0),
     "Resources.of_machine(-1)": lambda: ckpt.Resources.of_machine(-1),
@@ -176,10 +189,10 @@ FAULTS = {
     "DeltaPolicy(codec='nought')": lambda: ckpt.DeltaPolicy(codec="nought"),
     "Retention(keep='last')": lambda: ckpt.Retention(keep=("last",)),
     "Retention(keep='last:0')": lambda: ckpt.Retention(keep=("last:0",)),
-    "RankSet(())": lambda: ckpt.RankSet(()),
-    "RunCosts(step=nan)": lambda: ckpt.RunCosts(math.nan, 1, 1),
-    "RunCosts(restart > mtbf)": lambda: ckpt.RunCosts(1, 1, 1, restart=2),
-    "DataRates(cores=0)": lambda: ckpt.DataRates(cores=0),
+    "RankSet(())": lambda: ckpt.partial.RankSet(()),
+    "RunCosts(step=nan)": lambda: ckpt.planning.RunCosts(math.nan, 1, 1),
+    "RunCosts(restart > mtbf)": lambda: ckpt.planning.RunCosts(1, 1, 1, restart=2),
+    "DataRates(cores=0)": lambda: ckpt.planning.DataRates(cores=0),
     "Evaluation((), 1)": lambda: ckpt.Evaluation((), 1),
     "Rule('(')": lambda: ckpt.Rule("("),
     "Rule(how='nought')": lambda: ckpt.Rule("a", "nought"),  # type: ignore[arg-type]

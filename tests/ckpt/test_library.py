@@ -30,6 +30,7 @@ from damage import SAMPLES
 from damage import ckpt as command
 from held import checkpoint
 from held import parameter as held_parameter
+from public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
@@ -40,9 +41,7 @@ CHECKPOINTS = sorted(
     path for path in SAMPLES.iterdir() if path.is_dir() and path.name not in ("damaged", "recorded-1", "__pycache__")
 )
 FORMATS: dict[str, type[ckpt.WritableFormat]] = {
-    name: getattr(ckpt, name)
-    for name in ckpt.__all__
-    if name != "WritableFormat" and hasattr(getattr(ckpt, name), "summary")
+    name: format for name, format in PUBLIC.items() if name != "WritableFormat" and hasattr(format, "summary")
 }
 WEIGHTS = ("float32", "bfloat16", "float16")
 every_sample = pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
@@ -138,8 +137,8 @@ def test_the_example_is_the_one_that_was_designed() -> None:
 
 
 def test_the_page_lists_all_names_and_no_others() -> None:
-    listed = [name for row in table_after("names") for name in re.findall(r"`(\w+)`", row[0])]
-    assert sorted(listed) == sorted(ckpt.__all__)
+    listed = [name for row in table_after("names") for name in re.findall(r"`([\w.]+)`", row[0])]
+    assert sorted(listed) == sorted(PUBLIC)
     assert sorted(ckpt.__all__) == sorted(set(ckpt.__all__))
     for name in ckpt.__all__:
         assert getattr(ckpt, name) is not None
@@ -363,7 +362,7 @@ def adapter_of(tmp_path: Path) -> Callable[[ckpt.Checkpoint], Path | None]:
     return write
 
 
-def largest_matrix(run: ckpt.Checkpoint) -> tuple[str, ckpt.Parameter]:
+def largest_matrix(run: ckpt.Checkpoint) -> tuple[str, ckpt.types.Parameter]:
     matrices = {
         name: one
         for name, one in run.items()
@@ -394,7 +393,7 @@ def test_edits_read_nothing_until_a_slice_is_read(
                 assert total() > 0 or edit == "replace"
 
 
-def most_for_a_row(edit: str, run: ckpt.Checkpoint, parameter: ckpt.Parameter) -> int:
+def most_for_a_row(edit: str, run: ckpt.Checkpoint, parameter: ckpt.types.Parameter) -> int:
     """Bytes that a row of an edited weight may cost: a row of float32, or all chunks that encode it."""
     row, sources = 4 * parameter.shape[1], 2 if edit in ("average", "merge_lora") else 1
     if run.format == "universal" or (run.path / "chain.json").is_file():
@@ -592,7 +591,7 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     run = ckpt.open(ZERO1)
     ckpt.save(run, tmp_path / "out", ckpt.Torch())
     ckpt.verify(run)
-    with pytest.raises(ckpt.OutputError):
+    with pytest.raises(ckpt.errors.OutputError):
         ckpt.save(run, tmp_path / "out", ckpt.Torch())
     with pytest.raises(ckpt.NotFoundError):
         ckpt.open(tmp_path / "nothing")

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.chains.block_changes import block_changes, within_budget
-from ckpt.chains.lost_blocks import RankSet, lost_by_rank
 from ckpt.chains.restore import open_step
+from ckpt.partial.changes import block_changes, within_budget
+from ckpt.partial.lost_blocks import RankSet, lost_by_rank
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import Array, read

@@ -13,24 +13,35 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from public_names import NAMESPACES, PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text("utf-8")
 EXAMPLES = re.findall(r"^```(python|ipython)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 """All are executed: by `test_library.py`, and by `test_notebook.py` those of notebooks."""
 SOURCES = (ROOT / "formats", ROOT / "codecs", ROOT)
-NO_DOCSTRING = {"Progress", "COMMIT"}
+NO_DOCSTRING = {"types.Progress", "COMMIT"}
 """An alias of a type, and a constant. The page has their descriptions."""
 
 
-@pytest.mark.parametrize("name", ckpt.__all__)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_a_docstring_and_an_example(name: str) -> None:
-    thing = getattr(ckpt, name)
+    thing = PUBLIC[name]
     if name not in NO_DOCSTRING:
         text = vars(thing).get("__doc__") if isinstance(thing, type) else thing.__doc__
         assert text, "no docstring of its own"
         assert not text.startswith(f"{thing.__name__}("), "dataclass wrote it"
-    assert any(re.search(rf"\bckpt\.{name}\b", code) for _, code in EXAMPLES), "in no example of docs/library.md"
+    assert any(re.search(rf"\bckpt\.{re.escape(name)}\b", code) for _, code in EXAMPLES), (
+        "in no example of docs/library.md"
+    )
+
+
+def test_at_most_45_names_are_at_the_top() -> None:
+    assert len(ckpt.__all__) <= 45
+    assert NAMESPACES.keys() == {"errors", "partial", "planning", "types"}
+    for space in NAMESPACES.values():
+        assert space.__doc__
+        assert sorted(space.__all__) == sorted(set(space.__all__))
 
 
 @pytest.mark.parametrize("package", ["ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_cli"])

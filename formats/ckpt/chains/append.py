@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.chains.block_changes import save_partially
-from ckpt.chains.partial import is_mixed
 from ckpt.chains.places import changed
 from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import Progress
+from ckpt.partial.changes import apply_changes
+from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
@@ -51,7 +51,7 @@ def append(
         else:
             last = chain.members[-1]
             if policy.partial is not None:
-                source = save_partially(source, open_state(run, chain, last), policy.partial)
+                source = apply_changes(open_state(run, chain, last), source, policy.partial)
                 notes += source.notices[-1:] if is_mixed(source) else ()
             written, earlier = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)
             if written.member.kind == "base":

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 
-from ckpt import estimate as alone
 from ckpt import sizes as savings
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import load_kernels
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
+from ckpt.sizes import estimate as alone
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.files import Reader

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.chains import tip
-from ckpt.chains.partial import is_mixed
 from ckpt.job import Job, Progress
+from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
 from ckpt.pipeline.scratch import scratch_folder

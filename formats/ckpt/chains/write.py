@@ -65,7 +65,7 @@ class DeltaPolicy(Checked):
     whose last state is approximate this is always so."""
     partial: Annotated[float, Range(0, 1, above=True)] | None = None
     """Of deltas, save only the blocks that moved most since they were saved, up to this share of all bytes; the others
-    stay as they are in the last state (`ckpt.chains.block_changes`). Bases have all blocks."""
+    stay as they are in the last state (`ckpt.partial.changes`). Bases have all blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,3 +9,8 @@ Time is in seconds, data in bytes, intervals in steps. Sources:
 
 `waste` has the formulas, `search` finds the best intervals, `simulate` repeats the same run with drawn failures.
 """
+
+from ckpt.planning.costs import DataRates, LogCosts, RunCosts
+from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
+
+__all__ = ["DataRates", "FailurePlan", "LogCosts", "RunCosts", "Schedule", "plan_schedule"]

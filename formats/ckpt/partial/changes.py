@@ -6,12 +6,13 @@ their saved values: then a later loss of blocks perturbs training least.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from ckpt.chains.lost_blocks import STEP_COUNT, LostBlocks
-from ckpt.chains.partial import take_blocks
+from ckpt.partial.lost_blocks import STEP_COUNT, LostBlocks
+from ckpt.partial.recovery import take_blocks
+from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
@@ -27,15 +28,15 @@ BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class BlockChange:
+class BlockChange(Checked):
     """How far a block of a parameter moved between two states."""
 
     name: str
     boxes: tuple[Box, ...]
     """Whole rows, so mostly one box."""
-    distance: float
+    distance: Annotated[float, MAY_BE_INFINITE]
     """The norm of the change of its weights; NaN counts as infinity."""
-    nbytes: int
+    nbytes: Count
     """Bytes of all its states of the weight's shape."""
 
 
@@ -73,8 +74,8 @@ def within_budget(changes: Iterable[BlockChange], share: float) -> list[BlockCha
     return chosen
 
 
-def save_partially(current: Checkpoint, saved: Checkpoint, share: float, norm: Norm = 2) -> Checkpoint:
-    """The current state, but only with the blocks that moved most, up to a share of all bytes; the others as saved.
+def apply_changes(saved: Checkpoint, current: Checkpoint, share: float, norm: Norm = 2) -> Checkpoint:
+    """Apply to a saved state the blocks that moved most, up to a share of all bytes. The other blocks stay as saved.
 
     Parameters that are not trained, step counts, groups and extras are the current ones. Appended to the chain of the
     saved state, it takes about that share of the bytes of a full delta. Raises like `block_changes`.

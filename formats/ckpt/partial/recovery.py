@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.chains.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
+from ckpt.partial.lost_blocks import LostBlocks, RankSet, lost_by_name, lost_by_rank, lost_files, surviving
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, OLDER, OLDEST_STEP, Checkpoint, Edit, ErrorFigures
 from ckpt_formats.core.edits import edited
@@ -36,7 +36,7 @@ class PartialRecovery(Edit):
 
 
 @checked
-def recover_partially(
+def recover(
     live: Checkpoint,
     saved: Checkpoint,
     lost_names: Sequence[str] = (),
@@ -68,7 +68,7 @@ def take_blocks(
 ) -> Checkpoint:
     """The live checkpoint, with some blocks of a saved one. Of `files`, nothing is read.
 
-    Raises `IncompleteError` and `UnsupportedError` as `recover_partially` does.
+    Raises `IncompleteError` and `UnsupportedError` as `recover` does.
     """
     _check_steps(live, saved)
     _check_saved(live, saved, blocks)

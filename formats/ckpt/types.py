@@ -1,0 +1,31 @@
+"""The classes of what the library returns and calls, for annotations: nobody constructs them.
+
+`Progress` is the type of `progress=`.
+"""
+
+from ckpt.chains.write import AppendResult
+from ckpt.compare import Diff
+from ckpt.copying.sealing import Sealed
+from ckpt.findings import Finding
+from ckpt.job import Progress
+from ckpt.pipeline import Result
+from ckpt.pipeline.shard import Shard
+from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.format import FilePlan, Plan
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.tensor import Tensor
+
+__all__ = [
+    "AppendResult",
+    "Diff",
+    "FilePlan",
+    "Finding",
+    "Notice",
+    "Parameter",
+    "Plan",
+    "Progress",
+    "Result",
+    "Sealed",
+    "Shard",
+    "Tensor",
+]
