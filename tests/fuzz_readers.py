@@ -47,7 +47,9 @@ from forged import forge, signed
 from gradient_logs import small_log
 
 SECONDS = 20.0
-"""How long one input may take, with tracing, on a busy machine."""
+"""Seconds of the processor that one input may take, with tracing."""
+HANGS = 300.0
+"""Seconds of the clock after which an input hangs: threads wait for each other. A busy machine takes less."""
 WORDS = ("", "x", "../x", "$", "$tensor", "\ud800", "\0", "a" * 5000, "float32", ",", "<U1", "parameter", "weight")
 NUMBERS = (
     0,
@@ -482,13 +484,14 @@ class Coverage:
 
 
 class _TooLong(BaseException):
-    """The input took longer than `SECONDS`."""
+    """The input took longer than `SECONDS` or `HANGS`."""
 
 
 def one_input(target: Target, seed: Any) -> str | None:
     """What is wrong when an input is read, in short; None if nothing is."""
     with tempfile.TemporaryDirectory(prefix="fuzz-readers-") as folder:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, HANGS)
         try:
             target.read(seed, Path(folder))
         except CkptError:
@@ -496,10 +499,11 @@ def one_input(target: Target, seed: Any) -> str | None:
         except Fault as fault:
             return _short(str(fault))
         except _TooLong:
-            return f"took longer than {SECONDS:g} s"
+            return f"took longer than {SECONDS:g} s of the processor, or {HANGS:g} s"
         except Exception:
             return _short(traceback.format_exc())
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
     return None
 
@@ -519,7 +523,7 @@ def fuzz(targets: list[Target], seconds: float, seed: int, guided: bool = True, 
     def too_long(number: int, frame: object) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, too_long)
+    before = {number: signal.signal(number, too_long) for number in (signal.SIGALRM, signal.SIGPROF)}
     random, coverage, failures = Random(seed), Coverage(), dict[str, Any]()
     end, count = time.process_time() + seconds, 0
     try:
@@ -535,7 +539,8 @@ def fuzz(targets: list[Target], seconds: float, seed: int, guided: bool = True, 
             if coverage.new and wrong is None and len(target.kept) < 2000:
                 target.kept.append(changed)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return failures
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
+from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError
 from ckpt_formats.core.format import Naming, WritableFormat
-from ckpt_formats.core.name_patterns import MAX_NAME, MAX_PATTERN, backtracking, search
+from ckpt_formats.core.name_patterns import MAX_PATTERN, backtracking, search
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record

@@ -421,7 +421,7 @@ def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_too_many_values_are_refused_before_they_take_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "_MAX_VALUES", 1000)
+    monkeypatch.setattr(container, "MAX_VALUES", 1000)
     with pytest.raises(UnsafeError):
         opened(tmp_path, b"\x81\xa1a\xdc\x27\x10" + b"\x01" * 10_000)
 

@@ -574,7 +574,7 @@ def test_dicts_nested_without_end_are_refused(tmp_path, endless):
 
 
 def test_dicts_repeated_without_end_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt_formats.engines.fsdp_ranks.rank_file._MAX_VALUES", 1000)
+    monkeypatch.setattr("ckpt_formats.engines.fsdp_ranks.rank_file.MAX_VALUES", 1000)
     repeated: dict[str, Any] = {"x": 1}
     for _ in range(10):
         repeated = {"a": repeated, "b": repeated}

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.containers import sealed_json
+from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader
@@ -26,6 +27,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.held import HeldState, SegmentTail
 from ckpt_formats.universal.gradients.layout import (
     ALONE,
     CHUNK,
@@ -38,11 +40,12 @@ from ckpt_formats.universal.gradients.layout import (
     VectorPart,
 )
 from ckpt_formats.universal.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
-from ckpt_formats.universal.gradients.segment import open_segment, rank_file
+from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState
+from ckpt_formats.universal.gradients.segment import Segment, open_segment, rank_file
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from damage import BROKEN, NOT_FOUND, OUTPUT, UNSAFE, UNSUPPORTED, ckpt
 from effort import TIMES
-from gradient_logs import Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
+from gradient_logs import OPTIONS, Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
 from held import folder
 
 MUTATIONS = 350 * TIMES
@@ -660,3 +663,62 @@ def test_a_shape_that_no_array_can_have_is_refused(small: Log, tmp_path: Path) -
         _refused(log.write(tmp_path / str(len(shape))), "too large")
     log.layout = SegmentLayout(**fields | {"tensors": (*small.layout.tensors, LoggedTensor("z", "float32", (0, 3)))})
     assert values_of(restored(log.write(tmp_path / "empty").parent, 3))["z"]["param"].shape == (0, 3)
+
+
+# What a small log claims
+
+
+def claiming(small: Log, shape: tuple[int, ...], entries: list[Entry], vectors: int = 1) -> Log:
+    """A log of one rank with one tensor of this shape and these records."""
+    size = int(np.prod(shape, dtype=object))
+    part = VectorPart(0, 0, 0, size, 0, Box.whole(shape))
+    layout = replace(
+        small.layout,
+        tensors=(LoggedTensor("w", "float32", shape),),
+        optimizers=(replace(small.layout.optimizers[0], groups=(("w",),)),),
+        ranks=(RankLayout((OptimizerVector(0, 0, 0),) * vectors, (part,)),),
+        aliases={},
+    )
+    return Log(layout, [entries], [])
+
+
+def test_held_state_refuses_more_elements_than_the_log_describes(small: Log, tmp_path: Path) -> None:
+    start = [Entry(Kind.STATE, 0, {"state": "param"}), Entry(Kind.FINGERPRINT, 0, {"digests": {}})]
+    log = claiming(small, (1 << 50,), start).write(tmp_path / "run")
+    state = HeldState(log, None)
+    assert state.find_start(8)
+    with pytest.raises(CorruptError, match=r"claims 4,294,967,296 chunks, and its 0 bytes cannot describe as many"):
+        state.load(1)
+
+
+def test_counts_of_steps_take_memory_for_the_records_alone(small: Log, tmp_path: Path) -> None:
+    steps, vectors, none = 300, 20_000, [b""]
+    meta = {"groups": encode(OPTIONS[:1])}
+    one = [Entry(Kind.GRADIENTS, 1 + n, meta | {"vectors": [n % 7, vectors - 1]}, none, [0]) for n in range(steps)]
+    log = claiming(small, (5,), one, vectors)
+    replayed = SegmentReplay(open_segment(log.write(tmp_path / "run")), steps, StartState(0, {}))
+    assert replayed.segment.last == steps
+    tracemalloc.start()
+    counts = replayed.counts(0, steps)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20  # a row of each step: 48 MB
+    assert counts[[0, 6, 7, -1]].tolist() == [43, 42, 0, steps]
+
+
+def test_a_step_of_many_records_is_read_in_few_passes(
+    small: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, passes, meta = 2000, 0, {"groups": encode(OPTIONS[:1])}
+    parts = [Entry(Kind.GRADIENTS, 1, meta | {"part": [n, count]}, [b""], [0]) for n in range(count)]
+    tail = SegmentTail(claiming(small, (5,), parts).write(tmp_path / "run"), None)
+    steps = Segment.steps
+
+    def counted(segment: Segment, rank: int) -> Any:
+        nonlocal passes
+        passes += 1
+        return steps(segment, rank)
+
+    monkeypatch.setattr(Segment, "steps", counted)
+    assert tail.poll(8) == 1
+    assert passes < 12

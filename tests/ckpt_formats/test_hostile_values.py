@@ -16,6 +16,7 @@ from ckpt.pipeline import receipts
 from ckpt.pipeline.evidence_text import to_text
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt_formats.core.checkpoint import Origin
+from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.tensor import Tensor, ZeroBlob
@@ -44,6 +45,14 @@ def test_a_shape_that_no_array_can_have_is_damage(shape: list[int], tmp_path: Pa
         assert ran.code == BROKEN
         assert "none that can be" in ran.err
         assert "model.safetensors" in ran.err
+
+
+def test_a_name_longer_than_any_of_a_model_is_damage(tmp_path: Path) -> None:
+    for length, code in ((MAX_NAME, 0), (MAX_NAME + 1, BROKEN)):
+        save_file({"a" * length: np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+        ran = ckpt("inspect", tmp_path / "model.safetensors")
+        assert ran.code == code
+        assert code == 0 or "a tensor's name has 16,385 characters" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_a_manifest_that_states_other_packs_is_refused(tmp_path: Path) -> None:
 def test_more_states_than_a_header_can_have_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_formats.universal.write_single_file.MAX_HEADER", 1000)
+    monkeypatch.setattr("ckpt_formats.universal.format.MAX_HEADER", 1000)
     with pytest.raises(UnsupportedError, match="one file cannot hold"):
         save(everything(), tmp_path / "one.ucp", Universal(), EFFORT)
     assert list(tmp_path.iterdir()) == []

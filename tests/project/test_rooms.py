@@ -1,7 +1,14 @@
 """The structure of the packages: how many rooms each has, and how many arrows lead from room to room."""
 
+import re
+from pathlib import Path
+
 import grimp
 import pytest
+
+from ckpt_formats.core import claims
+
+FORMATS = Path(claims.__file__).parents[1]
 
 LIMITS = {
     "ckpt_cli": (8, 12),
@@ -38,3 +45,10 @@ def test_rooms_and_arrows(graph: grimp.ImportGraph, package: str) -> None:
     max_rooms, max_arrows = LIMITS[package]
     assert len(rooms) <= max_rooms, sorted(rooms)
     assert len(arrows) <= max_arrows, sorted(arrows)
+
+
+def test_bounds_of_claims_stand_in_one_module() -> None:
+    bounds = {name for name in vars(claims) if name.startswith("MAX_")} - {"MAX_DEPTH", "MAX_NAMES", "MAX_RANKS"}
+    own = re.compile(rf"^_?(?:{'|'.join(sorted(bounds))}) *=", re.MULTILINE)
+    modules = {module: module.read_text() for module in FORMATS.rglob("*.py") if module.name != "claims.py"}
+    assert [f"{module}: {found[0]}" for module, text in modules.items() if (found := own.search(text))] == []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline import Resources
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
@@ -272,7 +273,7 @@ def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[St
 def _read(run: StorePath, bucket: "Bucket") -> "tuple[ChainIndex | None, Version | None]":
     """The list, and the version by which it is replaced."""
     path = run / file.NAME
-    if path.stat().st_size > file.MAX_NBYTES:
+    if path.stat().st_size > MAX_LIST:
         file.read(run)  # raises
     read = bucket.read(path.key)
     if read is None:

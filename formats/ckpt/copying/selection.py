@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.folders import entries_of, is_harmless
@@ -154,7 +155,7 @@ class _Found:
         """The list as it is now, and all that it names."""
         place = run / chain_list.NAME
         with unrecorded():
-            data = read_whole(place, chain_list.MAX_NBYTES)
+            data = read_whole(place, MAX_LIST)
         chain = chain_list.parse(data, place)
         members = open_members(run, chain)
         seals = list[Seal]()

@@ -13,6 +13,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Group, Origin, OriginalForm, Parameter, Role
+from ckpt_formats.core.claims import MAX_AXES, MAX_STEPPED_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.geometry import Shape
@@ -22,8 +23,6 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.parts import MAX_PARTS
 
 _ROLES: dict[str, Role] = {"parameter": "parameter", "frozen": "frozen", "buffer": "buffer", "extra": "extra"}
-_MAX_ELEMENTS = 1 << 50
-_MAX_AXES = 64
 
 MakeBlob = Callable[[int, Shape, DType], Blob]
 """The blob of a tensor, from its number in the order of `Checkpoint.tensors`, its shape and its type."""
@@ -152,8 +151,8 @@ def _parameters(rows: Any, check: FieldReader, make_blob: MakeBlob) -> dict[str,
             state, dtype, shape = _row(one, 3, check, "parameters: states")
             check.true(isinstance(state, str) and state not in tensors, "parameters: a state")
             check.true(isinstance(dtype, str) and dtype in DTYPES, "parameters: a type")
-            sizes = isinstance(shape, list) and len(shape) <= _MAX_AXES and all(map(is_natural, shape))
-            check.true(sizes and prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS, "parameters: a shape")
+            sizes = isinstance(shape, list) and len(shape) <= MAX_AXES and all(map(is_natural, shape))
+            check.true(sizes and prod(max(n, 1) for n in shape) <= MAX_STEPPED_ELEMENTS, "parameters: a shape")
             tensors[state] = Tensor.of(make_blob(number, tuple(shape), DTYPES[dtype]))
             number += 1
         parameters[name] = Parameter(name, _ROLES[role], tensors, _mapping(values, check, "parameters: values"))

@@ -26,6 +26,7 @@ from ckpt.shadow.connection import Connection, Credentials
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -284,7 +285,7 @@ class LogMirror:
         bases = bases_of(chain, logged)
         members = chain.upto(bases[-1].step) if bases else ()
         nbytes = self._sizes(logged.folder).get(layouts.NAME, 0)
-        self._check_room(nbytes, layouts.MAX_NBYTES, "the layout of the log")
+        self._check_room(nbytes, MAX_INDEX, "the layout of the log")
         self._fetch_file(logged.folder, layouts.NAME, nbytes)
         layout = layouts.load(self.path / logged.folder / layouts.NAME)
         needed = {name: self._sizes(name) for name in sorted(chain.folders_of(members[-1]) if members else ())}

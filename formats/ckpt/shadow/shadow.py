@@ -169,7 +169,7 @@ class Shadow:
             return 0
         limits = [one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None]
         step = max(state.step, min(*limits, *self._holds, state.step + self._band(state)))
-        if step > state.step or state.tail.fingerprints(step):
+        if step > state.step or step in state.tail.fingerprints():
             self.has_more = True
             return self._advance(state, step)
         changed = self._list_changed()
@@ -276,7 +276,9 @@ class Shadow:
             return None
         ranks = len(state.tail.layout.ranks)
         steps = range(max(state.step + 1, self._last_base + self.base_every), last + 1)
-        return next((step for step in steps if len(state.tail.fingerprints(step)) == ranks), None)
+        return next(
+            (step for step, of in state.tail.fingerprints().items() if step in steps and len(of) == ranks), None
+        )
 
     def _is_due(self, step: int) -> bool:
         return self.base_every is not None and step >= self._last_base + self.base_every

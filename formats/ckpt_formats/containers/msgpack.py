@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ckpt_formats.core.claims import MAX_NUMPY_AXES, MAX_TREE_DEPTH, MAX_VALUES
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
@@ -20,15 +21,10 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
 
-MAX_DEPTH = 100
-"""Maps and lists inside each other."""
 MAX_CHUNK = 1 << 30
 """Bytes of an array above which Flax stores it in chunks."""
-_MAX_VALUES = 4_000_000
-"""In one file: each takes memory, also where it takes one byte of the file."""
 _MAX_TEXT = 1 << 20
 """Bytes of a text, or of a value of bytes."""
-_MAX_AXES = 32
 _NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED, _SHAPE, _CHUNKS = "__msgpack_chunked_array__", "shape", "chunks"
 _NUMBERS = {
@@ -141,10 +137,10 @@ class _TreeReader:
         """An array: a list of its shape, the name of its type, and its bytes in C order."""
         if self._byte() != 0x93:
             raise self._corrupt("an array is not a list of shape, type and bytes")
-        shape, name = self.value(MAX_DEPTH - 1), self.value(MAX_DEPTH - 1)
+        shape, name = self.value(MAX_TREE_DEPTH - 1), self.value(MAX_TREE_DEPTH - 1)
         if isinstance(name, bytes):
             name = name.decode("ascii", "replace")
-        if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(map(_is_length, shape)):
+        if not isinstance(shape, list) or len(shape) > MAX_NUMPY_AXES or not all(map(_is_length, shape)):
             raise self._corrupt("the shape of an array is not a list of lengths")
         if not isinstance(name, str) or name not in DTYPES:
             raise UnsupportedError(f"holds an array of type `{printable(str(name)[:60])}`", where=self._path)
@@ -167,7 +163,7 @@ class _TreeReader:
     def _joined(self, stored: dict[Value, Value]) -> Tensor:
         """An array that is stored in chunks: flat parts of it, in C order."""
         lengths, chunks = (self._numbered(stored.get(key)) for key in (_SHAPE, _CHUNKS))
-        if len(lengths) > _MAX_AXES or not all(map(_is_length, lengths)):
+        if len(lengths) > MAX_NUMPY_AXES or not all(map(_is_length, lengths)):
             raise self._corrupt("the shape of an array in chunks is not a list of lengths")
         tensors = [one for one in chunks if isinstance(one, Tensor) and len(one.shape) == 1 == len(one.fragments)]
         dtypes: set[DType] = {chunk.dtype for chunk in tensors}
@@ -222,7 +218,7 @@ class _TreeReader:
 
     def _count(self, depth: int) -> None:
         self._values += 1
-        if self._values > _MAX_VALUES or depth > MAX_DEPTH:
+        if self._values > MAX_VALUES or depth > MAX_TREE_DEPTH:
             raise UnsafeError("it has too many values, or is nested too deeply", where=self._path)
 
     def _corrupt(self, what: str) -> CorruptError:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, check_content
+from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
@@ -23,8 +24,6 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
 
 SUFFIX = ".safetensors"
-MAX_HEADER = 100_000_000
-"""Bytes: the limit of the reference implementation."""
 
 _PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Element types of less than one byte, and their bits per element. Elements are packed without gaps, as in torch."""

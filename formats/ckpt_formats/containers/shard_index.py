@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural, parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 INDEX_SUFFIX = ".index.json"
-_MAX_INDEX = 1 << 30
 _NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
 
 
@@ -71,7 +71,7 @@ def read_index(path: Path) -> ShardIndex:
 
     Raises `CorruptError` or `UnsafeError`.
     """
-    content = parse_json_object(read_whole(path, _MAX_INDEX), path)
+    content = parse_json_object(read_whole(path, MAX_INDEX), path)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     total_nbytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

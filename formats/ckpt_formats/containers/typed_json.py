@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.containers.keys import checked_keys
+from ckpt_formats.core.claims import MAX_DEPTH, MAX_DIGITS, MAX_NUMPY_AXES
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
@@ -33,16 +34,12 @@ _MAX_WRITTEN = 32_000_000
 """Values. A text or an array counts one more for every 32 bytes."""
 _MAX_REPEATED = 400_000
 """The same count, for values that are written again because several places share them."""
-_MAX_DEPTH = 150
 _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
 _SIMPLE_TYPE = re.compile(r"[<>|=]?[?bBhHiIlLqQefdgFDGcmMSUaV]\d{0,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 """What NumPy calls its own types that are not structured: its parser takes whole programs of commas and brackets."""
-_MAX_AXES = 32
-_MAX_DIGITS = 1 << 20
-"""Characters of an integer."""
 
 
 def encode(value: Value) -> Any:
@@ -78,7 +75,7 @@ class _Encoder:
 
     def encode(self, value: Value, depth: int) -> Any:
         self._count(value)
-        if depth > _MAX_DEPTH or self._written > _MAX_WRITTEN or self._repeated > _MAX_REPEATED:
+        if depth > MAX_DEPTH or self._written > _MAX_WRITTEN or self._repeated > _MAX_REPEATED:
             raise UnsafeError("a value contains itself, or is nested too deeply or repeated too often")
         if value is None or isinstance(value, bool):
             return value
@@ -220,7 +217,7 @@ def _writer(kind: type) -> Callable[[Any, Inner], Any] | None:
 
 
 def _decode(content: Any, depth: int) -> Value:
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(content, list):
         return [_decode(item, depth + 1) for item in content]
@@ -274,7 +271,7 @@ def _from_array(body: dict[str, Any], inner: Inner) -> Any:
     if code not in DTYPES and not _is_simple(dtype):
         raise ValueError(f"an array of type {code!r:.40}")
     shape = tuple(body["shape"]) if "shape" in body else ()
-    if len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+    if len(shape) > MAX_NUMPY_AXES or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
         raise ValueError("an array without a shape")
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError("an array whose shape does not match its data")
@@ -287,7 +284,7 @@ def _from_array(body: dict[str, Any], inner: Inner) -> Any:
 
 
 def _large_int(body: Any) -> int:
-    if len(_require_text(body)) > _MAX_DIGITS:
+    if len(_require_text(body)) > MAX_DIGITS:
         raise ValueError("an integer of too many digits")
     return int(body, 16)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ckpt_formats.core.arguments import Checked
+from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Seal
@@ -110,7 +111,6 @@ class SourceFile:
 
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "vpp", "world", "zero_stage", "experts")
 """The entries of a layout that are numbers: of ranks, of what is divided among them, and the stage of ZeRO."""
-_MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Origin:
         """Raise `CorruptError` for a number of ranks that is none: files state them, and targets are made by them."""
         for name in _DEGREES:
             value = self.layout.get(name)
-            if not (value is None or (type(value) is int and 0 <= value <= _MAX_RANKS)):
-                raise CorruptError(f"origin.layout: `{name}` is {brief(value)}, but must be from 0 to {_MAX_RANKS:,}")
+            if not (value is None or (type(value) is int and 0 <= value <= MAX_RANKS)):
+                raise CorruptError(f"origin.layout: `{name}` is {brief(value)}, but must be from 0 to {MAX_RANKS:,}")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, Literal
 
+from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.errors import RulesError, UnsafeError
 from ckpt_formats.core.text import printable
 
@@ -27,8 +28,6 @@ else:
 
 MAX_PATTERN = 1000
 """Characters of a pattern."""
-MAX_NAME = 1 << 14
-"""Characters of a name."""
 _MAX_BACKTRACKS = 1e8
 """The count of four open repeats in a row, on a name of `_USUAL` characters."""
 _USUAL = 100

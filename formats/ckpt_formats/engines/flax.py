@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.containers.msgpack import MAX_DEPTH, array_pieces, map_header, read_tree, text_bytes
+from ckpt_formats.containers.msgpack import array_pieces, map_header, read_tree, text_bytes
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
+from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -171,7 +172,7 @@ def _tree(parameters: Sequence[Parameter], separator: str) -> Tree:
                 f"`{printable(name)}` would be a tensor and a dict of tensors",
                 hint="Choose another separator, or rename it.",
             )
-        if len(keys) > MAX_DEPTH - 2:
+        if len(keys) > MAX_TREE_DEPTH - 2:
             raise UnsupportedError(f"`{printable(name[:200])}` has too many parts for nested dicts")
         inner[keys[-1]] = parameter
     return tree

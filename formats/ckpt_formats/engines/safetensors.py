@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import MAX_HEADER, SUFFIX, is_natural, is_safetensors, read_header
+from ckpt_formats.containers.safetensors import SUFFIX, is_natural, is_safetensors, read_header
 from ckpt_formats.containers.safetensors_shards import (
     OPTIMIZER_KEY,
     SAFETENSORS_INDEX,
@@ -20,6 +20,7 @@ from ckpt_formats.containers.safetensors_shards import (
 from ckpt_formats.containers.shard_index import index_text, numbered_names
 from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, OriginalForm, Parameter
+from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice

@@ -37,7 +37,7 @@ _SIDE_SUFFIXES = (".json", ".yaml", ".yml", ".toml", ".txt", ".model", ".jinja")
 _MAX_FILES = 256
 _MAX_LISTED = 8
 _MAX_DEPTH = 8
-_MAX_VALUES = 100_000
+_MAX_TREE_VALUES = 100_000
 _USUAL = ("model", "pytorch_model", "model_state", "model_state_dict", "state_dict", "weights", "checkpoint", "module")
 _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hparams|trainer|metric|loss", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
@@ -208,7 +208,7 @@ def _has_weights(root: Value) -> bool:
     Also true if there are more values than the limit.
     """
     waiting: list[tuple[Value, int]] = [(root, 0)]
-    for _ in range(_MAX_VALUES):
+    for _ in range(_MAX_TREE_VALUES):
         if not waiting:
             return False
         value, depth = waiting.pop()

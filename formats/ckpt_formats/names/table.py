@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.core.claims import MAX_EXPECTED_NAMES
 
 PLACES = ("layer", "expert")
 """The placeholders, the outer one first."""
-_MAX_NAMES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ class Table:
         counts: dict[str, int] = {}
         for place, key in self.count.items():
             value: Any = config.get(key)
-            if not is_natural(value, _MAX_NAMES):
+            if not is_natural(value, MAX_EXPECTED_NAMES):
                 return None
             counts[place] = value
-        return counts if len(self.names) * prod(counts.values()) <= _MAX_NAMES else None
+        return counts if len(self.names) * prod(counts.values()) <= MAX_EXPECTED_NAMES else None
 
 
 def _lines(row: NamePattern, counts: Mapping[str, int]) -> Iterator[NameRow]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpt_formats.containers.contents import HEAD_NBYTES, foreign_content, holds_tensors, is_file_inside
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import read_range, read_whole
 from ckpt_formats.core.notices import Notice, Weight
@@ -26,7 +27,6 @@ NO_JSON = "is not valid JSON, although its ending says so, and may be cut off; c
 
 _MAX_STAND_IN = 1 << 10
 """Bytes: a pointer of Git LFS has at most these."""
-_MAX_JSON = 1 << 20
 _MAX_FILES = 10_000
 _TENSOR_ENDINGS = (
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".th", ".npz", ".npy", ".h5", ".hdf5", ".keras", ".gguf"),
@@ -89,10 +89,10 @@ def _is_file(blob: FileBlob, nbytes: int) -> bool:
 
 
 def _is_no_json(path: Path, nbytes: int) -> bool:
-    if nbytes > _MAX_JSON:
+    if nbytes > MAX_SMALL_JSON:
         return False
     try:
-        json.loads(read_whole(path, _MAX_JSON))
+        json.loads(read_whole(path, MAX_SMALL_JSON))
     except (ValueError, RecursionError):
         return True
     return False

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
+from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, form_of
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import ReadOptions, identified
@@ -67,6 +68,7 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
         raise
     if not checkpoint.parameters and format.name not in OURS:
         raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
+    _check_names(checkpoint, path)
     _check_folders(checkpoint, located)
     check_whole_of_meta(checkpoint)
     check_world(checkpoint, format.name)
@@ -102,6 +104,15 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
     if format.name in OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
         return checkpoint
     return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
+
+
+def _check_names(checkpoint: Checkpoint, path: Path) -> None:
+    """Raise `CorruptError` if a tensor's name is longer than any that a model has."""
+    longest = max(map(len, checkpoint.parameters), default=0)
+    if longest > MAX_NAME:
+        raise CorruptError(
+            f"a tensor's name has {longest:,} characters; ckpt reads at most {MAX_NAME:,}", where=printable(str(path))
+        )
 
 
 def _values(parameters: Mapping[str, Parameter]) -> Sequence[Mapping[str, Value]]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckpt_formats.core.claims import MAX_POINTER
 from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import entries_of
@@ -25,7 +26,6 @@ POINTERS = (
 )
 _MAX_FOLDERS = 2_000
 _MAX_NAMED = 8
-_MAX_POINTER = 4096
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,15})")
 _NUMBERS = re.compile(r"\d{1,15}")
 
@@ -121,7 +121,7 @@ def _read_pointer(path: Path) -> tuple[str, str] | None:
         if not (path / pointer).exists():
             continue
         with open_regular(path / pointer) as file:
-            name = file.read(_MAX_POINTER).decode("utf-8", "replace").strip()
+            name = file.read(MAX_POINTER).decode("utf-8", "replace").strip()
         return pointer, Path(name).name
     return None
 

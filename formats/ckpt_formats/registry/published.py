@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.text import STAGED
 from ckpt_formats.registry.marks import is_mark
 
-_MAX_NOTE = 1 << 28
-"""Bytes of a note that are read."""
 _SKEW = 1.0
 """Seconds by which times of objects may differ that were put at the same time: the servers of a store have clocks."""
 
@@ -55,7 +54,7 @@ def is_proven_whole(target: Path) -> bool:
 
 def _note(path: Path) -> dict[str, Any]:
     """The fields of a note; none if it is not there, or not ours. Raises if the store does not say."""
-    if not path.is_file() or path.stat().st_size > _MAX_NOTE:
+    if not path.is_file() or path.stat().st_size > MAX_LIST:
         return {}
     try:
         fields = json.loads(path.read_bytes())

@@ -7,12 +7,12 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import CompactRecord, Storage, StorageSlice, TensorRef, tensor_of
 from ckpt_formats.core.checkpoint import MODEL, Parameter
+from ckpt_formats.core.claims import MAX_DEPTH
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, brief, opaque
 
-_MAX_DEPTH = 150
 _MAX_SHOWN = 40
 _ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
 """Types that contain nothing; most values of a parameter have one of them."""
@@ -79,7 +79,7 @@ class _Visitor:
     def walk(self, value: Value, name: str, depth: int) -> Value:
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if depth > _MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise UnsafeError(f"the value at `{name[:80]}` contains itself, or is nested too deeply")
         result = self._rebuild(value, name, depth + 1)
         if result is not value:

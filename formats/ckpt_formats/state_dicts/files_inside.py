@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from ckpt_formats.containers.contents import HEAD_NBYTES, is_file_inside
+from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import is_extra_state
-from ckpt_formats.state_dicts.walk import MAX_DEPTH
 
 HOLDS_TENSORS = "holds tensors in a file of its own, which is not read; carried as bytes"
 _MAX_ITEMS = 200_000
@@ -24,7 +24,7 @@ def files_inside(values: Iterable[tuple[str, Value]]) -> Iterator[str]:
         if isinstance(value, (bytes, bytearray)):
             if is_file_inside(bytes(value[:HEAD_NBYTES])):
                 yield place
-        elif isinstance(value, (dict, list, tuple, Record)) and depth < MAX_DEPTH and id(value) not in seen:
+        elif isinstance(value, (dict, list, tuple, Record)) and depth < MAX_TREE_DEPTH and id(value) not in seen:
             seen.add(id(value))
             pending += ((f"{place}{key}", item, depth + 1) for key, item in _items(value))
 

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
+from ckpt_formats.core.claims import MAX_STATE_DEPTH
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 
 Leaf: TypeAlias = TensorRef | Tensor
 """A tensor of one file, or one that is assembled from several files."""
-
-_MAX_DEPTH = 50
 
 
 def tensor_leaf(leaf: Leaf) -> Tensor:
@@ -42,7 +41,7 @@ def is_extra_state(name: str) -> bool:
 
 def named_leaves(tree: Mapping[Value, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:
     """The tensors with their dotted names. Raises `CorruptError` if dicts are nested too deeply."""
-    if depth > _MAX_DEPTH:
+    if depth > MAX_STATE_DEPTH:
         raise CorruptError("dicts are nested too deeply to be a model")
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -7,13 +7,13 @@ name, and with the attributes that its class sets. Source: torch/nn/modules/modu
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckpt_formats.core.claims import MAX_NAMES
 from ckpt_formats.core.errors import UnsafeError
 from ckpt_formats.core.values import Record, Value
 
 _TENSORS, _MODULES = ("_parameters", "_buffers"), "_modules"
 _NON_PERSISTENT = "_non_persistent_buffers_set"
 _INTERNAL = {*_TENSORS, _MODULES, _NON_PERSISTENT, "training", "_is_full_backward_hook", "_version", "_backend"}
-_MAX_NAMES = 500_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def read_module(record: Record, where: str) -> Module:
                 attributes.setdefault("_buffers", {})[key] = value
             elif value is not None:
                 result.tensors[f"{prefix}{key}"] = value
-        if len(result.tensors) > _MAX_NAMES:
-            raise UnsafeError(f"a pickled module has more than {_MAX_NAMES:,} names for its tensors", where=where)
+        if len(result.tensors) > MAX_NAMES:
+            raise UnsafeError(f"a pickled module has more than {MAX_NAMES:,} names for its tensors", where=where)
         attributes.update((key, value) for key, value in _state(module).items() if key not in _INTERNAL and value != {})
         result.attributes[name] = Record(module.cls, state=attributes or None)
     return result
@@ -66,8 +66,8 @@ def _modules(record: Record, where: str) -> Iterator[tuple[str, Record]]:
     while pending:
         name, module, above = pending.pop()
         count += 1
-        if count > _MAX_NAMES:
-            raise UnsafeError(f"a pickled module has more than {_MAX_NAMES:,} submodules", where=where)
+        if count > MAX_NAMES:
+            raise UnsafeError(f"a pickled module has more than {MAX_NAMES:,} submodules", where=where)
         yield name, module
         prefix, path = f"{name}." if name else "", (*above, id(module))
         pending += [

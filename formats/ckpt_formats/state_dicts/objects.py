@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.containers.torchfile import TensorRef
+from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
@@ -27,7 +28,7 @@ from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, HasNoData, array_tensor, class_of, is_tensor, tensor_parts
-from ckpt_formats.state_dicts.walk import MAX_DEPTH, check_contents, holds_tensor
+from ckpt_formats.state_dicts.walk import check_contents, holds_tensor
 
 OBJECTS = "objects"
 """The extra with what objects have in addition to tensors."""
@@ -133,7 +134,7 @@ class _Opening:
             return value
         if isinstance(value, np.ndarray):
             self.arrays = True
-        if depth > MAX_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
+        if depth > MAX_TREE_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = value, value
@@ -319,7 +320,7 @@ def _names_by_place(root: Mapping[str, Value]) -> dict[Any, str]:
 
 
 def _arrays_as_tensors(value: Value, depth: int) -> Value:
-    if isinstance(value, dict) and depth <= MAX_DEPTH:
+    if isinstance(value, dict) and depth <= MAX_TREE_DEPTH:
         return _dict_like(value, {key: _arrays_as_tensors(item, depth + 1) for key, item in value.items()})
     tensor = array_tensor(value)
     return value if tensor is None else tensor

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.claims import MAX_STATE_DEPTH
 from ckpt_formats.core.values import StdDict, Value
 from ckpt_formats.state_dicts.leaves import Leaf, has_tensor
 
@@ -28,7 +29,6 @@ Groups: TypeAlias = Sequence[Mapping[str, Value]]
 
 _STATE, _GROUPS = "state", "param_groups"
 _PREFIXES = ("", "optimizer.", "optim.")
-_MAX_DEPTH = 50
 _FULL = r"exp_avg(_sq|_diff|_slow|_fast)?(_row|_col)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta"
 FULL = re.compile(_FULL)
 """Names of states with the shape of their parameter, or of means over its rows or columns."""
@@ -86,7 +86,7 @@ def optimizers_in(tree: Value) -> list[Optimizer]:
     pending: list[tuple[Place, Value]] = [((), tree)]
     while pending:
         place, value = pending.pop()
-        if id(value) in seen or len(place) > _MAX_DEPTH or not isinstance(value, (dict, list, tuple)):
+        if id(value) in seen or len(place) > MAX_STATE_DEPTH or not isinstance(value, (dict, list, tuple)):
             continue
         seen.add(id(value))
         form = _form(value, place) if isinstance(value, dict) else None

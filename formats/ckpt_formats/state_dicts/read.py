@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
+from ckpt_formats.core.claims import MAX_NAMES
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
@@ -30,7 +31,6 @@ from ckpt_formats.state_dicts.unused_values import not_weights
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that extras must not have, because readers take their values for the model or the optimizer."""
-_MAX_NAMES = 500_000
 
 
 def training_state(
@@ -207,6 +207,6 @@ def _leaves_by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf
         if name in leaves:
             raise CorruptError(f"two tensors are called `{printable(name)}`", where=where)
         leaves[name] = leaf
-        if len(leaves) > _MAX_NAMES:
-            raise UnsafeError(f"the file has more than {_MAX_NAMES:,} names for its tensors", where=where)
+        if len(leaves) > MAX_NAMES:
+            raise UnsafeError(f"the file has more than {MAX_NAMES:,} names for its tensors", where=where)
     return leaves

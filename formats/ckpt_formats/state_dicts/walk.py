@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef
+from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import Leaf
-
-MAX_DEPTH = 100
-"""Limit of nested containers in extras."""
 
 
 def holds_tensor(value: Value) -> bool:
@@ -35,7 +33,7 @@ def check_contents(value: Value, own: set[int]) -> Literal["fine", "own", "endle
             done.add(stack.pop()[0])
         elif id(part) in own:
             return "own"
-        elif len(stack) > MAX_DEPTH:
+        elif len(stack) > MAX_TREE_DEPTH:
             return "endless"
         elif id(part) not in done and isinstance(part, (dict, list, tuple, set, frozenset, Record, TensorRef)):
             stack.append((id(part), iter(_parts(part))))

@@ -13,6 +13,7 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -35,7 +36,6 @@ _ATTEMPTS = 4
 """How often a path is opened whose objects are replaced meanwhile."""
 _LIST = "chain.json"
 """An object that is replaced, while those beside it stay."""
-_MAX_LIST = 1 << 28
 _PLACEHOLDER = "_$folder$"
 """The end of the names of objects without bytes that stand for folders, as Hadoop writes them."""
 _CLOCK_STEP = 2.0
@@ -199,7 +199,7 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
         store = joined(ObjectStore(url, objects, root, anonymous), sizes)
         # The list of a chain is read at once, so that it is of the same moment as the listing.
         list_key = f"{root}/{_LIST}"
-        if 0 < sizes.get(list_key, 0) <= _MAX_LIST:
+        if 0 < sizes.get(list_key, 0) <= MAX_LIST:
             StorePath(store, list_key).read_bytes()
     except (StoreError, Transient) as error:
         text = error.strerror if isinstance(error, StoreError) else error.text

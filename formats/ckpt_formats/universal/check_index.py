@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
@@ -22,8 +23,6 @@ OVERHEAD = 1024
 """Bytes by which an encoded chunk may be longer than its values."""
 MAX_DELTA_CHUNK_NBYTES = 64 << 20
 """Limit of the bytes that one chunk of a delta has when it is decoded: the sum over all its states."""
-_MAX_RANK = 64
-_MAX_SIZE = float(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class _Check:
         self._true(self._column("chunk.values").shape[1] == DIGEST, "the width of column chunk.values")
         self._true(len(columns["coded.nbytes"]) == len(columns["coded.stored"]), "the length of column coded.stored")
         ranks = columns["state.rank"]
-        self._true(int(ranks.max(initial=0)) <= _MAX_RANK, f"a tensor of more than {_MAX_RANK} dimensions")
+        self._true(int(ranks.max(initial=0)) <= MAX_AXES, f"a tensor of more than {MAX_AXES} dimensions")
         self._true(int(ranks.sum(dtype=np.int64)) == len(columns["state.dims"]), "the length of column state.dims")
 
     def _names(self) -> None:
@@ -149,13 +148,13 @@ class _Check:
             axis_sizes = dims[begins[rows] + axis]
             # A size of zero must not hide the sizes beside it.
             bound[rows] *= np.maximum(axis_sizes.astype(np.float64), 1.0)
-            self._all(bound < _MAX_SIZE, "its shape is too large")
+            self._all(bound < MAX_ELEMENTS, "its shape is too large")
             sizes[rows] *= axis_sizes.astype(np.int64)
         return sizes
 
     def _chunks(self, sizes: Array) -> None:
         index, storage = self.index, self._column("state.storage")
-        self._all(sizes * self._itemsizes.astype(np.float64) < _MAX_SIZE, "its shape is too large")
+        self._all(sizes * self._itemsizes.astype(np.float64) < MAX_ELEMENTS, "its shape is too large")
         elements, counts = index.chunk_sizes
         total = float(counts.sum(dtype=np.float64))  # a sum of integers could begin again at zero
         self._true(total == len(self._column("chunk.values")), "the length of column chunk.values")

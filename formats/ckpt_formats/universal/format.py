@@ -11,6 +11,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFigures, Parameter, SourceFile
+from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal, unreadable
@@ -288,7 +289,6 @@ def _write_single_file(folder: Path, result: Manifest) -> None:
 
 def _check_header(source: Checkpoint) -> None:
     """Raise `UnsupportedError` if the header of a single file would be larger than other programs read."""
-    from ckpt_formats.universal.write_single_file import MAX_HEADER
 
     entries = sum(
         _text_nbytes(parameter.name) + _text_nbytes(state) + _HEADER_ENTRY

@@ -20,11 +20,12 @@ from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.arguments import Admits
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
+from ckpt_formats.core.claims import MAX_MANIFEST, MAX_PACKS, MAX_PATH
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal import columns
-from ckpt_formats.universal.chain.file import MAX_PACKS, step_of
+from ckpt_formats.universal.chain.file import step_of
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
@@ -37,12 +38,10 @@ from ckpt_formats.universal.tables import Tables
 NAME = "manifest.json"
 INDEX = "index.safetensors"
 VERSION = 1
-_MAX_BYTES = 4 << 30
 _KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 ContentId = Annotated[str, Admits("a content id, blake2b-256: and 64 hexadecimal digits", _CONTENT.fullmatch)]
 """What says which values a checkpoint has, however they are stored (`content`)."""
-_MAX_PATH = 4096
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def load(path: Path) -> Manifest:
         index, content = last.read_index_and_manifest()
         return _manifest(sealed_json.parse(content, path, _KIND), index, last.begin, last.original, path)
     original = FileRange(path.parent / ORIGINAL, 0, -1)
-    return _manifest(sealed_json.load(path, _MAX_BYTES, _KIND), None, None, original, path)
+    return _manifest(sealed_json.load(path, MAX_MANIFEST, _KIND), None, None, original, path)
 
 
 def _manifest(
@@ -308,7 +307,7 @@ def _index_file(path: Path, nbytes: int) -> bytes:
     if not path.exists():
         raise IncompleteError("the index of the checkpoint is missing", where=path)
     try:
-        return read_whole(path, min(nbytes, _MAX_BYTES))
+        return read_whole(path, min(nbytes, MAX_MANIFEST))
     except UnsafeError:
         raise CorruptError(
             f"the index is longer than the {nbytes} bytes that the manifest states", where=path
@@ -321,6 +320,6 @@ def _parent(fields: Any, check: FieldReader) -> Parent | None:
     parent = check.mapping(fields, "parent")
     content, path = check.text(parent, "content"), check.text(parent, "path")
     check.true(_CONTENT.fullmatch(content) is not None, "parent.content is not a content id")
-    is_relative = 0 < len(path) <= _MAX_PATH and not path.startswith("/") and "\0" not in path
+    is_relative = 0 < len(path) <= MAX_PATH and not path.startswith("/") and "\0" not in path
     check.true(is_relative, f"parent.path {path!r:.100} is not relative to the folder")
     return Parent(content, path)

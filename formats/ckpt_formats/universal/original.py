@@ -13,13 +13,13 @@ from ckpt_formats.containers.safetensors import parse_json
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import OriginalForm
+from ckpt_formats.core.claims import MAX_FILE_NAME
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_range
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.single_file import FileRange
 
 NAME = "original.json"
-_MAX_FILE_NAME = 255
 
 
 def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | None]:
@@ -86,4 +86,4 @@ def _form(seal: Seal | None) -> Value:
 
 def _is_file_name(text: str) -> bool:
     nbytes = len(text.encode("utf-8", "surrogatepass"))
-    return 0 < nbytes <= _MAX_FILE_NAME and not {"/", "\0"} & set(text) and text not in (".", "..")
+    return 0 < nbytes <= MAX_FILE_NAME and not {"/", "\0"} & set(text) and text not in (".", "..")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckpt_formats.containers.safetensors import MAX_HEADER, parse_json_object
+from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Contradiction, Reader

@@ -20,8 +20,6 @@ from ckpt_formats.universal.index import CODED, Index
 from ckpt_formats.universal.pack import PAGE, stored_slots
 from ckpt_formats.universal.single_file import FileRange
 
-MAX_HEADER = 100_000_000
-"""Bytes of a header: the safetensors library reads no larger one."""
 _ORIGINAL, _INDEX, _MANIFEST = "ckpt.original", "ckpt.index", "ckpt.manifest"
 _BLOCK = 1 << 22
 

@@ -132,7 +132,7 @@ _KNOWN = (
 )
 CLASSES_ONLY: frozenset[str] = frozenset(_KNOWN.split())
 
-MAX_NAME = 256
+MAX_GLOBAL = 256
 
 _CLASS_LIKE = re.compile(r"_{0,2}[A-Z]\w*\Z")
 
@@ -144,7 +144,7 @@ def refusal(module: str, name: str) -> str | None:
     """Why a pickle that names `module.name` is refused; None if it is not."""
     if (module, name) in ALLOWED:
         return None
-    if len(module) > MAX_NAME or len(name) > MAX_NAME:
+    if len(module) > MAX_GLOBAL or len(name) > MAX_GLOBAL:
         return "is too long to be a name"
     if not module.isascii() or not all(part.isidentifier() for part in module.split(".")):
         return "is not the name of a module"
@@ -164,7 +164,7 @@ def nested_refusal(module: str, name: str, attribute: str) -> str | None:
     """Why `module.name.attribute`, a class or constant inside a class, is refused; None if it is not."""
     if module.partition(".")[0] in CLOSED_PACKAGES or not class_like(name.rpartition(".")[2]) or name.count(".") > 2:
         return "is not inside a class that has nested classes"
-    if not attribute.isidentifier() or attribute.startswith("_") or len(attribute) > MAX_NAME:
+    if not attribute.isidentifier() or attribute.startswith("_") or len(attribute) > MAX_GLOBAL:
         return "is not a plain name"
     return None
 

@@ -12,21 +12,15 @@ from ckpt_formats.containers.keys import KeyHashes
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import (
     BUILTINS,
-    MAX_NAME,
+    MAX_GLOBAL,
     NOTHING_RAN,
     NUMPY_CORE,
     class_like,
     nested_refusal,
 )
 from ckpt_formats.containers.torchfile.hashable import hashable
-from ckpt_formats.containers.torchfile.storages import (
-    MAX_AXES,
-    MAX_ELEMENTS,
-    Storage,
-    StorageSlice,
-    TensorRef,
-    tensor_ref,
-)
+from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_ref
+from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
@@ -193,7 +187,7 @@ def build_nested(cls: Global, args: Args, where: str) -> Value:
 
 
 def _is_member(name: str) -> bool:
-    return name.isidentifier() and not name.startswith("__") and len(name) <= MAX_NAME
+    return name.isidentifier() and not name.startswith("__") and len(name) <= MAX_GLOBAL
 
 
 def build_old_object(cls: Global, args: Args, where: str) -> Value:

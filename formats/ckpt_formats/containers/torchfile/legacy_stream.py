@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile.file_window import Window
-from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, Interpreter, Truncated
+from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter, Truncated
 from ckpt_formats.containers.torchfile.storages import Storage
+from ckpt_formats.core.claims import MAX_PICKLE
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.values import Value
@@ -64,7 +65,7 @@ class Pickles:
                 if available == self.window.length or self._from + error.needs > self.window.length:
                     raise
                 nbytes = max(2 * (available - self.at), self._from + error.needs - self.at)
-                if nbytes > MAX_BYTES:
+                if nbytes > MAX_PICKLE:
                     raise UnsafeError("the pickle would exhaust memory", where=self.window.path) from None
                 continue
             self.at = self._from + end

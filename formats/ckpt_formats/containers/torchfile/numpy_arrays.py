@@ -13,6 +13,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from ckpt_formats.core.claims import MAX_NUMPY_AXES
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
@@ -24,7 +25,6 @@ RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 
 _CODE = re.compile(r"[<>=|]?([biufcSUV?])(\d{0,9})\Z")
 _ORDERS = ("<", ">", "=", "|")
-_MAX_AXES = 32  # NumPy 1 has no more
 
 
 def dtype_of(record: Value, where: str) -> DType:
@@ -135,7 +135,7 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
 def _checked_shape(shape: Value, where: str) -> Shape:
     if (
         not isinstance(shape, tuple)
-        or len(shape) > _MAX_AXES
+        or len(shape) > MAX_NUMPY_AXES
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
     ):
         raise CorruptError("a NumPy array of impossible shape", where=where)

@@ -29,18 +29,17 @@ from ckpt_formats.containers.torchfile.expanded_size import check_repeated
 from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
 from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
+from ckpt_formats.core.claims import MAX_PICKLE
 from ckpt_formats.core.errors import CorruptError, UnsafeError, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
-MAX_BYTES = 512 << 20
-"""No pickle of a checkpoint is longer; that of a million tensors has about 150 MB."""
 MAX_OPS = 1 << 26
 MAX_STACK = 1 << 20
 MAX_MARKS = 1 << 16
 MAX_MEMO = 1 << 25
 MAX_GLOBALS = 4096
 MAX_INT_BYTES = 1024
-_MAX_DIGITS = 2467  # decimal digits of an integer of that many bytes
+_MAX_DECIMALS = 2467  # decimal digits of an integer of that many bytes
 _MAX_LINE = 4096
 _BETWEEN_CHECKS = 4096
 
@@ -544,7 +543,7 @@ def _long(m: Interpreter) -> None:
 
 
 def _decimal(m: Interpreter, text: bytes) -> int:
-    if len(text) > _MAX_DIGITS:
+    if len(text) > _MAX_DECIMALS:
         raise m.unsafe(f"the pickle has an integer of {len(text)} digits")
     if not _DECIMAL.match(text):
         raise m.corrupt("malformed: an integer with other characters than digits")
@@ -559,7 +558,7 @@ def _float(m: Interpreter) -> None:
 
 
 def _string(m: Interpreter) -> None:
-    text = m.line(MAX_BYTES)
+    text = m.line(MAX_PICKLE)
     if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
         raise m.corrupt("malformed: a string without quotes")
     if b"\\" in _ESCAPE.sub(b"", text):
@@ -573,7 +572,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _unicode(m: Interpreter) -> None:
-    m.push(m.line(MAX_BYTES).decode("raw-unicode-escape"))
+    m.push(m.line(MAX_PICKLE).decode("raw-unicode-escape"))
 
 
 def _get(m: Interpreter) -> None:

@@ -8,11 +8,10 @@ from typing import Literal
 from ckpt_formats.containers.contents import HEAD_NBYTES, SAFETENSORS, check_content
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.containers.torchfile.pickle_reader import MAX_BYTES, PAD, PROTO, Interpreter
+from ckpt_formats.containers.torchfile.pickle_reader import PAD, PROTO, Interpreter
 from ckpt_formats.containers.torchfile.record_forms import RecordForm
 from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate, parse_template
 from ckpt_formats.containers.torchfile.storages import (
-    MAX_ELEMENTS,
     Storage,
     StorageOffsets,
     StorageSlice,
@@ -21,6 +20,7 @@ from ckpt_formats.containers.torchfile.storages import (
     tensor_of,
 )
 from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_directory
+from ckpt_formats.core.claims import MAX_ELEMENTS, MAX_PICKLE
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Seal
@@ -102,7 +102,7 @@ def open_item(window: ByteSource) -> TorchFile:
         raise CorruptError("is not an archive of torch.save", where=window.path)
     file = _open_archive(window)
     assert file._archive is not None
-    file._archive.check(window, MAX_BYTES)
+    file._archive.check(window, MAX_PICKLE)
     return file
 
 
@@ -125,7 +125,7 @@ def _open_archive(window: ByteSource) -> TorchFile:
             raise UnsupportedError("was written by a big-endian machine", where=window.path)
         if byte_order != b"little":
             raise window.corrupt(f"unknown byte order {byte_order!r:.20}")
-    data = archive.read("data.pkl", window, MAX_BYTES)
+    data = archive.read("data.pkl", window, MAX_PICKLE)
     where = f"{window.path} ({archive.stem}/data.pkl)"
     table = _StorageTable(where, archive, archive)
     interpreter = Interpreter(where, table.resolve)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Literal, TypeAlias
 
-from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
+from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.values import Global, Record, Size, Value
 
 _Groups = tuple[bytes | None, ...]

@@ -18,10 +18,6 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 
-# torch stores no more axes than this, and no more elements than fit its int64.
-MAX_AXES = 64
-MAX_ELEMENTS = 1 << 62
-
 # An expanded tensor has one stored element in several places. Small ones occur,
 # for example as masks; a copy of a large one could have terabytes.
 MAX_EXPANDED_BYTES = 16 << 20

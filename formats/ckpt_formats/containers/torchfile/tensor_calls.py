@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED
-from ckpt_formats.containers.torchfile.storages import MAX_AXES, Storage, TensorRef, tensor_ref
+from ckpt_formats.containers.torchfile.storages import Storage, TensorRef, tensor_ref
+from ckpt_formats.core.claims import MAX_AXES
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import is_c_order
 from ckpt_formats.core.values import Global, Value

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from ckpt_formats.containers.torchfile import CompactRecord, RecordForm, StateForm, load_pickle
-from ckpt_formats.containers.torchfile.storages import MAX_AXES, MAX_ELEMENTS
+from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS, MAX_PICKLE
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
@@ -30,7 +30,6 @@ from ckpt_formats.core.values import Global, Record, Value
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
-MAX_BYTES = 512 << 20
 
 _CHUNK = RecordForm(MODULE, "ChunkStorageMetadata", (("offsets", "size"), ("sizes", "size")))
 _INDEX = RecordForm(MODULE, "MetadataIndex", (("fqn", "text"), ("index", "int")), last=("offset", "size"))
@@ -92,7 +91,7 @@ class Metadata:
 
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata`. Raises `CorruptError`, `UnsafeError` or `UnsupportedError`."""
-    root = load_pickle(read_whole(path, MAX_BYTES), str(path), FORMS)
+    root = load_pickle(read_whole(path, MAX_PICKLE), str(path), FORMS)
     return _MetadataReader(path).metadata(root)
 
 

@@ -10,14 +10,12 @@ Source: torch/distributed/checkpoint/_nested_dict.py, _traverse.py.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckpt_formats.core.claims import MAX_NUMBER, MAX_TREE_DEPTH
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.metadata import Steps
-
-_MAX_DEPTH = 100
-_MAX_LIST_INDEX = 1 << 20
 
 
 class _Node(dict[str | int, Value]):
@@ -36,7 +34,7 @@ def nested(values: Mapping[str, Value], paths: Mapping[str, Steps], where: Path)
             node = node[step]
             if type(node) is not _Node:
                 break
-        if type(node) is not _Node or last in node or len(parents) > _MAX_DEPTH:
+        if type(node) is not _Node or last in node or len(parents) > MAX_TREE_DEPTH:
             raise CorruptError(
                 f"`{printable(name)}` and another value have the same place in the state dict", where=where
             )
@@ -75,7 +73,7 @@ def _plain(node: Value, where: Path) -> Value:
         if int in kinds:
             raise CorruptError("the state dict has a place that is both a dict and a list", where=where)
         return plain
-    if min(map(int, plain)) < 0 or max(map(int, plain)) > _MAX_LIST_INDEX:
+    if min(map(int, plain)) < 0 or max(map(int, plain)) > MAX_NUMBER:
         raise CorruptError("the state dict has a list with impossible places", where=where)
     # Empty values, such as an empty dict, were not saved. Torch puts None there.
     return [plain.get(place) for place in range(max(map(int, plain)) + 1)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_formats.core.claims import MAX_POINTER
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
@@ -22,7 +23,6 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _STEP_FILES = (_MODEL, _MODEL3, _OPTIM)
 _KINDS = (*_STEP_FILES, _EXPERT_OPTIM, _EXPERT, _LAYER)
-_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def has_latest(path: Path) -> bool:
         return False
     try:
         with open_regular(path / "latest") as file:
-            tag = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
+            tag = file.read(MAX_POINTER).decode("utf-8", "replace").strip()
         named = path / Path(tag).name
         return not (named.is_dir() and any(named.iterdir())) or any(map(is_step, path.iterdir()))
     except (CkptError, OSError, ValueError):
@@ -93,7 +93,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
     latest = path / pointer
     try:
         with unrecorded(), open_regular(latest) as file:
-            raw = file.read(_MAX_POINTER_BYTES + 1)
+            raw = file.read(MAX_POINTER + 1)
         steps = sorted(entry.name for entry in path.iterdir() if is_step(entry))
     except CkptError:
         raise
@@ -101,7 +101,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
         raise unreadable(error, latest) from error
     tag = raw.decode("utf-8", "replace").strip()
     hint = f"Name one step: {', '.join(printable(s) for s in steps)}." if steps else "No step is here."
-    if not tag or len(raw) > _MAX_POINTER_BYTES or Path(tag).name != tag or tag in (".", ".."):
+    if not tag or len(raw) > MAX_POINTER or Path(tag).name != tag or tag in (".", ".."):
         raise CorruptError(
             f"`{pointer}` contains {printable(tag[:60])!r}, which is not the name of a folder next to it",
             where=latest,

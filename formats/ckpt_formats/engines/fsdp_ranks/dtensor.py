@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
+from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments, with_replicas
@@ -25,8 +26,6 @@ from ckpt_formats.engines.fsdp_ranks.placement import (
     block_of_rank,
     without_strides,
 )
-
-_MAX_SPLIT_FACTOR = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def _placement(record: Value, shape: Shape, where: Path) -> Placement:
         )
     axis = attribute(record, "dim", int, where)
     factor = attribute(record, "split_factor", int, where) if name == "_StridedShard" else 1
-    if not 0 <= axis < len(shape) or not 0 < factor <= _MAX_SPLIT_FACTOR:
+    if not 0 <= axis < len(shape) or not 0 < factor <= MAX_NUMBER:
         raise CorruptError(f"a tensor of shape {list(shape)} is placed as {name}(dim={axis}, sf={factor})", where=where)
     return Placement(axis, factor)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile, open_file
+from ckpt_formats.core.claims import MAX_STATE_DEPTH, MAX_VALUES
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, kind_of
@@ -17,8 +18,6 @@ from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves, leaf_of
 
 _RANK = re.compile(r"rank_?(\d{1,9})")
 """The rank in a file's name, and in the name it was saved under, which is in its archive."""
-_MAX_DEPTH = 50
-_MAX_VALUES = 4_000_000
 _WRAPPERS = ("model", "state_dict", "optimizer", "optim")
 
 
@@ -69,7 +68,7 @@ class _Leaves:
     def tree(self, value: dict[Value, Value], depth: int = 0) -> dict[Value, Value]:
         """The tree with leaves instead of tensors. Raises `UnsafeError` if it is too deep or too large."""
         self.count += len(value)
-        if depth > _MAX_DEPTH or self.count > _MAX_VALUES:
+        if depth > MAX_STATE_DEPTH or self.count > MAX_VALUES:
             raise UnsafeError("dicts are nested or repeated without end", where=self.meshes.where)
         return {key: self._one(item, depth) for key, item in value.items()}
 

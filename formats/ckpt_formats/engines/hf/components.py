@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_formats.containers.safetensors import parse_json
 from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
@@ -24,7 +25,6 @@ from ckpt_formats.engines.hf.folder import CONFIG, MODEL_INDEX, MODULES, sort_fi
 from ckpt_formats.engines.hf.side_files import read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_model
 
-_MAX_JSON_BYTES = 1 << 20
 _MAX_COMPONENTS = 256
 _WITHOUT_WEIGHTS = ("Pooling", "Normalize", "Dropout", "WhitespaceTokenizer", "WeightedLayerPooling", "Asym", "Router")
 """Modules of sentence-transformers that have a configuration, but no weights."""
@@ -137,7 +137,7 @@ def merge_models(model: ModelFiles, components: ModelFiles) -> ModelFiles:
 
 
 def _of_pipeline(index: Path) -> Iterator[Component]:
-    entries = parse_json(read_whole(index, _MAX_JSON_BYTES), index)
+    entries = parse_json(read_whole(index, MAX_SMALL_JSON), index)
     if not isinstance(entries, dict):
         raise CorruptError("is not a list of components", where=index)
     for name, value in entries.items():
@@ -151,7 +151,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _modules(index: Path) -> list[dict[str, Any]]:
-    entries = parse_json(read_whole(index, _MAX_JSON_BYTES), index)
+    entries = parse_json(read_whole(index, MAX_SMALL_JSON), index)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CorruptError("is not a list of modules", where=index)
     return entries

@@ -16,6 +16,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures
+from ckpt_formats.core.claims import MAX_LIST, MAX_PACKS, MAX_PATH
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
@@ -32,11 +33,6 @@ TIP_FOLDER = re.compile(r"tip-\d{10,20}")
 """The name of the folder of a tip: the step of its state."""
 PIECES_FOLDER = re.compile(r"pieces-\d{10,20}\.[0-9a-f]{8}")
 """The name of the folder of a base that a recorder copies: the step where it begins, and a part of the run's name."""
-MAX_NBYTES = 1 << 28
-"""Bytes of a list that are read."""
-_MAX_PATH = 4096
-MAX_PACKS = 1 << 32
-"""More than the numbers of packs that a row of the index can have."""
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
 
@@ -203,7 +199,7 @@ def load(path: Path) -> ChainIndex:
     Raises `CorruptError`, or `UnsupportedError` for a version that this program does not know.
     """
     with unrecorded():  # a chain may grow while its states are read
-        content = read_whole(path, MAX_NBYTES)
+        content = read_whole(path, MAX_LIST)
     return parse(content, path)
 
 
@@ -258,7 +254,7 @@ def _appended_from(fields: Any, check: FieldReader) -> AppendedFrom | None:
     source = check.mapping(fields, "appended_from")
     content, path = check.text(source, "content"), check.text(source, "path")
     check.true(_CONTENT.fullmatch(content) is not None, "appended_from: a content id")
-    check.true(0 < len(path) <= _MAX_PATH and "\0" not in path, f"appended_from: path {path!r:.100}")
+    check.true(0 < len(path) <= MAX_PATH and "\0" not in path, f"appended_from: path {path!r:.100}")
     return AppendedFrom(content, path)
 
 

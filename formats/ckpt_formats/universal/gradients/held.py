@@ -16,15 +16,16 @@ import numpy as np
 
 from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Parameter
+from ckpt_formats.core.claims import check_paid
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.parts import StatePart
-from ckpt_formats.universal.gradients.record import HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
+from ckpt_formats.universal.gradients.record import ENTRY, HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
-from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, open_layout, rank_file
+from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, open_layout, rank_file
 from ckpt_formats.universal.gradients.state import Base, checkpoint_of
 
 _RECORDS = 64
@@ -99,7 +100,8 @@ class SegmentTail:
         """
         for rank, head in enumerate(self._heads):
             while sum(1 for _ in self.window().steps(rank)) < max_steps:
-                log = scan_after(self._logs[rank], head, self.start, _RECORDS)
+                # As many again as there are: else a step of many records is gone through once for a few of them.
+                log = scan_after(self._logs[rank], head, self.start, max(_RECORDS, len(self._pending[rank])))
                 self._logs[rank] = replace(log, records=())
                 if not log.records:
                     break
@@ -122,10 +124,14 @@ class SegmentTail:
         """The states that the segment itself stores, without any step."""
         return self._segment(self.layout.first, self._states)
 
-    def fingerprints(self, step: int) -> frozenset[int]:
-        """The ranks that have a fingerprint of this step that was read and not yet compared."""
-        ranks = enumerate(self._pending)
-        return frozenset(rank for rank, of in ranks if any(_is_fingerprint(record, step) for record in of))
+    def fingerprints(self) -> dict[int, frozenset[int]]:
+        """The ranks that have a fingerprint that was read and not yet compared, by the step of the fingerprint."""
+        ranks: dict[int, set[int]] = {}
+        for rank, pending in enumerate(self._pending):
+            for record in pending:
+                if record.kind is Kind.FINGERPRINT:
+                    ranks.setdefault(record.step, set()).add(rank)
+        return {step: frozenset(of) for step, of in sorted(ranks.items())}
 
     def move_to(self, step: int) -> None:
         """Forget the gradients of all steps up to `step`, and all fingerprints of earlier ones."""
@@ -138,7 +144,7 @@ class SegmentTail:
                 for update in updates:
                     if number <= self.start:
                         self.first_updates.setdefault(update.optimizer, update)
-        self.counts = [self.counts_after(window, rank, step)[-1] for rank in range(len(self._heads))]
+        self.counts = [self.counts_after(window, rank, step) for rank in range(len(self._heads))]
         if step > self.step:
             self._applied = [[r for r in records if not _is_of_one_step(r)] for records in self._applied]
         self.step = step
@@ -152,19 +158,9 @@ class SegmentTail:
         for pending in self._pending:
             pending[:] = (r for r in pending if r.kind is not Kind.FINGERPRINT or r.step > self.step)
 
-    def counts_after(self, window: Segment, rank: int, step: int) -> list[Array]:
-        """The counts of a rank at each step from `self.step` to `step`: each (vectors,) int64."""
-        rows = [self.counts[rank]]
-        optimizers = np.array([vector.optimizer for vector in self.layout.ranks[rank].vectors], np.int64)
-        for updates in window.updates[rank][: step - self.step]:
-            row = rows[-1].copy()
-            for update in updates:
-                if update.vectors is None:
-                    row[optimizers == update.optimizer] += 1
-                else:
-                    row[list(update.vectors)] += 1
-            rows.append(row)
-        return rows
+    def counts_after(self, window: Segment, rank: int, step: int) -> Array:
+        """The counts of a rank at a step from `self.step` on: (vectors,) int64."""
+        return count_steps(self.layout.ranks[rank], self.counts[rank], window.updates[rank][: step - self.step])
 
     def _segment(self, first: int, records: Sequence[list[LogRecord]]) -> Segment:
         logs = tuple(replace(log, records=tuple(of)) for log, of in zip(self._logs, records, strict=True))
@@ -225,21 +221,22 @@ class _HeldReplay(SegmentReplay):
         return tuple(self.state.names_of(number, firsts.get(number), self) for number in range(len(self.state.names)))
 
     @cached_property
-    def count_rows(self) -> list[list[Array]]:
-        """For each rank, the counts at each step from `segment.first` on."""
+    def counts_at_end(self) -> list[Array]:
+        """For each rank, the counts at `step`."""
         tail = self.state.tail
         return [tail.counts_after(self.segment, rank, self.step) for rank in range(len(self.segment.logs))]
 
     def counts(self, rank: int, step: int) -> Array:
         tail = self.state.tail
-        return tail.counts[rank] if step == tail.step else self.count_rows[rank][step - tail.step]
+        assert step in (tail.step, self.step)
+        return tail.counts[rank] if step == tail.step else self.counts_at_end[rank]
 
     def chunk(self, rank: int, index: int, reader: Reader) -> States:
         return self.state.chunk(rank, index)
 
     def prepare(self) -> None:
         """Compute what all chunks need, before threads do so at the same time."""
-        self.segment.updates, self.codec, self.count_rows, self.fingerprints  # noqa: B018
+        self.segment.updates, self.codec, self.fingerprints  # noqa: B018
 
     def advance_chunk(self, rank: int, index: int, reader: Reader) -> None:
         """Apply all steps to a chunk. Raises `CorruptError`."""
@@ -293,15 +290,9 @@ class HeldState:
         """The ranks whose fingerprint of this step was compared."""
         self._counts_at_start: list[Array] = []
         self._error: CkptError | None = None
-        whole = [(rank, i) for rank, one in enumerate(layout.ranks) for i in range(one.chunk_count)]
-        self._chunks = whole if part is None else part.chunks(layout)
+        self._chunks: list[tuple[int, int]] = []
         self._places: list[dict[int, slice]] = [{} for _ in layout.ranks]
         self._sizes = [0 for _ in layout.ranks]
-        for rank, index in self._chunks:
-            low, high = layout.ranks[rank].chunk_bounds(index)
-            begin = self._sizes[rank]
-            self._places[rank][index] = slice(begin, begin + high - low)
-            self._sizes[rank] = begin + high - low
 
     @property
     def step(self) -> int:
@@ -336,6 +327,8 @@ class HeldState:
     def load(self, workers: int) -> None:
         """Read the states at the start, after `find_start`. Raises `CkptError`."""
         tail = self.tail
+        self._check_size()
+        self._place_chunks()
         self._counts_at_start = tail.counts
         names = tuple(self._names_at_start(number) for number in range(len(tail.layout.optimizers)))
         self._load(names, workers)
@@ -348,10 +341,10 @@ class HeldState:
         """
         self._raise_error()
         tail = self.tail
-        compared = [number for number in range(tail.step, step + 1) if tail.fingerprints(number)]
+        ranks = {number: of for number, of in tail.fingerprints().items() if tail.step <= number <= step}
+        compared = list(ranks)
         if step == tail.step and not compared:
             return
-        ranks = {number: tail.fingerprints(number) for number in compared}
         ranks[tail.step] = ranks.get(tail.step, frozenset()) | self._compared  # others may have come before
         verified = [number for number in compared if len(ranks[number]) == len(tail.layout.ranks)]
         self._error = CorruptError("a step was interrupted", where=tail.folder)
@@ -412,6 +405,30 @@ class HeldState:
 
     def _replay(self, segment: Segment, step: int) -> _HeldReplay:
         return _HeldReplay(segment, step, StartState(self.tail.start, None), state=self)
+
+    def _check_size(self) -> None:
+        """Raise `CorruptError` unless files describe as many elements as the layout claims: those of the log, or of
+        the base."""
+        segment = self.tail.stored_states()
+        if self.base is not None:
+            replay = SegmentReplay(segment, self.base.step, StartState(self.base.step, self.base.checkpoint.parameters))
+            for number in range(len(segment.layout.tensors)):
+                replay.parameter(number)
+            return
+        for rank, layout in enumerate(segment.layout.ranks):
+            for record in segment.records(rank, Kind.STATE):
+                nbytes = record.count * ENTRY.itemsize
+                check_paid("chunks", layout.chunk_count, ENTRY.itemsize, nbytes, segment.path(rank))
+
+    def _place_chunks(self) -> None:
+        layout = self.tail.layout
+        whole = ((rank, index) for rank, one in enumerate(layout.ranks) for index in range(one.chunk_count))
+        self._chunks = list(whole) if self.part is None else self.part.chunks(layout)
+        for rank, index in self._chunks:
+            low, high = layout.ranks[rank].chunk_bounds(index)
+            begin = self._sizes[rank]
+            self._places[rank][index] = slice(begin, begin + high - low)
+            self._sizes[rank] = begin + high - low
 
     def _names_at_start(self, optimizer: int) -> tuple[str, ...]:
         segment = self.tail.stored_states()

@@ -19,6 +19,7 @@ from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.claims import MAX_INDEX, MAX_RANKS, MAX_STEPPED_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
@@ -33,10 +34,6 @@ ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
 Exactness = Literal["exact", "same library", "approximate"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
-MAX_NBYTES = 1 << 30
-"""Bytes of a `layout.json`."""
-_MAX_RANKS = 1 << 20
-_MAX_ELEMENTS = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ def identity(content: bytes) -> bytes:
 
 def load(path: Path) -> SegmentLayout:
     """Read and check a `layout.json`. Raises `CorruptError`, or `UnsupportedError` for a newer version."""
-    fields = sealed_json.load(path, MAX_NBYTES, "the layout of a log of gradients")
+    fields = sealed_json.load(path, MAX_INDEX, "the layout of a log of gradients")
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-gradients", "format")
     if not is_natural(fields.get("version")) or not 1 <= fields["version"] <= VERSION:
@@ -253,7 +250,7 @@ def load(path: Path) -> SegmentLayout:
     check.true(len({one.name for one in tensors}) == len(tensors), "tensors: a name occurs twice")
     optimizers = tuple(_optimizer(row, check) for row in check.sequence(fields, "optimizers"))
     rows = check.sequence(fields, "ranks")
-    check.true(0 < len(rows) <= _MAX_RANKS, "ranks")
+    check.true(0 < len(rows) <= MAX_RANKS, "ranks")
     parent = check.get(fields, "parent")
     check.true(parent is None or isinstance(parent, str), "parent")
     aliases = check.mapping(fields, "aliases")
@@ -291,7 +288,7 @@ def _tensor(row: Any, check: FieldReader) -> LoggedTensor:
     check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has an unknown dtype")
     check.true(isinstance(shape, list), "tensors: a shape")
     shape = tuple(_naturals(shape, len(shape), check, "tensors: a shape"))
-    fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS
+    fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= MAX_STEPPED_ELEMENTS
     check.true(fits, f"tensors: {name!r:.80} is too large")
     return LoggedTensor(name, dtype, shape)
 

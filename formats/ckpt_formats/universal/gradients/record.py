@@ -22,6 +22,7 @@ import xxhash
 
 from ckpt_codecs.base import Array, Bytes
 from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.open_file import OpenFile, open_file
@@ -33,7 +34,6 @@ HEAD = Struct("<4sHHQIIQQQQQ")
 ENTRY = np.dtype([("end", "<u8"), ("values", "<u8")])
 """An entry of the directory: the end of a chunk, counted from the start of the first, and the XXH3-64 of its values."""
 ALIGNMENT = 8
-MAX_META = 1 << 28
 MAX_CHUNK_OVERHEAD = 1 << 12
 """The maximum number of bytes by which an encoded chunk is longer than its values."""
 
@@ -293,7 +293,7 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int, options: dict[str
     if before != previous:
         raise _TornRecord("a record does not follow the one before it")
     directory_nbytes, begin = count * ENTRY.itemsize, at + HEAD.size
-    if meta_nbytes > MAX_META or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:
+    if meta_nbytes > MAX_LIST or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:
         raise _TornRecord("it ends inside a record")
     content = file.read(begin, meta_nbytes + directory_nbytes)
     if _hash(content) != index:

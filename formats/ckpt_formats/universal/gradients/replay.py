@@ -5,7 +5,7 @@ chunks, and each stored byte is read once. Threads share computed chunks.
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +25,7 @@ from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
-from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment
+from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps
 
 FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
@@ -95,24 +95,17 @@ class SegmentReplay:
 
     def counts(self, rank: int, step: int) -> Array:
         """The number of steps that each vector of a rank has taken at a step: (vectors,) int64."""
-        return self._counts[rank][step - self.segment.first]
+        if (rank, step) not in self._counts:
+            layout = self.segment.layout.ranks[rank]
+            before = np.array([vector.count for vector in layout.vectors], np.int64)
+            steps = self.segment.updates[rank][: step - self.segment.first]
+            self._counts[rank, step] = count_steps(layout, before, steps)
+        return self._counts[rank, step]
 
     @cached_property
-    def _counts(self) -> list[list[Array]]:
-        table = []
-        for layout, steps in zip(self.segment.layout.ranks, self.segment.updates, strict=True):
-            optimizers = np.array([vector.optimizer for vector in layout.vectors], np.int64)
-            rows = [np.array([vector.count for vector in layout.vectors], np.int64)]
-            for updates in steps[: self.step - self.segment.first]:
-                row = rows[-1].copy()
-                for update in updates:
-                    if update.vectors is None:
-                        row[optimizers == update.optimizer] += 1
-                    else:
-                        row[list(update.vectors)] += 1
-                rows.append(row)
-            table.append(rows)
-        return table
+    def _counts(self) -> dict[tuple[int, int], Array]:
+        """Of the two steps that are needed: where the replay starts, and where it ends."""
+        return {}
 
     def chunk(self, rank: int, index: int, reader: Reader) -> States:
         """A chunk of all states of a rank, which the caller must not change. Raises `CorruptError`."""
@@ -135,14 +128,23 @@ class SegmentReplay:
         """
         self._verify(rank, index, step, states, ranges)
         gradients = np.empty(len(next(iter(states.values()))), np.float32)
+        counts = _ChunkCounts(self.counts(rank, step), self.segment.layout.ranks[rank].vectors, ranges)
         for number in range(step + 1, self.step + 1):
-            for update in self.segment.updates[rank][number - 1 - self.segment.first]:
+            updates = self.segment.updates[rank][number - 1 - self.segment.first]
+            counts.add(updates)
+            for update in updates:
                 if self._decode(update.record, rank, index, gradients, reader):
-                    self._apply(update, rank, self.counts(rank, number), ranges, states, gradients)
+                    self._apply(update, rank, counts, ranges, states, gradients)
             self._verify(rank, index, number, states, ranges)
 
     def _apply(
-        self, update: LoggedUpdate, rank: int, counts: Array, ranges: list[ChunkRange], states: States, gradients: Array
+        self,
+        update: LoggedUpdate,
+        rank: int,
+        counts: "_ChunkCounts",
+        ranges: list[ChunkRange],
+        states: States,
+        gradients: Array,
     ) -> None:
         """Apply one call of an optimizer. Adjacent ranges with equal group and count are stepped together."""
         vectors = self.segment.layout.ranks[rank].vectors
@@ -283,8 +285,34 @@ class SegmentReplay:
         )
 
 
+class _ChunkCounts:
+    """The number of steps that each vector in a chunk has taken, from one step to the next.
+
+    A table of all steps and vectors would be as large as the product of both, which a small file can state.
+    """
+
+    def __init__(self, before: Array, vectors: tuple[OptimizerVector, ...], ranges: list[ChunkRange]) -> None:
+        """Begin with the counts of all vectors of the rank: (vectors,) int64."""
+        self._vectors = vectors
+        self._single = {number: int(before[number]) for number in {one.part.vector for one in ranges}}
+        self._whole = Counter[int]()
+        """The steps of all vectors of an optimizer, by optimizer."""
+
+    def add(self, updates: tuple[LoggedUpdate, ...]) -> None:
+        """Count all updates of the next step."""
+        for update in updates:
+            if update.vectors is None:
+                self._whole[update.optimizer] += 1
+            else:
+                for number in self._single.keys() & update.vectors:
+                    self._single[number] += 1
+
+    def __getitem__(self, number: int) -> int:
+        return self._single[number] + self._whole[self._vectors[number].optimizer]
+
+
 def _runs(
-    update: LoggedUpdate, ranges: list[ChunkRange], vectors: tuple[OptimizerVector, ...], counts: Array
+    update: LoggedUpdate, ranges: list[ChunkRange], vectors: tuple[OptimizerVector, ...], counts: _ChunkCounts
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """The ranges of a chunk to step together: group, count, elements in complete SIMD vectors, start, stop."""
     run: tuple[int, int, int, int, int] | None = None
@@ -294,7 +322,7 @@ def _runs(
         in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
         if not in_update:
             continue
-        group, count, stop = vector.group, int(counts[number]), one.offset + one.size
+        group, count, stop = vector.group, counts[number], one.offset + one.size
         if run is not None and run[:2] == (group, count) and run[4] == one.offset and run[2] == run[4] - run[3]:
             run = (group, count, run[2] + one.vectorized, run[3], stop)
             continue

@@ -1,28 +1,31 @@
 """A segment of the log: the files of all ranks, and the steps that are complete in all of them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckpt_codecs.gradients import GRADIENT_CODECS
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
+from ckpt_formats.core.claims import MAX_INDEX, MAX_RANDOM
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, read_whole
 from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.layout import SegmentLayout
+from ckpt_formats.universal.gradients.layout import RankLayout, SegmentLayout
 from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, LogRecord, RankLog, hash_values, scan
 
 FOLDER = "gradients-{:010d}"
 LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
 """The lossy codecs of gradients."""
-_MAX_LAYOUT = 1 << 30
-_MAX_RANDOM = 1 << 24
 
 
 def rank_file(rank: int) -> str:
@@ -151,7 +154,7 @@ class Segment:
     def _random(self, record: LogRecord, rank: int, reader: Reader) -> Value:
         """The typed JSON after the chunks of gradients, decoded."""
         path = self.path(rank)
-        data, digest = record.read_chunk(path, record.count - 1, _MAX_RANDOM, reader)
+        data, digest = record.read_chunk(path, record.count - 1, MAX_RANDOM, reader)
         if hash_values(data) != digest:
             raise CorruptError(
                 f"step {record.step}: the states of its random number generators are damaged", where=path
@@ -217,6 +220,26 @@ class Segment:
         return LoggedUpdate(record, optimizer, vectors, options)
 
 
+def count_steps(rank: RankLayout, before: Array, steps: Iterable[tuple[LoggedUpdate, ...]]) -> Array:
+    """The number of steps that each vector of a rank has taken after `steps`: (vectors,) int64.
+
+    `before`: the same before them. Takes the time of one pass over the records, whatever the number of vectors.
+    """
+    whole, single = Counter[int](), Counter[int]()
+    for update in (update for updates in steps for update in updates):
+        if update.vectors is None:
+            whole[update.optimizer] += 1
+        else:
+            single.update(update.vectors)
+    after = before.copy()
+    if whole:
+        of_optimizer = np.zeros(max(*whole, *(vector.optimizer for vector in rank.vectors), 0) + 1, np.int64)
+        of_optimizer[list(whole)] = list(whole.values())
+        after += of_optimizer[[vector.optimizer for vector in rank.vectors]]
+    after[list(single)] += np.fromiter(single.values(), np.int64, len(single))
+    return after
+
+
 def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
     """The segment in a folder with the records that are complete now, up to step `limit`.
 
@@ -238,7 +261,7 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
         raise NotFoundError("not a log of gradients: it has no layout.json", where=folder)
     with unrecorded():  # the file grows while it is read
         layout = layouts.load(path)
-        name = layouts.identity(read_whole(path, _MAX_LAYOUT))
+        name = layouts.identity(read_whole(path, MAX_INDEX))
     world = len(layout.ranks)
     missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:

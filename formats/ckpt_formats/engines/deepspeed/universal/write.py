@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import tree_part
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
+from ckpt_formats.core.claims import MAX_FILE_NAME
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan
@@ -35,7 +36,6 @@ from ckpt_formats.engines.deepspeed.write_optimizer import (
 MODEL_FILE = "_model_states.pt"
 _STAGE3 = {MASTER, "exp_avg", "exp_avg_sq"}
 """The only states that DeepSpeed loads at stage 3."""
-_MAX_NAME_BYTES = 255
 
 
 def resolve_universal(source: Checkpoint, options: UniversalOptions) -> WriteLayout:
@@ -187,7 +187,7 @@ def _check_name(name: str) -> None:
         not parts
         or "/".join(parts) != name
         or any(part in ("..", "/") or part.endswith(".pt") or "\0" in part for part in parts)
-        or any(len(part.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES - len(".pt") for part in parts)
+        or any(len(part.encode("utf-8", "surrogateescape")) > MAX_FILE_NAME - len(".pt") for part in parts)
     ):
         raise UnsupportedError(
             f"`{printable(name)[:100]}` cannot be the name of a folder, which DeepSpeed's universal checkpoint needs",

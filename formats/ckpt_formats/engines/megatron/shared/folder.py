@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_formats.core.claims import MAX_POINTER
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular, unreadable
 from ckpt_formats.core.identity import unrecorded
@@ -27,7 +28,6 @@ COMMON_FILE = "common.pt"
 CONTAINER_FILE = "metadata.json"
 ITERATION_FOLDER = re.compile(r"iter_(\d{1,18})")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
-_MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _latest(path: Path) -> str:
     pointer = path / POINTER
     try:
         with unrecorded(), open_regular(pointer) as file:
-            text = file.read(_MAX_POINTER_BYTES + 1).decode("utf-8", "replace").strip()
+            text = file.read(MAX_POINTER + 1).decode("utf-8", "replace").strip()
     except CkptError:
         raise
     except OSError as error:

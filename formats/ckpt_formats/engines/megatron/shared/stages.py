@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments
 
-_MAX_LAYERS = 1 << 20
 _TOKEN = re.compile(r"(\((?P<group>[^()]*)\)|(?P<letter>[A-Za-z|]))(?:\*(?P<times>\d+))?")
 """A token of a layout string without commas: `t*3`, `(tt|)*29` or `|`."""
 
@@ -121,7 +121,7 @@ def _expanded(text: str) -> str:
             raise UnsupportedError(f"the pipeline layout has an unknown part, from {text[at : at + 20]!r} on")
         times = int(match["times"] or 1)
         inner = match["letter"] or _expanded(match["group"])
-        if times * len(inner) > _MAX_LAYERS:
+        if times * len(inner) > MAX_NUMBER:
             raise UnsupportedError("the pipeline layout has too many layers")
         parts.append(inner * times)
         at = match.end()

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Seal, read_whole
 from ckpt_formats.core.notices import Notice, Weight
@@ -23,7 +24,6 @@ from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, 
 from ckpt_formats.engines.megatron.shared.folder import COMMON_FILE, CONTAINER_FILE, ITERATION_FOLDER, METADATA
 from ckpt_formats.state_dicts.statements import Statement, check_agreement, step_in_name, whole
 
-_MAX_JSON_BYTES = 1 << 20
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})*)_(\d{1,9}(?:\.\d{1,9})*)")
 
 
@@ -128,7 +128,7 @@ def shard_of(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
 
 def _check_container(path: Path) -> tuple[Notice, ...]:
     file = path / CONTAINER_FILE
-    fields = parse_json_object(read_whole(file, _MAX_JSON_BYTES), file)
+    fields = parse_json_object(read_whole(file, MAX_SMALL_JSON), file)
     backend = fields.get("sharded_backend")
     if backend != "torch_dist":
         raise UnsupportedError(

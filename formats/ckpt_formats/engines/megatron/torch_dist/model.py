@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -24,7 +25,6 @@ from ckpt_formats.names.views import stacked
 _PART_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"), (".query", ".key", ".value"))
 _DELTA = (".query", ".key", ".value", ".z", ".beta", ".alpha")
 _PART = re.compile(r"(.*\.(?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt|query|key|value|beta|alpha))")
-_MAX_STACKED = 1 << 20
 _SINGLE_EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)(\..*)")
 
 
@@ -51,7 +51,7 @@ def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int,
     axes = (*(("layer",) if by_layer else ()), *(("expert",) if "{expert}" in name else ()))
     if len(shape) < len(axes):
         raise CorruptError(f"`{printable(key)}` of shape {list(shape)} is not stacked")
-    if prod(shape[: len(axes)]) > _MAX_STACKED:
+    if prod(shape[: len(axes)]) > MAX_NUMBER:
         raise UnsafeError(f"`{printable(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
     places: list[tuple[int, ...]] = [()]
     for length in shape[: len(axes)]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_formats.core.checkpoint import MASTER
+from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
@@ -32,7 +33,6 @@ _BUCKET = re.compile(
 )
 _OBJECT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.([a-z_]+)/shard_.*")
 _OPTIMIZERS = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_MAX_SHARDS = 1 << 20
 
 Group = tuple[int, int]
 """The number of the optimizer, and of the group of ranks that share the same parameters."""
@@ -95,7 +95,7 @@ def unflattened(key: str, flat: Tensor, shape: Shape) -> Tensor:
     if len(counts) != len(shape) or any(n < 1 or m % n for n, m in zip(counts, shape, strict=True)):
         raise CorruptError(f"a state of `{printable(key)}` has shape {list(flat.shape)}, the tensor {list(shape)}")
     local = tuple(m // n for n, m in zip(counts, shape, strict=True))
-    if prod(local) != flat.shape[-1] or prod(counts) > _MAX_SHARDS:
+    if prod(local) != flat.shape[-1] or prod(counts) > MAX_NUMBER:
         raise CorruptError(f"a state of `{printable(key)}` has shape {list(flat.shape)}, its shards {list(local)}")
     by_place: dict[Shape, list[Fragment]] = {}
     for fragment in flat.fragments:
