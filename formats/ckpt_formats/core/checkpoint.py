@@ -3,19 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.errors import CorruptError, at_tensor
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.interchange import TorchTensor
 
 Role = Literal["parameter", "frozen", "buffer", "extra"]
 _ROLES = get_args(Role)
@@ -75,6 +79,18 @@ class Parameter(Checked):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """The weight, read into memory: `np.asarray(parameter)`."""
         return self.weight.__array__(dtype, copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The weight, read into memory, for `torch.from_dlpack(parameter)` and others. See `Tensor.__dlpack__`."""
+        return self.weight.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The processor's memory, in the terms of DLPack: (1, 0)."""
+        return self.weight.__dlpack_device__()
+
+    def torch(self, key: Any = ..., *, mmap: bool = False) -> "TorchTensor":
+        """Return a block of the weight, or all of it, as a tensor of torch. See `Tensor.torch`."""
+        return self.weight.torch(key, mmap=mmap)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -288,6 +304,25 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         from ckpt_formats.core import edits
 
         return edits.replace_values(self, arrays)
+
+    def state_dict(self, *, mmap: bool = False) -> "dict[str, TorchTensor]":
+        """Return the model's weights and buffers as tensors of torch by name, for `module.load_state_dict(...)`.
+
+        Tied parameters have all their names, and share one tensor. Torch is imported now. Without `mmap`, all are read
+        into memory; with `mmap`, tensors that lie in one piece of a local file are mapped, as in `Tensor.torch`.
+
+        Raises `UnsupportedError` if torch or a dtype is missing, `IncompleteError` for blocks that no file has, and
+        `CorruptError` if a file was replaced since the checkpoint was opened. Checksums are not compared: see
+        `ckpt.verify`.
+        """
+        from ckpt_formats.core.interchange import MappedFiles, block_to_torch
+
+        files = MappedFiles(self.identities) if mmap else None
+        state: dict[str, TorchTensor] = {}
+        for name in self:
+            with at_tensor(printable(name)):
+                state[name] = block_to_torch(self[name].weight, ..., files, self.identities)
+        return state | {alias: state[name] for alias, name in self.aliases.items() if name in state}
 
     def tensors(self) -> Iterator[tuple[Parameter, str, Tensor]]:
         """Every state of every parameter."""

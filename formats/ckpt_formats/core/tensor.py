@@ -23,8 +23,12 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
+from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.indexing import block_of_key
 from ckpt_formats.core.value_changes import ValueChange, changed_by_cast, check_allowed, count_kinds, totals
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.interchange import TorchTensor
 
 Array = np.ndarray[Any, DType]
 
@@ -428,6 +432,42 @@ class Tensor(Blob):
         values = checked_read(self)
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """All values, read into memory, for `torch.from_dlpack(tensor)` and others.
+
+        Raises `BufferError` for `copy=False` and for another device than `__dlpack_device__`.
+        """
+        from ckpt_formats.core.interchange import to_dlpack
+
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+        return to_dlpack(checked_read(self), options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The processor's memory, in the terms of DLPack: (1, 0)."""
+        return (1, 0)
+
+    def torch(self, key: Any = ..., *, mmap: bool = False) -> "TorchTensor":
+        """Return the values of a block as a tensor of torch, which is imported now: all values, if there is no `key`.
+
+        Without `mmap`, only this block is read, and the tensor has the memory that it was read into. With `mmap`, the
+        tensor's memory is the file, where the values lie in one piece of a local file; elsewhere they are read. Such
+        a tensor is writable, too: what you write stays in this process, and never changes the file. If the file is
+        changed meanwhile, so are the values; if it is truncated, the system ends the process (SIGBUS).
+
+        Raises `IndexError`, `UnsupportedError` if torch or its dtype is missing, and `CkptError` for what cannot be
+        read.
+        """
+        from ckpt_formats.core.interchange import MappedFiles, block_to_torch
+
+        return block_to_torch(self, key, MappedFiles() if mmap else None)
+
     def crop(self, box: Box) -> "Tensor":
         if type(self.fragments) is not tuple and box == Box.whole(self.shape):
             return self
@@ -513,8 +553,8 @@ def read(blob: Blob, reader: Reader | None = None) -> Array:
     return out
 
 
-def checked_read(tensor: Tensor) -> Array:
-    """All values of a tensor, in memory, of any shape and dtype.
+def checked_read(tensor: Tensor, identities: Identities | None = None) -> Array:
+    """All values of a tensor, in memory, of any shape and dtype; of files that have these identities, if any.
 
     Raises `IncompleteError` if blocks of it are missing, `CorruptError` if replicas differ, `UnsupportedError` if
     values overflow in a cast that does not allow it. Checksums that cover more than the tensor's own bytes are not
@@ -522,7 +562,7 @@ def checked_read(tensor: Tensor) -> Array:
     """
     for problem in tensor.problems():
         raise IncompleteError(problem)
-    with Reader(check=False) as reader:
+    with Reader(check=False, identities=identities) as reader:
         values = read(tensor, reader)
         check_allowed(totals(reader.changes.seen()))
     return values
