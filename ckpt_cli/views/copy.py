@@ -21,6 +21,7 @@ def run(work: Copy, resources: Resources, as_json: bool) -> None:
     notes.flush()
     with progress_bar("copying") as progress:
         result = work.run(resources, progress)
+    notes.note(*result.notes)
     job.show_result(result, as_json)
 
 

@@ -17,7 +17,10 @@ from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.zero_runs import holes
+from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import file as index
@@ -69,14 +72,18 @@ def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json:
     if uses_codecs(checkpoint):
         load_kernels()
     started = time.monotonic()
+    files = (file.path for file in checkpoint.files)
+    zeros = [hole for path in files if not isinstance(path, StorePath) for hole in holes(path)]
     with progress_bar("verifying") as progress:
         count_bytes = count_to(nbytes_to_read(checkpoint), progress)
-        findings = [*find_problems(checkpoint, resources, count_bytes), *changed(checkpoint)]
+        found = find_problems(checkpoint, resources, count_bytes, note_zeros=zeros.extend)
+        findings = [*found, *changed(checkpoint)]
     strange = None
     if values and not findings:
         with progress_bar("reading the values") as progress:
-            strange = find_not_finite(checkpoint, resources, progress)
+            strange = find_not_finite(checkpoint, resources, progress, zeros.extend)
         notes.note(*not_finite_notice(strange))
+    notes.note(*zero_notices(checkpoint, zeros))
     report.findings(checkpoint, findings, time.monotonic() - started, as_json, strange)
     return not findings
 

@@ -14,6 +14,7 @@ from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.stores.location import source_path, target_path
 
 
@@ -38,13 +39,14 @@ class Copy(Checked):
 
         Raises `CkptError`: `CorruptError` if the source is damaged, or if the target is found to have other bytes.
         """
-        plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[])
+        plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[], zeros=[])
         count_bytes = count_to(selection.nbytes, progress)
         result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
         if isinstance(self._target, StorePath):
             compare_objects(self._target, _in_store(self._target, format.unseen))
         checksums = sum(map(len, selection.seals.values()))
-        return replace(result, files=len(self.files), nbytes=selection.nbytes, checksums=checksums)
+        zeros = () if selection.opened is None else tuple(zero_notices(selection.opened, format.zeros))
+        return replace(result, files=len(self.files), nbytes=selection.nbytes, checksums=checksums, zeros=zeros)
 
     @property
     def files(self) -> tuple[ChosenFile, ...]:

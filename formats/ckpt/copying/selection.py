@@ -65,6 +65,8 @@ class ChosenFiles:
     """The checksums that the files promise, by file."""
     is_file: bool
     """Whether the source is one file."""
+    opened: Checkpoint | None = None
+    """The checkpoint as its format reads it; None for a chain."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,7 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     names_last = {one.name for one in last}
     files = tuple(one for one in chosen if one.name not in names_last)
     seals = {path: of_file for path, of_file in _by_file(found.seals).items() if path in identities}
-    return ChosenFiles(source, files, last, seals, False)
+    return ChosenFiles(source, files, last, seals, False, found.opened)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class _Found:
     nbytes: Mapping[Path, int] = field(default_factory=dict)
     others: frozenset[str] | None = None
     """What is beside the files and not part of it: names, those of folders with a slash. None: all else."""
+    opened: Checkpoint | None = None
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> "_Found":
@@ -147,7 +150,14 @@ class _Found:
         notices = tuple(one for one in checkpoint.notices if one.text not in (UNREAD, OTHER_CHECKPOINTS))
         suspicions = tuple(Notice(text, weight=Weight.UNSURE) for text in checkpoint.suspicions)
         return cls(
-            tuple(inside), checkpoint.identities, checkpoint.seals, (*notices, *suspicions), pointers, {}, others
+            tuple(inside),
+            checkpoint.identities,
+            checkpoint.seals,
+            (*notices, *suspicions),
+            pointers,
+            {},
+            others,
+            checkpoint,
         )
 
     @classmethod
@@ -197,7 +207,7 @@ def _of_file(path: Path, format: str) -> ChosenFiles:
     only = ChosenFile(path.name, path, path.stat().st_size)
     identities = {path: checkpoint.identities.get(path) or Identity.of(path.stat())}
     source = Checkpoint(path, Origin(format), {}, notices=checkpoint.notices, identities=identities)
-    return ChosenFiles(source, (only,), (), _by_file(checkpoint.seals), True)
+    return ChosenFiles(source, (only,), (), _by_file(checkpoint.seals), True, checkpoint)
 
 
 def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:

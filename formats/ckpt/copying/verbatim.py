@@ -24,6 +24,7 @@ from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, Writa
 from ckpt_formats.core.seal_checks import verify_seals
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.core.zero_runs import ZeroRun
 from ckpt_formats.stores.e_tags import TAG, RunningTag
 
 _BLOCK = 1 << 20
@@ -42,6 +43,8 @@ class Verbatim(WritableFormat):
     target: Path
     unseen: list[Receipt] = field(default_factory=list, repr=False)
     """Receipts of files that were not yet in the store when `commit` was called."""
+    zeros: list[ZeroRun] = field(default_factory=list, repr=False)
+    """Where the files have nothing but zeros, known when `commit` has been called."""
 
     def detect(self, path: Path) -> bool:
         return False
@@ -66,9 +69,11 @@ class Verbatim(WritableFormat):
         if isinstance(self.target, StorePath):
             compare_objects(self.target, [receipt for receipt in receipts if receipt.e_tag])
         self.unseen.extend(receipt for receipt in receipts if not receipt.e_tag)
+        self.zeros.extend(run for receipt in receipts for run in receipt.zeros)
         for one in self.selection.last:
             with Reader(identities=source.identities) as reader, Transfer(reader) as transfer:
                 self.unseen.append(self._copied(folder, one, transfer))
+                self.zeros.extend(reader.zeros.found())
 
     def _copied(self, folder: Path, one: ChosenFile, transfer: Transfer) -> Receipt:
         path, digest = folder / one.name, xxhash.xxh3_128()

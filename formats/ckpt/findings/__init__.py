@@ -29,6 +29,7 @@ from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.core.zero_runs import ZeroRun
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
@@ -94,13 +95,15 @@ def find_problems(
     resources: Resources,
     count_bytes: CountBytes = lambda nbytes: None,
     replayed: Replayed = Replayed(),
+    note_zeros: Callable[[Iterable[ZeroRun]], None] = lambda runs: None,
 ) -> list[Finding]:
     """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged.
 
-    What was `replayed` is part of them, and is not checked again.
+    What was `replayed` is part of them, and is not checked again. `note_zeros` is called, from any thread, with the
+    zeros in what was read.
     """
     with interruptible(count_bytes) as count:
-        return _examine(checkpoint, resources, count, replayed)
+        return _examine(checkpoint, resources, count, replayed, note_zeros)
 
 
 def problems_of_headers(checkpoint: Checkpoint) -> list[Finding]:
@@ -136,7 +139,11 @@ def changed(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def _examine(
-    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes, replayed: Replayed
+    checkpoint: Checkpoint,
+    resources: Resources,
+    count_bytes: CountBytes,
+    replayed: Replayed,
+    note_zeros: Callable[[Iterable[ZeroRun]], None],
 ) -> list[Finding]:
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
@@ -170,7 +177,9 @@ def _examine(
             Reader(check=False, planned=planned) as reader,
             Transfer(reader, own.slab, count_bytes) as transfer,
         ):
-            return [finding for check, _ in checks for finding in check(transfer)]
+            found = [finding for check, _ in checks for finding in check(transfer)]
+            note_zeros(reader.zeros.found())
+        return found
 
     plan = [chain.from_iterable(ranges for _, ranges in task) for task in tasks]
     with (

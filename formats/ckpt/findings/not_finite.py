@@ -1,6 +1,6 @@
 """Values that are NaN or infinite: every value of a checkpoint is read and counted, whatever its format."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.value_changes import count_kinds
+from ckpt_formats.core.zero_runs import ZeroRun
 from ckpt_formats.registry.encoded import uses_codecs
 
 
@@ -32,9 +33,15 @@ class NotFinite:
 
 
 def find_not_finite(
-    source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None
+    source: Checkpoint,
+    resources: Resources | None = None,
+    progress: Progress | None = None,
+    note_zeros: Callable[[Iterable[ZeroRun]], None] = lambda runs: None,
 ) -> list[NotFinite]:
-    """The states that have NaN or infinity, in the order of the checkpoint. Reads every value of every state."""
+    """The states that have NaN or infinity, in the order of the checkpoint. Reads every value of every state.
+
+    `note_zeros` is called, from any thread, with the zeros in what was read.
+    """
     own = resources or Resources()
     if uses_codecs(source):
         load_kernels()
@@ -42,7 +49,11 @@ def find_not_finite(
     with interruptible(count_to(sum(tensor.nbytes for *_, tensor in tensors), progress)) as count:
         work = list(batches((tensor.nbytes, (name, state, tensor)) for name, state, tensor in tensors))
         with ThreadPoolExecutor(own.workers, "ckpt") as pool:
-            several = run_tasks(pool, lambda batch: list(_counted(batch, own, count)), work, 2 * own.workers)
+
+            def counted(batch: Sequence[tuple[str, str, Tensor]]) -> list[NotFinite]:
+                return list(_counted(batch, own, count, note_zeros))
+
+            several = run_tasks(pool, counted, work, 2 * own.workers)
             return [one for some in several for one in some]
 
 
@@ -51,7 +62,10 @@ def _can_have(tensor: Tensor) -> bool:
 
 
 def _counted(
-    batch: Sequence[tuple[str, str, Tensor]], resources: Resources, count_bytes: CountBytes
+    batch: Sequence[tuple[str, str, Tensor]],
+    resources: Resources,
+    count_bytes: CountBytes,
+    note_zeros: Callable[[Iterable[ZeroRun]], None],
 ) -> Iterator[NotFinite]:
     with (
         Reader(check=False, max_files=resources.files) as reader,
@@ -62,6 +76,7 @@ def _counted(
             nans, infinities = sum(one.nans for one in kinds), sum(one.infinities for one in kinds)
             if nans or infinities:
                 yield NotFinite(name, state, nans, infinities)
+        note_zeros(reader.zeros.found())
 
 
 def not_finite_notice(states: Sequence[NotFinite]) -> Iterator[Notice]:

@@ -38,6 +38,7 @@ from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import ChangedTensor, check_allowed, notices, totals
 from ckpt_formats.core.version import WRITTEN_BY
+from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.stores.location import listed_again
 
 if TYPE_CHECKING:
@@ -82,11 +83,13 @@ class Result(Checked):
 
     left: tuple[Notice, ...] = ()
     """What could not be removed when the target was complete."""
+    zeros: tuple[Notice, ...] = ()
+    """Zeros in what was read that look like values that were never written."""
 
     @property
     def notes(self) -> tuple[Notice, ...]:
         """What the user should know of the values that were written, and of what is left beside them."""
-        return (*notices(self.changed), *self.left)
+        return (*notices(self.changed), *self.zeros, *self.left)
 
 
 def complete_before(target: Path) -> Result:
@@ -164,6 +167,7 @@ def write(
             raise_if_damaged(checks, identities)
             changed = totals(change for receipt in receipts for change in receipt.changes)
             check_allowed(changed)
+            zeros = tuple(zero_notices(source, (run for receipt in receipts for run in receipt.zeros)))
             staging.reached("settled")
             raise_if_interrupted(stop)
             format.commit(stage.data, source, receipts)
@@ -181,7 +185,17 @@ def write(
     nbytes = sum(receipt.nbytes for receipt in receipts)
     count = 1 if plan.single_file else len(receipts)
     seconds = time.monotonic() - started
-    return Result(listed_again(target), count, nbytes, resumed, len(checks), seconds, changed=changed, left=stage.notes)
+    return Result(
+        listed_again(target),
+        count,
+        nbytes,
+        resumed,
+        len(checks),
+        seconds,
+        changed=changed,
+        left=stage.notes,
+        zeros=zeros,
+    )
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -12,6 +12,7 @@ from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.value_changes import ValueChange
+from ckpt_formats.core.zero_runs import ZeroRun
 
 
 def to_line(receipt: Receipt) -> str:
@@ -38,6 +39,7 @@ def _json(receipt: Receipt) -> dict[str, Any]:
         "e_tag": receipt.e_tag,
         "read": to_text(receipt.evidence),
         **({"changes": [_change_json(change) for change in receipt.changes]} if receipt.changes else {}),
+        **({"zeros": receipt.zeros} if receipt.zeros else {}),
     }
 
 
@@ -56,7 +58,15 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
         from_text(fields["read"]),
         fields["e_tag"],
         tuple(map(_change, fields.get("changes", ()))),
+        tuple(map(_zeros, fields.get("zeros", ()))),
     )
+
+
+def _zeros(fields: Any) -> ZeroRun:
+    file, start, stop = fields
+    if not (isinstance(file, str) and is_natural(start) and is_natural(stop)):
+        raise ValueError("no range of a file")
+    return ZeroRun(file, start, stop)
 
 
 def _change_json(change: ValueChange) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_fil
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.store_path import ObjectFile, StoreError, StorePath
 from ckpt_formats.core.value_changes import ValueChanges
+from ckpt_formats.core.zero_runs import ZeroRuns
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -170,6 +171,8 @@ class Reader:
         self._buffers: dict[Hashable, _Array] = {}
         self.changes = ValueChanges()
         """What was changed other than by rounding in values that were computed of what it read."""
+        self.zeros = ZeroRuns()
+        """Where there was nothing but zeros in what it read itself, not by its band."""
 
     def __enter__(self) -> "Reader":
         return self
@@ -205,6 +208,7 @@ class Reader:
                 view = out[done:]
         except OSError as error:
             raise unreadable(error, path) from error
+        self.zeros.note(path, offset, out)
         if seal is not None:
             self.note_sealed(seal, offset - seal.offset, out)
 

@@ -21,6 +21,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
 from ckpt_formats.core.value_changes import ValueChange
+from ckpt_formats.core.zero_runs import ZeroRun
 
 if TYPE_CHECKING:
     from ckpt_formats.core.transfer import Transfer
@@ -165,6 +166,8 @@ class Receipt:
     """What a store calls this version of the object; empty if the file is in a file system."""
     changes: tuple[ValueChange, ...] = ()
     """What was changed in the file's values other than by rounding."""
+    zeros: tuple[ZeroRun, ...] = ()
+    """Where the files that were read for it have nothing but zeros."""
 
 
 class Format(ABC):

@@ -31,6 +31,7 @@ from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals
+from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.stores.location import listed_again
 
 _MAX_GROUP = 64
@@ -92,6 +93,7 @@ def write_shard(
             checksums, pending = 0, ""
             changed = totals(change for receipt in in_order for change in receipt.changes)
             check_allowed(changed)
+            zeros = tuple(zero_notices(source, (run for receipt in in_order for run in receipt.zeros)))
             with stage.lease(wait=not fresh, stop=stop) as holder:
                 if holder is not None:
                     pending = f"all files are written; {holder} publishes the target"
@@ -119,7 +121,15 @@ def write_shard(
     seconds = time.monotonic() - started
     written = target if pending else listed_again(target)
     return pipeline.Result(
-        written, len(in_order), total, len(before), checksums, seconds, pending=pending, changed=changed
+        written,
+        len(in_order),
+        total,
+        len(before),
+        checksums,
+        seconds,
+        pending=pending,
+        changed=changed,
+        zeros=zeros,
     )
 
 
