@@ -154,8 +154,8 @@ def main() -> None:
         for number, state in enumerate(map(copied, states(given.gb, max(lengths) + 1))):
             if number in lengths:
                 assert before is not None
-                save(before, at / "last", Universal(), Resources())
-                save(state, at / "after", Universal(), Resources())
+                save(before, at / "last", Universal())
+                save(state, at / "after", Universal())
                 figures = measured(at / "run", at / "last", at / "after", at, given.rounds)
                 for way, (cpu, nbytes, indexes) in figures.items():
                     times = cpu / figures[ALONE][0]

@@ -88,7 +88,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
             seconds += time.monotonic() - began if step != 1 else 0.0
         whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
         if not whole.exists():
-            save(state, whole, Universal(), Resources())
+            save(state, whole, Universal())
     return seconds
 
 

@@ -60,7 +60,6 @@ def make(out: Path, gigabytes: float, forms: list[str]) -> None:
     """The sources, by our own converter, in a process of its own: it has the model in memory."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from ckpt.job import save
-    from ckpt.pipeline import Resources
     from ckpt_formats.registry import writable
     from megatron_models import args_of, model
 
@@ -75,7 +74,7 @@ def make(out: Path, gigabytes: float, forms: list[str]) -> None:
     arguments |= {"max_position_embeddings": 128, "layernorm_epsilon": 1e-5, "vocab_size": 7 * UNIT}
     source = model("llama", arguments | {"make_vocab_size_divisible_by": 1})
     for form in forms:
-        save(source, out / form, writable(form, **({"dp": 2} if form == "deepspeed" else {})), Resources())
+        save(source, out / form, writable(form, **({"dp": 2} if form == "deepspeed" else {})))
 
 
 def programs(inputs: Path, out: Path, cases: list[str], before: Path | None) -> dict[str, Program]:

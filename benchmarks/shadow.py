@@ -107,9 +107,11 @@ def follow(run: Path, start: int, address: NetworkAddress | None = None) -> floa
     os.truncate(path, start)
     with ExitStack() as stack:
         if address is None:
-            shadow = Shadow(run, Resources(workers=1))
+            shadow = Shadow(run, resources=Resources(workers=1))
         else:
-            shadow = Shadow(stack.enter_context(LogMirror(address, place=run.parent / "mirror")), Resources(workers=1))
+            shadow = Shadow(
+                stack.enter_context(LogMirror(address, place=run.parent / "mirror")), resources=Resources(workers=1)
+            )
         while shadow.step is None:
             shadow.poll()
         with path.open("ab") as file:

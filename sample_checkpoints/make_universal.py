@@ -142,7 +142,7 @@ def main() -> None:
     origin = Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
     source = Checkpoint(HERE / "made", origin, parameters, groups, extras(), aliases)
     shutil.rmtree(HERE / NAME, ignore_errors=True)
-    save(source, HERE / NAME, Universal(), Resources(1))
+    save(source, HERE / NAME, Universal(), resources=Resources(1))
 
     tensors = {
         f"{name}/{state}": _torch(values) for name, (_, arrays, _) in cases.items() for state, values in arrays.items()

@@ -78,13 +78,13 @@ class Followed:
 
     def _begin(self, way: str, run: Path) -> None:
         if way == "files":
-            shadows = [Shadow(run, ONE)]
+            shadows = [Shadow(run, resources=ONE)]
         elif way == "parts":
-            shadows = [Shadow(run, ONE, part=StatePart(number, 2)) for number in (1, 2)]
+            shadows = [Shadow(run, resources=ONE, part=StatePart(number, 2)) for number in (1, 2)]
         else:
             served = LogServer(run, HERE)
             self._open.callback(served.close)
-            shadows = [Shadow(self._open.enter_context(LogMirror(served.address)), ONE)]
+            shadows = [Shadow(self._open.enter_context(LogMirror(served.address)), resources=ONE)]
         self._shadows[way] = shadows
         if way != "files":
             servers = [Server(shadow, HERE) for shadow in shadows]

@@ -44,10 +44,10 @@ ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 def checkpoints(folder: Path) -> list[Path]:
     """One of each kind; those of a chain are its last member."""
     source = open_checkpoint(ZERO1)
-    save(source, folder / "plain", Universal(pack_nbytes=1 << 17), EFFORT)
-    save(source, folder / "coded", Universal(codec="auto"), EFFORT)
-    save(source, folder / "plain.ucp", Universal(), EFFORT)
-    save(source, folder / "coded.ucp", Universal(codec="auto"), EFFORT)
+    save(source, folder / "plain", Universal(pack_nbytes=1 << 17), resources=EFFORT)
+    save(source, folder / "coded", Universal(codec="auto"), resources=EFFORT)
+    save(source, folder / "plain.ucp", Universal(), resources=EFFORT)
+    save(source, folder / "coded.ucp", Universal(codec="auto"), resources=EFFORT)
     shutil.copytree(SAMPLES / "universal-1-delta", folder / "run")
     return [folder / name for name in ("plain", "coded", "plain.ucp", "coded.ucp", "run")]
 

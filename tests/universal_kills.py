@@ -116,7 +116,7 @@ class Written(Work):
         self.folder.mkdir()
 
     def do(self, workers: int) -> None:
-        result = save(open_checkpoint(self.source), self.target, self.format, Resources(workers, 1 << 20))
+        result = save(open_checkpoint(self.source), self.target, self.format, resources=Resources(workers, 1 << 20))
         self.resumed += result.resumed
 
     def is_done(self) -> bool:
@@ -202,7 +202,7 @@ def works(folder: Path) -> dict[str, Work]:
     saved = []
     for state in states(STEPS):
         saved.append(folder / f"saved{state.step}")
-        save(state, saved[-1], Universal(), Resources())
+        save(state, saved[-1], Universal())
     chain, longer = folder / "chain", folder / "longer"
     for path in saved[:-1]:
         append(chain, open_checkpoint(path), None, DeltaPolicy(tip=True), Resources())

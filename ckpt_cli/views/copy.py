@@ -20,7 +20,7 @@ def run(work: Copy, resources: Resources, as_json: bool) -> None:
     notes.note(*work.plan().notes)
     notes.flush()
     with progress_bar("copying") as progress:
-        result = work.run(resources, progress)
+        result = work.run(resources=resources, progress=progress)
     notes.note(*result.notes)
     job.show_result(result, as_json)
 
@@ -40,7 +40,7 @@ def update(source: str, target: str, every: float | None, resources: Resources, 
             report.say(f"{printable(target)}: {format_nbytes(brought.nbytes)} in {count}{step}")
 
     if every is None:
-        show(update_copy(source, target, resources))
+        show(update_copy(source, target, resources=resources))
         return
     with stopped_by_signals() as stop:
         follow_copy(source, target, every=every, stop=stop, resources=resources, on_update=show)

@@ -35,11 +35,11 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
             raise
         return complete_before(job.path)
     note_plan(plan, job.format.name)
-    if (reads := job.store_reads(resources)) is not None:
+    if (reads := job.store_reads(resources=resources)) is not None:
         notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()
     with progress_bar(label) as progress:
-        result = job.run(resources, progress)
+        result = job.run(resources=resources, progress=progress)
     notes.note(*result.notes)
     return result
 
@@ -50,7 +50,9 @@ def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bo
     With `seal`, what was written is sealed.
     """
     if dry_run:
-        show_plan(job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources))
+        show_plan(
+            job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources=resources)
+        )
     else:
         show_result(run(label, job, resources), as_json, seal_with=resources if seal else None)
 

@@ -108,14 +108,14 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
 
         part = StatePart(*options.part)
     if options.credentials is None:
-        yield Shadow(local_path(chain), resources, base_every=options.base_every, part=part)
+        yield Shadow(local_path(chain), resources=resources, base_every=options.base_every, part=part)
         return
     from ckpt.shadow.mirror import LogMirror
     from ckpt.shadow.wire import parse_address
 
     place = None if options.mirror is None else Path(options.mirror)
     with LogMirror(parse_address(chain), options.credentials, place) as mirror:
-        yield Shadow(mirror, resources, base_every=options.base_every, part=part)
+        yield Shadow(mirror, resources=resources, base_every=options.base_every, part=part)
 
 
 def _listen(shadow: Shadow, options: ListenOptions) -> "Server":

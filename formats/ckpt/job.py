@@ -1,5 +1,6 @@
 """A job: a source, a target and a format. A job continues where an equal, interrupted job stopped."""
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -13,12 +14,13 @@ from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
-from ckpt_formats.core.arguments import Checked
+from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.errors import InvalidArgumentError, OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.core.publish import FlushError
-from ckpt_formats.registry import writable
+from ckpt_formats.core.text import printable
+from ckpt_formats.registry import FORMATS, ONLY_READ, writable
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.endings import format_of_ending
 from ckpt_formats.stores.location import target_path
@@ -30,13 +32,20 @@ If a cluster does the work and the object has a method `show_status`, that is ca
 half minute."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Job(Checked):
     """Writes a checkpoint once: `plan` returns what will be written, `run` writes it."""
 
     source: Checkpoint
-    target: Path | str
+    target: StrPath
     format: WritableFormat
+
+    def __init__(self, source: Checkpoint, target: StrPath, format: WritableFormat | str | None = None) -> None:
+        """`format`: a format, the name of one, or None for the one that the target's ending says: see `save`."""
+        object.__setattr__(self, "source", source)
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "format", format_for(format, target))
+        self.__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the plan: another process makes the same one."""
@@ -58,16 +67,18 @@ class Job(Checked):
         """What other processes need to write its files. Raises `CkptError` if the job cannot succeed."""
         return SharedPlan.of(self._plan, self._source, self._format)
 
-    def store_reads(self, resources: Resources = Resources()) -> StoreReads | None:
+    def store_reads(self, *, resources: Resources | None = None) -> StoreReads | None:
         """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
-        return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), resources)
+        own = resources or Resources.of_machine()
+        return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), own)
 
-    def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
+    def run(self, *, resources: Resources | None = None, progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete.
 
         After an interrupt or a full disk, an equal job continues where this one stopped. Raises `CkptError`; after
         Ctrl-C, `KeyboardInterrupt`, between two slabs.
         """
+        resources = resources or Resources.of_machine()
         if self.needs_kernels:
             load_kernels()
         try:
@@ -116,19 +127,35 @@ class Job(Checked):
 
 def save(
     source: Checkpoint,
-    target: Path | str,
-    format: WritableFormat | None = None,
-    resources: Resources = Resources(),
+    target: StrPath,
+    format: WritableFormat | str | None = None,
+    *,
+    resources: Resources | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Write a checkpoint. `Job` does the same, and can return the plan before.
 
-    Without a `format`, the target's ending says it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other
-    names are in the universal format. Raises `CkptError` of the kind that fits; the target is then unchanged.
+    `format` is a format with its options, or the name of a format, such as "hf". Without it, the target's ending says
+    it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other names are in the universal format.
+    `resources` None: those of `Resources.of_machine()`. Raises `CkptError` of the kind that fits; the target is then
+    unchanged.
     """
-    if format is None:
-        format = writable(format_of_ending(Path(target)) or "universal")
-    return Job(source, target, format).run(resources, progress)
+    return Job(source, target, format).run(resources=resources, progress=progress)
+
+
+def format_for(format: WritableFormat | str | None, target: StrPath) -> WritableFormat:
+    """The format of this name; None: of the target's ending, else universal.
+
+    Raises `InvalidArgumentError` for a name that no format has, `UnsupportedError` for one that is only read.
+    """
+    if format is None and isinstance(target, (str, os.PathLike)):
+        format = format_of_ending(Path(target)) or "universal"
+    if not isinstance(format, str):
+        return format
+    if format not in FORMATS:
+        names = ", ".join(sorted(FORMATS.keys() - set(ONLY_READ)))
+        raise InvalidArgumentError(f"there is no format {printable(format[:60])}", hint=f"Formats are {names}.")
+    return writable(format)
 
 
 def count_to(total: int, progress: Progress | None) -> CountBytes:

@@ -1,9 +1,10 @@
 """Open a checkpoint of any format."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckpt_formats.core.arguments import checked
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
@@ -14,9 +15,9 @@ from ckpt_formats.stores.location import source_path
 
 @checked
 def open(
-    path: Path | str,
+    path: StrPath,
     *,
-    rules: Path | str | Sequence[Rule] = (),
+    rules: StrPath | Sequence[Rule] = (),
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     shapes: Checkpoint | None = None,
@@ -32,7 +33,7 @@ def open(
     Raises `CkptError` of the kind that fits: `NotFoundError`, `CorruptError`, `IncompleteError`, `UnsafeError`,
     `UnsupportedError`, `RulesError`.
     """
-    read = read_rules(Path(rules)) if isinstance(rules, (str, Path)) else tuple(rules)
+    read = read_rules(Path(rules)) if isinstance(rules, (str, os.PathLike)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
     return open_checkpoint(source_path(path, anonymous), ReadOptions(read, tuple(order), numbered, shapes))
 

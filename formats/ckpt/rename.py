@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_formats.core.arguments import LocalPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.edits import edited
@@ -85,13 +86,16 @@ def _no_name(what: str, option: str) -> NoMatchError:
     return NoMatchError(f"no parameter's name {what}", where=option, hint="`ckpt inspect` lists their names.")
 
 
-def use_names(source: Checkpoint, naming: Naming, config: Path | None = None) -> Checkpoint:
+@checked
+def use_names(source: Checkpoint, naming: Naming, config: LocalPath | None = None) -> Checkpoint:
     """The checkpoint under other names, its tensors split and joined as those names need it. Lazy.
 
     `config` is the model's configuration, or the folder that holds it; None: what came with the source. Raises
     `CkptError` of the kind that fits for a model that cannot have these names.
     """
-    return edited(_renamed(source, naming, _configuration(source, config)), UseNames(naming))
+    return edited(
+        _renamed(source, naming, _configuration(source, None if config is None else Path(config))), UseNames(naming)
+    )
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:

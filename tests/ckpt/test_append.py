@@ -60,7 +60,7 @@ def saved_states(at: Path, count: int, form: str = "universal", elements: int = 
     paths = []
     for state in states(count, elements):
         paths.append(at / f"saved{state.step}{ENDINGS.get(form, '')}")
-        save(state, paths[-1], writable("universal" if form == "one file" else form), Resources())
+        save(state, paths[-1], writable("universal" if form == "one file" else form))
     return paths
 
 
@@ -113,7 +113,7 @@ def test_a_parent_that_differs_in_one_chunk_is_named_and_nothing_is_written(stat
     other = {**last.parameters}
     kept = {name: np.array(tensor) for name, tensor in last.parameters["a"].states.items()}
     other["a"] = parameter("a", {**kept, state: values}, step=2)
-    save(replace(last, parameters=other), tmp_path / "other", writable("universal"), Resources())
+    save(replace(last, parameters=other), tmp_path / "other", writable("universal"))
     before = files(run)
     with pytest.raises(StateDiffers, match=f"`a`: chunk 1 of 2 of its state `{state}`"):
         add(run, saved[2], tmp_path / "other")
@@ -137,7 +137,7 @@ def test_a_source_that_was_replaced_is_noticed_and_the_chain_is_replayed(tmp_pat
         replace(state, parameters={**state.parameters, "b": parameter("b", {**kept, "fp32": changed}, step=2)}),
         tmp_path / "changed",
         writable("universal"),
-        Resources(),
+        resources=Resources(),
     )
     shutil.rmtree(saved[1])
     (tmp_path / "changed").rename(saved[1])
@@ -154,13 +154,18 @@ def test_states_that_the_parent_lacks_are_replayed(tmp_path: Path) -> None:
     shutil.copytree(run, expected)
     forget(expected)
     add(expected, saved[2])
-    save(open_checkpoint(saved[1]).select(only=["a"]), tmp_path / "part", writable("universal"), Resources())
+    save(open_checkpoint(saved[1]).select(only=["a"]), tmp_path / "part", writable("universal"))
     written = append(
         run, open_checkpoint(saved[2]), None, DeltaPolicy(), Resources(), None, open_checkpoint(tmp_path / "part")
     )
     assert "4 of 8 states are not in" in str(written.notes[0])
     assert last_member(run) == last_member(expected)
-    save(open_checkpoint(saved[1]).rename({"a": "c", "b": "d"}), tmp_path / "none", writable("universal"), Resources())
+    save(
+        open_checkpoint(saved[1]).rename({"a": "c", "b": "d"}),
+        tmp_path / "none",
+        writable("universal"),
+        resources=Resources(),
+    )
     (tmp_path / "more").mkdir()
     with pytest.raises(UnsupportedError, match="none of the states"):
         add(expected, saved_states(tmp_path / "more", 4)[3], tmp_path / "none")
@@ -318,7 +323,7 @@ def test_the_length_of_the_chain_changes_nothing(
     before: Checkpoint | None = None
     for number, state in enumerate(states(max(lengths) + 1, elements=1000)):
         if number in lengths:
-            save(state, after := tmp_path / f"after{number}", writable("universal"), Resources())
+            save(state, after := tmp_path / f"after{number}", writable("universal"))
             source, parent = open_checkpoint(after), before if given else None
             read_alone = shutil.copytree(run, tmp_path / f"replayed{number}", symlinks=True)
             forget(read_alone)
@@ -330,7 +335,7 @@ def test_the_length_of_the_chain_changes_nothing(
                 append(read_alone, source, None, DeltaPolicy(), ONE)
                 assert last_member(read_alone) == last_member(copied)
         if number + 1 in lengths:
-            save(state, last := tmp_path / f"last{number}", writable("universal"), Resources())
+            save(state, last := tmp_path / f"last{number}", writable("universal"))
             state = open_checkpoint(last)
         append(run, state, None, DeltaPolicy(check=False), ONE, None, before)
         before = state

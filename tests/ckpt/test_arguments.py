@@ -1,11 +1,12 @@
 """Whatever a public dataclass or function is given, it takes it, or refuses it in one sentence."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import UnionType
+from types import FunctionType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
@@ -136,6 +137,8 @@ def alternatives(annotation: Any) -> set[Any]:
 def test_dataclass_takes_or_refuses_hostile_values(name: str, field: str, usual: dict[str, Any]) -> None:
     """A value that is taken is one that the annotation states: everything else is refused when it is constructed."""
     annotation = dict(annotations_of(DATACLASSES[name]))[field]
+    if name == "Job":  # its own `__init__` takes the name of a format, too
+        annotation = signature(ckpt.Job).parameters[field].annotation
     taken = {case for case, value in HOSTILE.items() if not refused(partial(_with, name, field, value, usual))}
     if annotation is object:
         assert taken == HOSTILE.keys()
@@ -239,3 +242,76 @@ def test_text_is_one_pattern_wherever_patterns_are_taken() -> None:
     for wrong in (5, b"head", [5], {"head": 1}):
         with pytest.raises(ckpt.InvalidArgumentError):
             run.select(only=wrong)  # type: ignore[arg-type]
+
+
+def _calls(thing: Any) -> Iterator[Callable[..., Any]]:
+    """The function, or the constructor and the public methods of a class."""
+    if not isinstance(thing, type):
+        yield thing
+        return
+    for name, method in vars(thing).items():
+        if callable(method) and (name == "__init__" or not name.startswith("_")):
+            yield method
+
+
+def test_resources_and_progress_are_keywords_whose_default_is_none() -> None:
+    """None stands for `Resources.of_machine()` in all of them."""
+    users = {call for thing in PUBLIC.values() if isinstance(thing, (type, FunctionType)) for call in _calls(thing)}
+    users = {call for call in users if "resources" in signature(call).parameters}
+    assert {ckpt.save, ckpt.verify, ckpt.Job.run, ckpt.Chain.append, ckpt.Shadow.__init__} <= users
+    for call in users:
+        parameters = signature(call).parameters
+        for one in (parameters[name] for name in ("resources", "progress") if name in parameters):
+            assert (one.kind, one.default) == (one.KEYWORD_ONLY, None), call.__qualname__
+    assert ckpt.Resources() == ckpt.Resources.of_machine()
+
+
+class Place:
+    """A path that is neither a text nor a `Path`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = str(path)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+@pytest.mark.parametrize("form", [str, Place])
+def test_path_may_be_a_text_or_any_path_object(form: Callable[[Path], Any], tmp_path: Path) -> None:
+    def at(name: str) -> Any:
+        return form(tmp_path / name)
+
+    run = checkpoint([parameter("head.weight", {"param": np.ones((2, 2), np.float32)})])
+    assert ckpt.save(run, at("m.safetensors")).files == 1
+    assert list(ckpt.open(at("m.safetensors"))) == ["head.weight"]
+    assert ckpt.seal(at("m.safetensors")).files == 1
+    assert ckpt.copy(at("m.safetensors"), at("copy.safetensors")).files == 1
+    assert ckpt.clean(at("m.safetensors")).files == 0
+    ckpt.Chain(at("run.chain")).append(run)
+    ckpt.Chain(at("run.chain")).restore(None, at("restored"), "flax")
+    assert ckpt.Job(run, at("out")).run().target == tmp_path / "out"
+    assert ckpt.Shadow(at("run.chain")).path == tmp_path / "run.chain"
+    assert ckpt.HuggingFace(config=at("here")).config == tmp_path / "here"
+    assert ckpt.Resources(scratch=at("here")).scratch == tmp_path / "here"
+    for wrong in (5, b"bytes", None):
+        for call in (ckpt.open, ckpt.clean, ckpt.Chain, ckpt.seal, partial(ckpt.save, run), partial(ckpt.copy, "a")):
+            with pytest.raises(ckpt.InvalidArgumentError, match="must be a path"):
+                call(wrong)  # type: ignore[operator]
+
+
+def test_url_of_any_path_object_stays_a_url() -> None:
+    with pytest.raises(ckpt.UnsupportedError, match="must be in the file system"):
+        ckpt.Shadow(Place("s3://bucket/run.chain"))
+    assert ckpt.Copy(Place("s3://bucket/run"), "out").source == "s3://bucket/run"
+
+
+def test_format_may_be_a_name(tmp_path: Path) -> None:
+    run = checkpoint([parameter("head.weight", {"param": np.ones((2, 2), np.float32)})])
+    assert ckpt.Job(run, tmp_path, "hf").format == ckpt.HuggingFace()
+    assert ckpt.Job(run, tmp_path / "a.pt").format == ckpt.Torch()
+    ckpt.save(run, tmp_path / "model", "flax")
+    assert ckpt.open(tmp_path / "model").format == "flax"
+    with pytest.raises(ckpt.InvalidArgumentError, match="there is no format nought"):
+        ckpt.save(run, tmp_path / "a", "nought")
+    with pytest.raises(ckpt.UnsupportedError, match="can be read, not written"):
+        ckpt.save(run, tmp_path / "a", "torchtune")

@@ -101,7 +101,7 @@ def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path
     for step, path in enumerate(saved, 1):
         expected = open_checkpoint(path)
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, expected)
-        save(expected, tmp_path / f"whole{step}", writable("universal"), Resources())
+        save(expected, tmp_path / f"whole{step}", writable("universal"))
         assert chain.members[step - 1].content == content(tmp_path / f"whole{step}")
 
 
@@ -363,7 +363,7 @@ def test_steps_only_grow(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
     state = checkpoint(next(drifting(1)).parameters.values(), origin=Origin("held"))
-    save(state, tmp_path / "w.safetensors", writable("safetensors"), Resources())
+    save(state, tmp_path / "w.safetensors", writable("safetensors"))
     done = ckpt("append", tmp_path / "run", tmp_path / "w.safetensors")
     assert done.code == 22
     assert "--step N" in done.err
@@ -537,7 +537,7 @@ def test_each_stored_byte_is_read_once(
     assert contents(open_checkpoint(tmp_path / "out")) == contents(checkpoints[-1])
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
     if form == "universal":
-        save(checkpoints[-1], tmp_path / "saved", writable(form), Resources())
+        save(checkpoints[-1], tmp_path / "saved", writable(form))
         files = [path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved").rglob("*.safetensors")]
         assert files
         assert all((tmp_path / "out" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes() for file in files)

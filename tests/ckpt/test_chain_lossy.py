@@ -304,7 +304,7 @@ def adam(beta2: float) -> Iterator[Checkpoint]:
 )
 def test_a_codec_warns_of_what_it_would_do_to_this_run(codec: str, beta2: float, warned: bool, tmp_path: Path) -> None:
     for step, state in enumerate(adam(beta2), 1):
-        save(state, tmp_path / f"step{step}", writable("universal"), Resources())
+        save(state, tmp_path / f"step{step}", writable("universal"))
     appended(tmp_path / "run", [tmp_path / "step1"])
     (done,) = appended(tmp_path / "run", [tmp_path / "step2"], "--codec", codec)
     assert ("may diverge" in done.err and "beta2 is 0.999" in done.err) == warned

@@ -138,7 +138,7 @@ def test_a_trial_of_a_bound_and_a_copy_elsewhere_have_all_values(tmp_path: Path)
     written = append(tmp_path / "run", second, None, policy, TWO)
     assert written.accepted is not None
     assert written.member.shared
-    save(open_checkpoint(tmp_path / "run" / written.member.folder), tmp_path / "copy", Universal(), TWO)
+    save(open_checkpoint(tmp_path / "run" / written.member.folder), tmp_path / "copy", Universal(), resources=TWO)
     shutil.rmtree(tmp_path / "run")
     copied = contents(open_checkpoint(tmp_path / "copy"))
     assert {key: copied[key] for key in copied if key[0].startswith("still")} == {

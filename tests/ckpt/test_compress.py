@@ -45,12 +45,12 @@ REAL = sorted(p for p in SAMPLES.iterdir() if p.is_dir() and p.name not in ("dam
 
 
 def compress(source: Checkpoint, target: Path, **encoding: Any) -> Checkpoint:
-    save(source, target, Universal(**{"codec": "auto", **encoding}), EFFORT)
+    save(source, target, Universal(**{"codec": "auto", **encoding}), resources=EFFORT)
     return Universal().read(target, ReadOptions())
 
 
 def decompress(source: Checkpoint, target: Path) -> Path:
-    save(source, target, Universal(), EFFORT)
+    save(source, target, Universal(), resources=EFFORT)
     return target
 
 
@@ -81,7 +81,7 @@ def test_everything_comes_back(level: str, tmp_path: Path) -> None:
     compressed = compress(source, tmp_path / "small", level=level)
     assert contents(compressed) == contents(source)
     assert [f.kind for f in find_problems(compressed, EFFORT) if f.kind != "copy"] == []
-    save(source, tmp_path / "plain", Universal(), EFFORT)
+    save(source, tmp_path / "plain", Universal(), resources=EFFORT)
     assert files(decompress(compressed, tmp_path / "again")) == files(tmp_path / "plain")
 
 
@@ -90,7 +90,7 @@ def test_everything_comes_back(level: str, tmp_path: Path) -> None:
 def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
     source = open_checkpoint(sample)
     compressed = compress(source, tmp_path / "small")
-    save(source, tmp_path / "plain", Universal(), EFFORT)
+    save(source, tmp_path / "plain", Universal(), resources=EFFORT)
     assert files(decompress(compressed, tmp_path / "again")) == files(tmp_path / "plain")
     assert (
         manifest.load(tmp_path / "small" / manifest.NAME).content
@@ -172,7 +172,7 @@ def test_a_pack_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path) -
 def test_workers_memory_and_checks_do_not_show_in_the_files(tmp_path: Path) -> None:
     source = checkpoint([trained(), trained((300, 1000), 1)][:1] + list(everything().parameters.values()))
     for i, (effort, check) in enumerate([(Resources(1, 1 << 30), True), (Resources(3, 1), False)]):
-        save(source, tmp_path / str(i), Universal(codec="auto", check=check), effort)
+        save(source, tmp_path / str(i), Universal(codec="auto", check=check), resources=effort)
     assert files(tmp_path / "0") == files(tmp_path / "1")
 
 

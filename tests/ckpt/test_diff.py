@@ -27,7 +27,7 @@ EFFORT = Resources(2, 1 << 20)
 
 
 def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:
-    save(source, target, writable(to), EFFORT)
+    save(source, target, writable(to), resources=EFFORT)
     return target
 
 

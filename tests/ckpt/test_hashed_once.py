@@ -94,9 +94,9 @@ VALUES = sum(tensor.nbytes for _, _, tensor in source().tensors())
 def test_each_byte_of_values_is_hashed_once(form: str, target: str, tmp_path: Path, hashed: dict[str, int]) -> None:
     """A torch file has CRC-32s; what is read of a universal source is compared with its XXH3."""
     path = tmp_path / ("source.pt" if form == "torch" else "source")
-    save(source(), path, writable(form), EFFORT)
+    save(source(), path, writable(form), resources=EFFORT)
     opened, before = open_checkpoint(path), dict(hashed)
-    save(opened, tmp_path / target, Universal(pack_nbytes=1 << 20), EFFORT)
+    save(opened, tmp_path / target, Universal(pack_nbytes=1 << 20), resources=EFFORT)
     actual = {kind: hashed[kind] - before[kind] for kind in KINDS}
     of_source = sum(file.stat().st_size for file in path.glob("packs/*")) if form == "universal" else 0
     assert actual["xxh3_128"] / VALUES == pytest.approx(1 + of_source / VALUES, abs=AROUND / VALUES)
@@ -104,9 +104,9 @@ def test_each_byte_of_values_is_hashed_once(form: str, target: str, tmp_path: Pa
 
 
 def test_encoded_values_are_hashed_once_and_so_are_their_encoded_bytes(tmp_path: Path, hashed: dict[str, int]) -> None:
-    save(source(), tmp_path / "source.pt", writable("torch"), EFFORT)
+    save(source(), tmp_path / "source.pt", writable("torch"), resources=EFFORT)
     opened, before = open_checkpoint(tmp_path / "source.pt"), dict(hashed)
-    save(opened, tmp_path / "out", Universal(codec="auto", pack_nbytes=1 << 20), EFFORT)
+    save(opened, tmp_path / "out", Universal(codec="auto", pack_nbytes=1 << 20), resources=EFFORT)
     actual = {kind: hashed[kind] - before[kind] for kind in KINDS}
     written = sum(path.stat().st_size for path in tmp_path.glob("out/packs/*"))
     assert written < 0.9 * VALUES

@@ -471,7 +471,7 @@ def interrupted(source: ckpt.Checkpoint, target: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ckpt.save(source, target, SMALL_PACKS, ckpt.Resources(workers=1), stop)
+        ckpt.save(source, target, SMALL_PACKS, resources=ckpt.Resources(workers=1), progress=stop)
     assert not target.exists()
 
 
@@ -582,7 +582,7 @@ def test_an_interrupt_by_signal_leaves_no_target(tmp_path: Path) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS, ckpt.Resources(workers=1), once)
+        ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS, resources=ckpt.Resources(workers=1), progress=once)
     assert not (tmp_path / "out").exists()
     assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS).resumed > 0
 
@@ -611,6 +611,6 @@ def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(
 @pytest.mark.parametrize("codec", [None, "planes"])
 def test_kernels_are_asked_for_where_the_source_is_compressed(codec: str | None, tmp_path: Path) -> None:
     w = held_parameter("w", {"param": np.arange(4096, dtype=np.float32)})
-    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), Resources(1))
+    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), resources=Resources(1))
     job = Job(ckpt.open(tmp_path / "source"), tmp_path / "target", registry.writable("dcp"))
     assert job.needs_kernels == (codec is not None)

@@ -72,7 +72,7 @@ def test_workers_and_memory_do_not_show_in_the_bytes(name: str, tmp_path: Path) 
             folder.mkdir()
             target = target_of(name, folder)
             format = replace(FORMATS[name], shard_nbytes=100) if name == "safetensors" else FORMATS[name]
-            save(source, target, format, Resources(workers, memory))
+            save(source, target, format, resources=Resources(workers, memory))
             written.append(tree(target))
             assert [path.name for path in folder.iterdir()] == [target.name], "nothing is left behind"
     assert all(one == written[0] for one in written)
@@ -89,9 +89,9 @@ def test_every_format_carries_what_it_can_hold_to_every_other(first: str, second
     source = everything()
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    save(source, target_of(first, tmp_path / "a"), FORMATS[first], EFFORT)
+    save(source, target_of(first, tmp_path / "a"), FORMATS[first], resources=EFFORT)
     between = open_checkpoint(target_of(first, tmp_path / "a"))
-    save(between, target_of(second, tmp_path / "b"), FORMATS[second], EFFORT)
+    save(between, target_of(second, tmp_path / "b"), FORMATS[second], resources=EFFORT)
     restored = open_checkpoint(target_of(second, tmp_path / "b"))
     expected = contents(source)
     if "safetensors" in (first, second):
@@ -139,7 +139,7 @@ class Counting(Universal):
 
 def interrupted(target: Path, after: int, error: BaseException | None = None) -> None:
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
-        save(many(), target, Dying(after, error or RuntimeError("killed")), Resources(1, 1 << 20))
+        save(many(), target, Dying(after, error or RuntimeError("killed")), resources=Resources(1, 1 << 20))
     assert not target.exists()
 
 
@@ -150,7 +150,9 @@ def test_a_second_run_does_only_the_rest(after: int, error: BaseException, tmp_p
     if after < 6:
         interrupted(target, after, error)
     format, sums = Counting(), []
-    outcome = save(many(), target, format, Resources(1, 1 << 20), lambda done, total: sums.append((done, total)))
+    outcome = save(
+        many(), target, format, resources=Resources(1, 1 << 20), progress=lambda done, total: sums.append((done, total))
+    )
     done = after if after < 6 else 0
     assert outcome == Result(target, 6, outcome.nbytes, done, 0, outcome.seconds)
     assert len(format.files) == 6 - done
@@ -164,9 +166,9 @@ def test_a_second_run_does_only_the_rest(after: int, error: BaseException, tmp_p
 
 def test_a_resumed_target_has_the_same_bytes(tmp_path: Path) -> None:
     interrupted(tmp_path / "target", 3)
-    save(many(), tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(), tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     (tmp_path / "once").mkdir()
-    save(many(), tmp_path / "once/target", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(), tmp_path / "once/target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     assert tree(tmp_path / "target") == tree(tmp_path / "once/target")
 
 
@@ -179,7 +181,7 @@ def test_a_part_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path) -> No
     flip(staged[1], 9)
     staged[2].unlink()
     format = Counting()
-    assert save(many(), target, format, EFFORT).resumed == 1
+    assert save(many(), target, format, resources=EFFORT).resumed == 1
     assert {f"packs/{path.name}" for path in staged[:3]} <= set(format.files)
     assert contents(open_checkpoint(target)) == contents(many())
 
@@ -189,7 +191,7 @@ def test_a_journal_that_is_no_longer_one_is_started_anew(damage: bytes, tmp_path
     target = tmp_path / "target"
     interrupted(target, 4)
     (tmp_path / ".target.ckpt-partial/journal.jsonl").write_bytes(damage)
-    assert save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT).resumed == 0
+    assert save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).resumed == 0
     assert contents(open_checkpoint(target)) == contents(many())
 
 
@@ -202,7 +204,7 @@ def test_a_journal_cut_at_any_byte_loses_only_its_end(tmp_path: Path) -> None:
     for cut in range(0, len(journal), 41):
         shutil.copytree(kept, stage)
         os.truncate(stage / "journal.jsonl", cut)
-        outcome = save(many(), target, Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
+        outcome = save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
         assert outcome.resumed >= max(0, journal[:cut].count(b"\n") - 1)
         assert contents(open_checkpoint(target)) == contents(many())
         shutil.rmtree(target)
@@ -212,34 +214,37 @@ def test_other_choices_start_anew(tmp_path: Path) -> None:
     target = tmp_path / "target"
     interrupted(target, 4)
     format = Counting()
-    assert save(many().select(["p"]), target, format, EFFORT).resumed == 0
+    assert save(many().select(["p"]), target, format, resources=EFFORT).resumed == 0
     assert len(format.files) == 6
 
 
 def test_another_source_starts_anew(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    save(many(), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     with pytest.raises(RuntimeError):
-        save(open_checkpoint(source), tmp_path / "target", Dying(3, RuntimeError()), Resources(1))
+        save(open_checkpoint(source), tmp_path / "target", Dying(3, RuntimeError()), resources=Resources(1))
     changed = next((source / "packs").iterdir())
     os.utime(changed, ns=(0, 0))
-    assert save(open_checkpoint(source), tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), EFFORT).resumed == 0
+    assert (
+        save(open_checkpoint(source), tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).resumed
+        == 0
+    )
 
 
 def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
     """Damage of the source that the first run read is found although the second does not read it."""
     source, target = tmp_path / "source", tmp_path / "target"
-    save(many(), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     opened = open_checkpoint(source)
     largest = max(opened.files, key=lambda shard: shard.nbytes).path
     times = largest.stat()
     flip(largest, largest.stat().st_size - 1)
     os.utime(largest, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(RuntimeError):
-        save(opened, target, Dying(2, RuntimeError()), Resources(1))
+        save(opened, target, Dying(2, RuntimeError()), resources=Resources(1))
     format = Counting()
     with pytest.raises(CorruptError, match="checksum"):
-        save(opened, target, format, Resources(1))
+        save(opened, target, format, resources=Resources(1))
     assert len(format.files) == 4, "the damaged part itself was not written again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -248,11 +253,11 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     for name, format in FORMATS.items():
         source = tmp_path / name
         source.mkdir()
-        save(many(), source / "source", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+        save(many(), source / "source", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
         opened = open_checkpoint(source / "source")
         flip(opened.files[2].path, opened.files[2].nbytes - 1)
         with pytest.raises(CorruptError, match=r"00002|p2"):
-            save(opened, target_of(name, source), format, EFFORT)
+            save(opened, target_of(name, source), format, resources=EFFORT)
         assert [path.name for path in source.iterdir()] == ["source"]
 
 
@@ -287,14 +292,16 @@ def run(act: str, source: Path, target: Path, moves: int, limit: int | None = No
 @pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_the_target_absent_or_whole(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    save(many(20, 5_000), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(20, 5_000), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     expected, resumed = contents(open_checkpoint(source)), []
     for moves in (0, 1, 3, 6, 10, 15, 18):
         target = tmp_path / f"target{moves}"
         killed = run("os.kill(os.getpid(), signal.SIGKILL)", source, target, moves)
         assert killed.returncode == -signal.SIGKILL
         assert not target.exists()
-        resumed.append(save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT).resumed)
+        resumed.append(
+            save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).resumed
+        )
         assert contents(open_checkpoint(target)) == expected
         assert tree(target).keys() == {f.replace("source", target.name, 1) for f in tree(source)}
     assert resumed[0] == 0
@@ -304,7 +311,7 @@ def test_a_process_killed_at_any_moment_leaves_the_target_absent_or_whole(tmp_pa
 @pytest.mark.slow
 def test_an_interrupt_in_the_middle_stops_soon_and_leaves_no_target(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    save(many(5, 20_000), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(5, 20_000), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     act = "os.kill(os.getpid(), signal.SIGINT) if moves == -1 else time.sleep(0.05)"
     began = time.monotonic()
     stopped = run(act, source, target, 2)
@@ -312,17 +319,17 @@ def test_an_interrupt_in_the_middle_stops_soon_and_leaves_no_target(tmp_path: Pa
     assert "KeyboardInterrupt" in stopped.stderr
     assert time.monotonic() - began < 30
     assert not target.exists()
-    assert save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT).files == 5
+    assert save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).files == 5
 
 
 @pytest.mark.slow
 def test_a_file_that_may_not_grow_is_an_output_error_and_the_next_run_goes_on(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    save(many(5, 20_000), source, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+    save(many(5, 20_000), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     failed = run("pass", source, target, 0, limit=250_000)
     assert "OutputError" in failed.stderr
     assert not target.exists()
-    assert save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT).files == 5
+    assert save(open_checkpoint(source), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).files == 5
     assert contents(open_checkpoint(target)) == contents(open_checkpoint(source))
 
 
@@ -347,27 +354,27 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
     source, ballast = many(8, 8_000), small_disk / "ballast"
     ballast.write_bytes(bytes(400 << 10))
     with pytest.raises(NoSpaceError, match="target: no space left"):
-        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
+        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
     assert not (small_disk / "target").exists()
     ballast.unlink()
     with pytest.raises(NoSpaceError):  # it is still too large; but the journal survives a full disk
-        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
+        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
     half = source.select(["p[567]"])
-    save(half, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), Resources(1, 1 << 20))
+    save(half, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
     assert contents(open_checkpoint(small_disk / "target")) == contents(half)
 
 
 def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(OutputError):
-        save(many(), small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+        save(many(), small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
 
 
 def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
     with open_folder(target), pytest.raises(LockedError):
-        save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
-    save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+        save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
+    save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
 
 
 def test_a_target_that_exists_is_never_touched(tmp_path: Path) -> None:
@@ -378,7 +385,7 @@ def test_a_target_that_exists_is_never_touched(tmp_path: Path) -> None:
     dangling.symlink_to(tmp_path / "nowhere")
     for target in (file, folder, link, dangling):
         with pytest.raises(OutputError, match="exists already"):
-            save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+            save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     assert file.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "folder", "link"]
 
@@ -391,7 +398,7 @@ def test_a_target_that_appears_meanwhile_is_never_touched(tmp_path: Path) -> Non
         (target / "precious").write_text("theirs")
 
     with pytest.raises(OutputError, match="exists already"):
-        save(many(), target, Universal(pack_nbytes=SMALL_PACKS), EFFORT, progress)
+        save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT, progress=progress)
     assert [path.name for path in target.iterdir()] == ["precious"]
 
 
@@ -420,7 +427,7 @@ def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path)
             replace(source, parameters={**source.parameters, "p5": bad}),
             tmp_path / "t",
             Universal(pack_nbytes=SMALL_PACKS),
-            EFFORT,
+            resources=EFFORT,
         )
     assert not list(tmp_path.iterdir())
     holes = {f"p{i}": replace(bad, name=f"p{i}") for i in range(5)}
@@ -440,7 +447,7 @@ def test_an_error_that_names_no_place_is_given_its_tensor(tmp_path: Path) -> Non
             raise RulesError("no")
 
     with pytest.raises(RulesError, match="tensor p0: no"):
-        save(many(), tmp_path / "target", Refusing(), Resources(1))
+        save(many(), tmp_path / "target", Refusing(), resources=Resources(1))
     assert not list(tmp_path.iterdir())
 
 
@@ -450,7 +457,7 @@ def test_a_file_that_ends_too_early_while_it_is_copied_leaves_nothing(tmp_path: 
     source = checkpoint([replace(parameter("w", {MODEL: values}), states={MODEL: Tensor.of(raw)})])
     os.truncate(tmp_path / "source.bin", 3000)
     with pytest.raises(CorruptError, match="ends at byte 3000"):
-        save(source, tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), EFFORT)
+        save(source, tmp_path / "target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     assert [path.name for path in tmp_path.iterdir()] == ["source.bin"]
 
 

@@ -127,12 +127,12 @@ def test_a_full_read_is_few_blocks_however_many_parameters_there_are(
 ) -> None:
     reads: dict[str, list[Reads]] = {"verify": [], "convert": []}
     for parameters in (20, 2000):
-        save(zeros(parameters), source := tmp_path / str(parameters), Universal(), EFFORT)
+        save(zeros(parameters), source := tmp_path / str(parameters), Universal(), resources=EFFORT)
         assert sum(path.stat().st_blocks * 512 for path in source.rglob("*")) < NBYTES // 100
         with counted(monkeypatch) as of_verify:
             assert find_problems(open_checkpoint(source), EFFORT) == []
         with counted(monkeypatch) as of_convert:
-            save(open_checkpoint(source), tmp_path / f"{parameters}.ucp", Universal(), EFFORT)
+            save(open_checkpoint(source), tmp_path / f"{parameters}.ucp", Universal(), resources=EFFORT)
         reads["verify"].append(of_verify)
         reads["convert"].append(of_convert)
         packs = len(list(source.glob("packs/*")))
@@ -147,7 +147,7 @@ def test_one_state_is_three_reads(target: str, tmp_path: Path, monkeypatch: pyte
     """The manifest, the index, and the state; in a single file the first bytes, manifest with index, and the state."""
     values = np.arange(700_000, dtype=np.float32)
     parameters = [parameter(f"w{i}", {"param": values + i}) for i in range(3)]
-    save(checkpoint(parameters), tmp_path / target, Universal(), EFFORT)
+    save(checkpoint(parameters), tmp_path / target, Universal(), resources=EFFORT)
     with counted(monkeypatch) as reads:
         one = Universal().read(tmp_path / target, None).parameters["w1"].states["param"]  # type: ignore[arg-type]
         with Reader(check=False) as reader:
@@ -174,7 +174,12 @@ print(json.dumps(sorted(file for file in files if file.startswith(folder))))
 
 def test_a_write_is_a_file_for_each_pack_and_five_more(tmp_path: Path) -> None:
     values = np.arange(50_000, dtype=np.float32)
-    save(checkpoint(parameter(f"w{i}", {"param": values + i}) for i in range(60)), tmp_path / "in", Universal(), EFFORT)
+    save(
+        checkpoint(parameter(f"w{i}", {"param": values + i}) for i in range(60)),
+        tmp_path / "in",
+        Universal(),
+        resources=EFFORT,
+    )
     command = [sys.executable, "-c", WRITE, str(tmp_path / "in"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def source_in(form: str) -> Path:
         if not (folder / form).exists():
-            save(source, folder / form, writable(form), EFFORT)
+            save(source, folder / form, writable(form), resources=EFFORT)
         return folder / form
 
     return source_in
@@ -107,7 +107,7 @@ def test_each_byte_of_a_matrix_is_read_once(
     """Also where other ranks have other columns, and where the checksum of a whole file is settled from all reads."""
     source = open_checkpoint(sources(form))
     with counted(source, monkeypatch) as times:
-        save(source, tmp_path / "out", writable(to, **degrees), EFFORT)
+        save(source, tmp_path / "out", writable(to, **degrees), resources=EFFORT)
     reads = {name: set(np.unique(times(blob)).tolist()) for name, blob in matrices(source)}
     assert reads == {name: {1} for name in reads}
     assert len(reads) >= 5
@@ -118,10 +118,15 @@ def test_each_byte_is_read_once_from_cut_matrices_too(
     tp: int, sources: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From two ranks' files to those of three and six, over borders."""
-    save(open_checkpoint(sources("megatron-legacy")), tmp_path / "two", writable("megatron-legacy", tp=2), EFFORT)
+    save(
+        open_checkpoint(sources("megatron-legacy")),
+        tmp_path / "two",
+        writable("megatron-legacy", tp=2),
+        resources=EFFORT,
+    )
     source = open_checkpoint(tmp_path / "two")
     with counted(source, monkeypatch) as times:
-        save(source, tmp_path / "out", writable("megatron-legacy", tp=tp), EFFORT)
+        save(source, tmp_path / "out", writable("megatron-legacy", tp=tp), resources=EFFORT)
     assert {int(n) for _, blob in matrices(source) for n in np.unique(times(blob))} == {1}
     assert trained(open_checkpoint(tmp_path / "out")) == trained(source)
 
@@ -137,7 +142,7 @@ def test_hashes_of_columns_are_computed_from_the_only_read(
     ]
     source = replace(whole, parameters={p.name: p for p in masters})
     with counted(source, monkeypatch) as times:
-        save(source, tmp_path / "out", writable("dcp", tp=4, dp=1, rules=RULES), EFFORT)
+        save(source, tmp_path / "out", writable("dcp", tp=4, dp=1, rules=RULES), resources=EFFORT)
     cut = [blob for name, blob in matrices(source) if name.endswith(("linear_proj.weight", "linear_fc2.weight"))]
     assert {int(n) for blob in cut for n in np.unique(times(blob))} == {1}
     assert len(cut) == 2
@@ -162,7 +167,7 @@ def test_a_flipped_bit_in_any_ranks_columns_is_found(sources: Callable[[str], Pa
                 there.parent.mkdir(parents=True, exist_ok=True)
                 there.write_bytes(bytes(data) if file == blob.path else file.read_bytes())
         with pytest.raises(CorruptError, match="crc32 checksum"):
-            save(open_checkpoint(path / "in"), path / "out", TARGET, EFFORT)
+            save(open_checkpoint(path / "in"), path / "out", TARGET, resources=EFFORT)
         assert [one.name for one in path.iterdir()] == ["in"]
 
 
@@ -170,7 +175,7 @@ def test_a_group_that_was_killed_is_written_again_and_what_was_done_is_kept(
     sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = open_checkpoint(sources("megatron-legacy"))
-    save(source, tmp_path / "expected", TARGET, EFFORT)
+    save(source, tmp_path / "expected", TARGET, resources=EFFORT)
     expected = content(tmp_path / "expected")
     target, resumed = tmp_path / "out" / "target", set[int]()
     target.parent.mkdir()
@@ -200,7 +205,7 @@ def test_a_full_disk_leaves_no_target_and_what_was_done_is_kept(sources: Callabl
     with pytest.raises(NoSpaceError):
         pipeline.write(pipeline.plan(source, target, TARGET), source, target, TARGET, EFFORT, full)
     assert [one.name for one in tmp_path.iterdir()] == [".out.ckpt-partial"]
-    assert save(source, target, TARGET, EFFORT).resumed >= 3
+    assert save(source, target, TARGET, resources=EFFORT).resumed >= 3
     assert trained(open_checkpoint(target)) == trained(source)
 
 

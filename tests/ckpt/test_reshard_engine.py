@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from engines import launch
@@ -186,7 +185,7 @@ def resumed(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
         target, truth = out / str(job), zoo / job.kind / "truth.pt"
         layout = {"dp": job.dp, "tp": job.tp, "pp": job.pp, "zero": job.stage, "stages": job.firsts}
         format = writable("deepspeed", vocab_rows=job.vocab_rows, **layout)
-        save(open_checkpoint(zoo / job.kind / "ckpt"), target, format, Resources())
+        save(open_checkpoint(zoo / job.kind / "ckpt"), target, format)
         tag, report = (target / "latest").read_text(), out / f"{job}.json"
         named = {"checkpoint": target, "tag": tag, "kind": job.kind, "truth": truth, "report": report}
         listed.append({**named, "changes": job.changes})

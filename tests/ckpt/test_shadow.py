@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, golden: dict[int, State], tmp_path: Path) -> None:
-    shadow = Shadow(tmp_path / "run.chain", Resources(workers=1 + seed % 2))
+    shadow = Shadow(tmp_path / "run.chain", resources=Resources(workers=1 + seed % 2))
     seen: list[int] = []
     for _ in grow(GOLDEN, tmp_path / "run.chain", seed):
         for step, state in settle(shadow):
@@ -84,7 +84,7 @@ def index_last(run: Path) -> int | None:
 
 
 def test_all_that_a_step_has_is_that_of_restore(run: Path) -> None:
-    shadow = Shadow(run, ONE)
+    shadow = Shadow(run, resources=ONE)
     while shadow.step != 7:
         shadow.poll(upto=7)
     wanted = restored(run, 7)
@@ -102,7 +102,7 @@ def test_all_that_a_step_has_is_that_of_restore(run: Path) -> None:
 
 def test_memory_is_the_states_and_the_records_of_a_few_steps(tmp_path: Path) -> None:
     small_log(200).write(tmp_path / "run.chain")
-    shadow = Shadow(tmp_path / "run.chain", ONE)
+    shadow = Shadow(tmp_path / "run.chain", resources=ONE)
     most = 0
     while shadow.poll() or shadow.has_more:
         assert shadow._state is not None
@@ -118,7 +118,7 @@ def test_a_state_that_differs_from_the_run_is_never_shown(tmp_path: Path) -> Non
     digests = next(one for one in log.ranks[1] if one.kind == 6 and one.step == 6).meta["digests"]
     digests["exp_avg"][0] ^= 1
     log.write(tmp_path / "run.chain")
-    shadow = Shadow(tmp_path / "run.chain", ONE)
+    shadow = Shadow(tmp_path / "run.chain", resources=ONE)
     with pytest.raises(CorruptError, match="step 6: 'exp_avg' of `w`"):
         settle(shadow)
     for read in (shadow.poll, lambda: shadow.frozen().__enter__()):
@@ -134,7 +134,7 @@ def test_damage_in_the_log_ends_the_steps_before_it(run: Path) -> None:
     path.write_bytes(content)
     last = restored_last(run)
     assert 0 < last < 12
-    shadow = Shadow(run, ONE)
+    shadow = Shadow(run, resources=ONE)
     assert settle(shadow)[-1] == (last, bits(restored(run, last)))
     assert shadow.status.waiting is not None
     done = ckpt("shadow", run, "--once")
@@ -148,7 +148,7 @@ def restored_last(run: Path) -> int:
 
 
 def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:
-    shadow = Shadow(run, ONE)
+    shadow = Shadow(run, resources=ONE)
     settle(shadow)
     assert shadow.step == 12
     assert ckpt("compact", run, "--upto", 4).code == 0
@@ -161,7 +161,7 @@ def test_a_log_that_is_not_there_is_an_error_and_one_without_a_start_is_awaited(
     path = run / "gradients-0000000000" / rank_file(0)
     content = path.read_bytes()
     path.write_bytes(content[:200])
-    shadow = Shadow(run, ONE)
+    shadow = Shadow(run, resources=ONE)
     assert settle(shadow) == []
     with pytest.raises(IncompleteError), shadow.frozen():
         pass
@@ -218,7 +218,7 @@ def test_a_shadow_killed_while_it_adds_a_base_leaves_the_chain_whole(run: Path, 
     wanted = {step: bits(restored(run, step)) for step in (5, 6, 12)}
 
     def work_in(chain: Path) -> None:
-        follow(Shadow(chain, ONE, base_every=6), lambda event: None, threading.Event(), once=True)
+        follow(Shadow(chain, resources=ONE, base_every=6), lambda event: None, threading.Event(), once=True)
 
     counted = shutil.copytree(run, tmp_path / "counted.chain")
     count = points(lambda: work_in(counted), counted)
@@ -243,7 +243,7 @@ def test_a_full_disk_costs_a_base_and_nothing_else(run: Path, monkeypatch: pytes
 
     monkeypatch.setattr(module, "add_base", full)
     events: list[ShadowEvent] = []
-    shadow = Shadow(run, ONE, base_every=6)
+    shadow = Shadow(run, resources=ONE, base_every=6)
     follow(shadow, events.append, threading.Event(), once=True)
     assert shadow.step == 12
     assert [event.error.what for event in events if event.error] == ["no space left on the disk"] * 2
@@ -256,7 +256,7 @@ def test_nobody_reads_while_a_step_is_applied(run: Path, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(turns, "JOIN_SECONDS", 0.0)
     wanted = {step: bits(restored(run, step)) for step in range(13)}
-    shadow = Shadow(run, Resources(workers=2))
+    shadow = Shadow(run, resources=Resources(workers=2))
     problems: list[object] = []
     stop = threading.Event()
     shadow.poll()
@@ -310,7 +310,7 @@ def test_the_command_reports_what_it_does_until_a_signal(process: "subprocess.Po
 
 def test_reading_changes_no_file(run: Path) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
-    shadow = Shadow(run, ONE)
+    shadow = Shadow(run, resources=ONE)
     settle(shadow)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()} == before
     assert open_checkpoint(run).step == shadow.step
@@ -328,7 +328,7 @@ def test_a_step_is_verified_when_the_fingerprints_of_all_ranks_came_one_after_an
         ends[segment / rank_file(rank)] = [one.begin - HEAD.size for one in records[at : at + 2]]
     for path, (before, _) in ends.items():
         path.write_bytes(contents[path][:before])
-    shadow = Shadow(run, ONE, base_every=9)
+    shadow = Shadow(run, resources=ONE, base_every=9)
     settle(shadow)
     assert (shadow.step, shadow.verified) == (9, 6)
     for path, (_, after) in ends.items():

@@ -60,7 +60,7 @@ class Listening:
 def listening(tmp_path: Path) -> Iterator[Listening]:
     run = tmp_path / "run.chain"
     log_with_fingerprints(12, 3).write(run)
-    shadow = Shadow(run, Resources(workers=1))
+    shadow = Shadow(run, resources=Resources(workers=1))
     one = Listening(run, shadow, Server(shadow, HERE))
     one.go_to(7)
     yield one

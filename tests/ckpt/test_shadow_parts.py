@@ -66,7 +66,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.fixture(params=[2, 3])
 def parts(run: Path, request: pytest.FixtureRequest) -> Iterator[Parts]:
-    shadows = [Shadow(run, ONE, part=StatePart(number + 1, request.param)) for number in range(request.param)]
+    shadows = [Shadow(run, resources=ONE, part=StatePart(number + 1, request.param)) for number in range(request.param)]
     servers = [Server(shadow, HERE) for shadow in shadows]
     yield Parts(run, shadows, servers)
     for server in servers:
@@ -99,7 +99,7 @@ def test_a_part_holds_no_more_than_its_tensors(parts: Parts) -> None:
 
 def test_all_parts_together_are_the_whole_state(parts: Parts, tmp_path: Path) -> None:
     parts.go_to(*[7] * len(parts.shadows))
-    whole = Shadow(parts.run, ONE)
+    whole = Shadow(parts.run, resources=ONE)
     go_to(whole, 7)
     with JoinedShadows(parts.addresses[::-1]) as joined, whole.frozen() as checkpoint:
         assert bits(joined.checkpoint) == bits(checkpoint) == bits(restored(parts.run, 7))
@@ -169,7 +169,7 @@ def test_a_step_that_a_part_does_not_reach_is_refused(parts: Parts, monkeypatch:
 def test_parts_are_named_once_and_all(parts: Parts, run: Path) -> None:
     parts.go_to(*[7] * len(parts.shadows))
     first, *others = parts.addresses
-    whole = Shadow(run, ONE)
+    whole = Shadow(run, resources=ONE)
     go_to(whole, 7)
     server = Server(whole, HERE)
     for addresses, error, message in (
@@ -190,7 +190,7 @@ def test_the_parts_of_different_runs_are_refused(parts: Parts, tmp_path: Path) -
     log = log_with_fingerprints(12, 3)
     log.layout = type(log.layout)(**{**vars(log.layout), "run": "other"})
     log.write(tmp_path / "other.chain")
-    other = Shadow(tmp_path / "other.chain", ONE, part=StatePart(len(parts.shadows), len(parts.shadows)))
+    other = Shadow(tmp_path / "other.chain", resources=ONE, part=StatePart(len(parts.shadows), len(parts.shadows)))
     go_to(other, 7)
     parts.go_to(*[7] * len(parts.shadows))
     server = Server(other, HERE)
@@ -220,9 +220,9 @@ def test_what_parts_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
 
 def test_parts_of_a_run_with_two_optimizers_a_base_and_tensors_that_are_not_stepped(tmp_path: Path) -> None:
     """At a base, after it, and at the end: what is no parameter, and what is tied, is there once."""
-    shadows = [Shadow(GOLDEN, ONE, part=StatePart(number, 3)) for number in (1, 2, 3)]
+    shadows = [Shadow(GOLDEN, resources=ONE, part=StatePart(number, 3)) for number in (1, 2, 3)]
     servers = [Server(shadow, HERE) for shadow in shadows]
-    whole = Shadow(GOLDEN, ONE)
+    whole = Shadow(GOLDEN, resources=ONE)
     for step in (3, 5, 6):
         for shadow in (whole, *shadows):
             go_to(shadow, step)

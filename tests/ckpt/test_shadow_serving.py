@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Path:
 def served(run: Path, place: Path, **options: int) -> Iterator[tuple[LogServer, Shadow]]:
     server = LogServer(run, HERE)
     with LogMirror(server.address, place=place / "mirror", **options) as there:
-        yield server, Shadow(there, ONE)
+        yield server, Shadow(there, resources=ONE)
     server.close()
 
 
@@ -114,7 +114,7 @@ def test_each_byte_comes_once_also_when_connections_break(run: Path, tmp_path: P
     """Through a relay that ends each connection after some more bytes."""
     server = LogServer(run, HERE)
     with broken_relay(server.address, step=700) as (address, count), LogMirror(address, place=tmp_path / "m") as there:
-        states = states_until(Shadow(there, ONE), 12)
+        states = states_until(Shadow(there, resources=ONE), 12)
         assert there.received == log_nbytes(run)
     assert count[0] > 5, "connections"
     assert states[12] == bits(restored(run, 12))
@@ -160,7 +160,7 @@ def test_a_server_that_is_started_again_is_found(run: Path, tmp_path: Path) -> N
     path.write_bytes(content[: len(content) // 2])
     server = LogServer(run, HERE)
     with LogMirror(server.address, place=tmp_path / "m") as there:
-        shadow = Shadow(there, ONE)
+        shadow = Shadow(there, resources=ONE)
         states_until(shadow, 5)
         server.close()
         there._connection.close()  # as if the process had ended
@@ -302,7 +302,7 @@ def test_other_machines_need_a_token_and_tls(
         connection.receive(log_server.FrameKind.ANSWER, 100)
     connection.close()
     with LogMirror(server.address, Credentials(TOKEN, certificate[0]), tmp_path / "m") as there:
-        assert states_until(Shadow(there, ONE), 12)[12] == bits(restored(run, 12))
+        assert states_until(Shadow(there, resources=ONE), 12)[12] == bits(restored(run, 12))
     server.close()
 
 
@@ -438,7 +438,7 @@ def test_damage_on_the_way_ends_the_steps_before_it(run: Path, tmp_path: Path, m
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    files = Shadow(damaged, ONE)
+    files = Shadow(damaged, resources=ONE)
     while files.poll() or files.has_more:
         pass
     with served(damaged, tmp_path) as (_, shadow):
@@ -468,7 +468,7 @@ def test_a_thousand_steps_are_caught_up_and_each_record_is_read_once(
 
     monkeypatch.setattr(record, "_next", counted)
     with served(run, tmp_path) as (_, there):
-        shadow = there if way == "socket" else Shadow(run, ONE)
+        shadow = there if way == "socket" else Shadow(run, resources=ONE)
         most = 0
         while shadow.step != 1000:
             most = max(most, shadow.poll())
@@ -531,7 +531,7 @@ def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: s
     (run / index.NAME).write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
     contents = cut(run, last.folder, 0.05)
     with served(run, tmp_path) as (server, there):
-        shadow = there if way == "socket" else Shadow(run, ONE)
+        shadow = there if way == "socket" else Shadow(run, resources=ONE)
         assert states_until(shadow, 3)[3] == bits(restored(run, 3))
         assert shadow.status.segment == first.folder
         address = f"tcp://{server.address}" if way == "socket" else run
@@ -548,7 +548,7 @@ def test_the_next_segment_may_be_in_the_list_before_the_last_step_is_seen(way: s
     first, last = write_segments(run)
     contents = cut(run, first.folder, 0.8)
     with served(run, tmp_path) as (_, there):
-        shadow = there if way == "socket" else Shadow(run, ONE)
+        shadow = there if way == "socket" else Shadow(run, resources=ONE)
         states_until(shadow, 2)
         (run / "draft").write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
         (run / "draft").rename(run / index.NAME)

@@ -33,7 +33,7 @@ NAMES = [
 
 
 def written(source: Checkpoint, target: Path) -> Path:
-    save(source, target, writable("torch"), Resources())
+    save(source, target, writable("torch"))
     return target
 
 

@@ -29,7 +29,7 @@ def test_every_flaw_is_found_with_its_tensor() -> None:
 
 
 def test_damage_is_found_with_the_tensor_that_it_touches(tmp_path: Path) -> None:
-    save(everything(), tmp_path / "u", Universal(), EFFORT)
+    save(everything(), tmp_path / "u", Universal(), resources=EFFORT)
     source = Universal().read(tmp_path / "u", ReadOptions())
     raws = [(p.name, raw) for p, _, tensor in source.tensors() for raw in tensor.sources() if raw.span]
     assert len(raws) > 5

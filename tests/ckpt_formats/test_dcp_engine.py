@@ -259,7 +259,7 @@ def test_it_verifies(kind: Kind, checkpoint: Checkpoint) -> None:
 
 
 def test_universal_holds_the_same(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
-    save(checkpoint, tmp_path / "u", writable("universal"), Resources())
+    save(checkpoint, tmp_path / "u", writable("universal"))
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
     assert again.groups == checkpoint.groups
@@ -318,11 +318,11 @@ def write(job: Job, zoo: Path, out: Path) -> None:
     """Write the checkpoint of a job as ours does."""
     source = opened(job.kind, zoo, truth_of(job.kind, zoo)) if job.kind else cast(open_checkpoint(SAMPLE), "fp32")
     if job.by_universal:
-        save(source, out / f"{job}.universal", writable("universal"), Resources())
+        save(source, out / f"{job}.universal", writable("universal"))
         source = open_checkpoint(out / f"{job}.universal")
     layout = LAYOUTS[job.layout]
     degrees = {"dp": layout["shards"], "tp": layout["tp"] if layout["tp"] > 1 else None}
-    save(source, out / str(job), writable("dcp", keys=job.keys, **degrees), Resources())
+    save(source, out / str(job), writable("dcp", keys=job.keys, **degrees))
 
 
 def truth_of_deepspeed() -> dict[str, Any]:
@@ -449,7 +449,7 @@ def test_a_flipped_bit_that_torch_takes_is_refused_by_name(broken: Broken, tmp_p
     source = open_checkpoint(broken.flipped)
     assert [VICTIM in str(finding) for finding in find_problems(source, Resources())] == [True]
     with pytest.raises(CorruptError, match=re.escape(VICTIM)):
-        save(source, tmp_path / "u", writable("universal"), Resources())
+        save(source, tmp_path / "u", writable("universal"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -462,12 +462,12 @@ def test_a_flipped_bit_in_what_was_compressed_is_refused_by_name(zoo: Path, tmp_
     source = open_checkpoint(folder)
     assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Resources()))
     with pytest.raises((CorruptError, IncompleteError), match=re.escape(VICTIM.removeprefix("model."))):
-        save(source, tmp_path / "u", writable("universal"), Resources())
+        save(source, tmp_path / "u", writable("universal"))
     assert not (tmp_path / "u").exists()
 
 
 def test_a_missing_chunk_that_torch_takes_is_refused_with_tensor_and_box(broken: Broken, tmp_path: Path) -> None:
     assert broken.merged["missing"].shape == broken.truth.shape
     with pytest.raises(IncompleteError, match=r"tok_embeddings\.weight.*\[126:251, 0:48\]"):
-        save(open_checkpoint(broken.missing), tmp_path / "u", writable("universal"), Resources())
+        save(open_checkpoint(broken.missing), tmp_path / "u", writable("universal"))
     assert list(tmp_path.iterdir()) == []

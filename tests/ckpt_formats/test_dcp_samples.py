@@ -52,7 +52,7 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
 
 
 def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
-    save(open_checkpoint(sample), tmp_path / "u", writable("universal"), Resources())
+    save(open_checkpoint(sample), tmp_path / "u", writable("universal"))
     assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
 
 

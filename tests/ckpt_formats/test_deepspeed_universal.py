@@ -42,7 +42,7 @@ def step_in(folder: Path) -> Path:
 
 
 def write(checkpoint: Checkpoint, folder: Path, **degrees: Any) -> Checkpoint:
-    save(checkpoint, folder, writable("deepspeed-universal", **degrees), Resources())
+    save(checkpoint, folder, writable("deepspeed-universal", **degrees))
     return open_checkpoint(folder)
 
 
@@ -181,7 +181,7 @@ def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) ->
 
 def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
     first = write(source(ZERO1), tmp_path / "a")
-    save(first, tmp_path / "b", writable("deepspeed", dp=3, zero=3), Resources())
+    save(first, tmp_path / "b", writable("deepspeed", dp=3, zero=3))
     last = write(open_checkpoint(tmp_path / "b"), tmp_path / "c", zero=2)
     assert_same(last, source(ZERO1))
 
@@ -291,7 +291,7 @@ def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
         Rule("norm", "replicated"),
         Rule("column"),
     )
-    save(original, tmp_path / "u", writable("deepspeed-universal", rules=rules), Resources())
+    save(original, tmp_path / "u", writable("deepspeed-universal", rules=rules))
     trees = {file.parent.name: open_file(file).root for file in (tmp_path / "u").glob("**/fp32.pt")}
     entries = {name: {k: v for k, v in tree.items() if k != "param"} for name, tree in trees.items()}
     sub_shape = entries["qkv"].pop("sub_param_shape")

@@ -162,7 +162,7 @@ def reports(
     out = tmp_path_factory.mktemp("ours")
     jobs = [*JOBS, MIXES_UP, FIRST_OPTIONS]
     for kind in dict.fromkeys(job.kind for job in jobs):
-        save(open_checkpoint(zoo / kind / "ckpt"), out / kind, writable("deepspeed-universal"), Resources())
+        save(open_checkpoint(zoo / kind / "ckpt"), out / kind, writable("deepspeed-universal"))
     given = [
         {
             "checkpoint": (theirs if job.by_them else out) / job.kind,

@@ -47,7 +47,7 @@ def test_groups_keep_their_options(kind, truth):
 
 
 def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
-    save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"), Resources())
+    save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, truth)
     assert find_problems(checkpoint, Resources()) == []
@@ -58,7 +58,7 @@ def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
 
 
 def test_torch_loads_what_we_write_without_running_code(kind, truth, tmp_path):
-    save(open_checkpoint(kind / "ckpt"), tmp_path / "m.pt", writable("torch"), Resources())
+    save(open_checkpoint(kind / "ckpt"), tmp_path / "m.pt", writable("torch"))
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, states in truth["params"].items():
         assert torch.equal(loaded["model"][name], states["lp"]), name

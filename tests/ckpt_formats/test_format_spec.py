@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
 from ckpt_codecs import from_config
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
@@ -47,7 +46,7 @@ def tensor_of(array):
 
 
 def universal(source, out):
-    save(source, out, writable("universal"), Resources())
+    save(source, out, writable("universal"))
     return out
 
 
@@ -134,7 +133,7 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
         "large": Parameter("large", "parameter", {s: tensor_of(a) for s, a in large.items()}),
     }
     source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
-    save(source, tmp_path / "u", writable("universal", codec="auto"), Resources())
+    save(source, tmp_path / "u", writable("universal", codec="auto"))
     reader = UniversalDecoder(tmp_path / "u", decode)
     assert any(row["storage"] == CODED for entry in reader.entries.values() for row in entry["states"].values())
     for parameter, state, tensor in source.tensors():

@@ -113,14 +113,14 @@ def test_what_we_read_is_what_the_job_held(job):
 
 
 def test_what_we_convert_is_the_same(job, tmp_path):
-    save(job.open(), tmp_path / "u", writable("universal"), Resources())
+    save(job.open(), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, job)
     assert find_problems(checkpoint, Resources()) == []
 
 
 def test_torch_loads_what_we_convert(job, tmp_path):
-    save(job.open(), tmp_path / "m.pt", writable("torch"), Resources())
+    save(job.open(), tmp_path / "m.pt", writable("torch"))
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, expected in job.truth["model"].items():
         assert torch.equal(loaded["model"][name], expected), name

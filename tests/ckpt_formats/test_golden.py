@@ -189,7 +189,7 @@ def test_it_is_undamaged(golden: Checkpoint) -> None:
 
 def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
     """Today's writer gives the same bytes, except for its version in the manifest, and spaces there."""
-    save(golden, tmp_path / "again", Universal(), Resources(2))
+    save(golden, tmp_path / "again", Universal(), resources=Resources(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):
         assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
     written, stored = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))

@@ -229,10 +229,10 @@ def test_what_ranks_wrote_is_put_together(name: str, samples: Path) -> None:
 def test_a_trainers_folder_goes_into_the_universal_format_and_back(samples: Path, tmp_path: Path) -> None:
     folder = samples / "trainer" / "llama_tied" / f"checkpoint-{STEPS}"
     source = open_checkpoint(folder)
-    save(source, tmp_path / "universal", writable("universal"), Resources())
+    save(source, tmp_path / "universal", writable("universal"))
     middle = open_checkpoint(tmp_path / "universal")
     assert_is_the_optimizer(middle, torch.load(folder.parent / "optimizer.truth.pt"))
-    save(middle, tmp_path / "hf", writable("hf"), Resources())
+    save(middle, tmp_path / "hf", writable("hf"))
     made_of_it = open_checkpoint(tmp_path / "hf")
     assert weights(made_of_it) == weights(source)
     assert made_of_it.aliases == source.aliases
@@ -250,7 +250,7 @@ def test_a_trainers_folder_goes_into_the_universal_format_and_back(samples: Path
 def write(source: Checkpoint, target: Path, **options: Any) -> list[str]:
     """Write a folder; the notes of its plan."""
     job = Job(source, target, writable("hf", **options))
-    job.run(Resources())
+    job.run(resources=Resources())
     return [str(note) for note in job.plan().notes]
 
 
@@ -282,7 +282,7 @@ def loaded(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for prefix in WRAPPED:
         named = f"llama_tied_{prefix}"
         job(named, wrapped(tied, prefix), samples / "truth" / "llama_tied.pt", config=samples / "models" / "llama_tied")
-    save(tied, out / "universal", writable("universal"), Resources())
+    save(tied, out / "universal", writable("universal"))
     job("llama_tied_from_universal", open_checkpoint(out / "universal"), samples / "truth" / "llama_tied.pt")
     engine = open_checkpoint(samples / "deepspeed")
     assert len(engine.groups[0].names) == len(engine.parameters)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckpt.job import save
-from ckpt.pipeline import Resources, plan
+from ckpt.pipeline import plan
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Array
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
     values = random.standard_normal((700, 400)).astype(np.float32)
     large = {"fp32": values, "exp_avg_sq": values**2}
     source = checkpoint([parameter("w", small), parameter("large", large)])
-    save(source, tmp_path / "saved", Universal(codec="auto"), Resources())
+    save(source, tmp_path / "saved", Universal(codec="auto"))
     return tmp_path / "saved"
 
 

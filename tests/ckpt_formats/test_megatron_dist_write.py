@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt import pipeline
 from ckpt.job import save
-from ckpt.pipeline import Resources, plan
+from ckpt.pipeline import plan
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, UnsupportedError
@@ -41,7 +41,7 @@ LAYERS = 4
 
 def written(source: Checkpoint, at: Path, **degrees: Any) -> Checkpoint:
     """What is read of a checkpoint after it was written at these degrees."""
-    save(source, at, MegatronDist(**degrees), Resources())
+    save(source, at, MegatronDist(**degrees))
     return open_checkpoint(at)
 
 

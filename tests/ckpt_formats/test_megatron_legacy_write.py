@@ -29,7 +29,7 @@ UNIT = 12
 
 
 def reshard(source: Checkpoint, target: Path, **degrees: Any) -> Checkpoint:
-    save(source, target, writable("megatron-legacy", **degrees), EFFORT)
+    save(source, target, writable("megatron-legacy", **degrees), resources=EFFORT)
     assert detect(target).name == "megatron-legacy"
     return open_checkpoint(target)
 

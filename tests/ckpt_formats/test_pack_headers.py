@@ -48,7 +48,7 @@ def rewrite(folder: Path, change: Callable[[Entries], object]) -> None:
 def saved(tmp_path: Path) -> Path:
     values = np.arange(6, dtype=np.float32)
     source = checkpoint([parameter("v", {"fp32": values}), parameter("w", {"fp32": values + 1, "exp_avg": values})])
-    save(source, tmp_path / "saved", Universal(), TWO)
+    save(source, tmp_path / "saved", Universal(), resources=TWO)
     return tmp_path / "saved"
 
 
@@ -101,7 +101,7 @@ def test_in_a_chain_the_member_that_names_the_pack_is_checked_too(tmp_path: Path
 @pytest.mark.parametrize("target", ["folder", "file.ucp"])
 @pytest.mark.parametrize("codec", [None, "auto"])
 def test_headers_of_everything_agree(tmp_path: Path, target: str, codec: str | None) -> None:
-    save(everything(), tmp_path / target, Universal(codec=codec, pack_nbytes=1 << 10), TWO)
+    save(everything(), tmp_path / target, Universal(codec=codec, pack_nbytes=1 << 10), resources=TWO)
     assert [one for one in find_problems(open_checkpoint(tmp_path / target), TWO) if one.kind == "header"] == []
 
 

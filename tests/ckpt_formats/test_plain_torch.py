@@ -181,7 +181,7 @@ def test_tensors_of_every_type_and_shape_read_and_are_written_true(legacy: bool,
     torch.save(state, tmp_path / "theirs.pt", _use_new_zipfile_serialization=not legacy)
     original = open_checkpoint(tmp_path / "theirs.pt")
     assert_holds(original, state)
-    save(original, tmp_path / "ours.pt", Torch(), EFFORT)
+    save(original, tmp_path / "ours.pt", Torch(), resources=EFFORT)
     assert {n: raw(t) for n, t in load(tmp_path / "ours.pt")["model"].items()} == {n: raw(t) for n, t in state.items()}
 
 
@@ -200,7 +200,7 @@ def test_transposed_and_expanded_tensors_and_views_read_true(tmp_path: Path) -> 
     torch.save(state, tmp_path / "file.pt")
     restored = open_checkpoint(tmp_path / "file.pt")
     assert_holds(restored, state)
-    save(restored, tmp_path / "ours.pt", Torch(), EFFORT)
+    save(restored, tmp_path / "ours.pt", Torch(), resources=EFFORT)
     assert_holds(open_checkpoint(tmp_path / "ours.pt"), state)
 
 
@@ -219,8 +219,8 @@ def test_training_goes_on_bit_for_bit_through_universal_and_back(name: str, grou
         assert source.notices
         return
     assert source.origin.step == 3
-    save(source, tmp_path / "universal", Universal(), EFFORT)
-    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), EFFORT)
+    save(source, tmp_path / "universal", Universal(), resources=EFFORT)
+    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), resources=EFFORT)
     back = load(tmp_path / "back.pt")
 
     torch.manual_seed(99)
@@ -276,7 +276,7 @@ def test_an_optimizer_whose_numbers_could_mean_two_things_is_carried_not_guessed
     restored = open_checkpoint(tmp_path / "saved.pt")
     assert restored.notices
     assert all(set(p.states) == {MODEL} for p in restored.parameters.values() if p.role != "extra")
-    save(restored, tmp_path / "ours.pt", Torch(), EFFORT)
+    save(restored, tmp_path / "ours.pt", Torch(), resources=EFFORT)
     carried, saved = load(tmp_path / "ours.pt")["extras"]["optimizer"], optimizer.state_dict()
     assert carried["param_groups"] == saved["param_groups"]
     for number, state in saved["state"].items():
@@ -288,8 +288,8 @@ def test_tied_weights_share_their_storage_again(tmp_path: Path) -> None:
     torch.save(net.state_dict(), tmp_path / "saved.pt")
     restored = open_checkpoint(tmp_path / "saved.pt")
     assert restored.aliases == {"head.weight": "embed.weight"}
-    save(restored, tmp_path / "universal", Universal(), EFFORT)
-    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), EFFORT)
+    save(restored, tmp_path / "universal", Universal(), resources=EFFORT)
+    save(open_checkpoint(tmp_path / "universal"), tmp_path / "back.pt", Torch(), resources=EFFORT)
     model = load(tmp_path / "back.pt")["model"]
     assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
     assert model["first.weight"].data_ptr() != model["second.weight"].data_ptr()
@@ -303,7 +303,7 @@ def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any],
         {"model": {n: values_of(p) for n, p in net.named_parameters()}, "optimizer": optimizer.state_dict()},
         tmp_path / "saved.pt",
     )
-    save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "ours.pt", Torch(), EFFORT)
+    save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "ours.pt", Torch(), resources=EFFORT)
     ours = load(tmp_path / "ours.pt")
     assert {n: raw(t) for n, t in ours["model"].items()} == {n: raw(p) for n, p in net.named_parameters()}
     assert [g["weight_decay"] for g in ours["optimizer"]["param_groups"]] == [0.1, 0.0, 0.01]
@@ -311,7 +311,7 @@ def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any],
 
 
 def through(source: Checkpoint, at: Path) -> Checkpoint:
-    save(source, at / "file.pt", Torch(), EFFORT)
+    save(source, at / "file.pt", Torch(), resources=EFFORT)
     load(at / "file.pt")
     return Torch().read(at / "file.pt", ReadOptions())
 
@@ -366,7 +366,7 @@ def test_tensors_among_the_extras_keep_their_places(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "saved.pt")
     restored = open_checkpoint(tmp_path / "saved.pt")
     assert isinstance(restored.extras["rng"], TensorName)
-    save(restored, tmp_path / "universal", Universal(), EFFORT)
+    save(restored, tmp_path / "universal", Universal(), resources=EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
     assert plain(dict(back.extras)) == plain(dict(restored.extras))
     extras = load(tmp_path / "file.pt")["extras"]
@@ -400,7 +400,7 @@ def test_tensors_among_options_and_values_are_carried(tmp_path: Path) -> None:
     state["state"][0]["history"] = [torch.arange(2), {"deep": torch.ones(1)}]
     torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "saved.pt")
     restored = open_checkpoint(tmp_path / "saved.pt")
-    save(restored, tmp_path / "universal", Universal(), EFFORT)
+    save(restored, tmp_path / "universal", Universal(), resources=EFFORT)
     back = through(open_checkpoint(tmp_path / "universal"), tmp_path)
     ours = load(tmp_path / "file.pt")["optimizer"]
     assert raw(ours["param_groups"][0]["lr"]) == raw(lr)
@@ -466,7 +466,7 @@ def test_values_without_end_are_refused_or_carried_but_never_hang(
 ) -> None:
     torch.save(wrap(bad()), tmp_path / "bad.pt")
     with pytest.raises(CkptError):
-        save(open_checkpoint(tmp_path / "bad.pt"), tmp_path / "target", target, EFFORT)
+        save(open_checkpoint(tmp_path / "bad.pt"), tmp_path / "target", target, resources=EFFORT)
     assert not (tmp_path / "target").exists()
 
 
@@ -491,7 +491,7 @@ OURS_DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("kind", OURS_DAMAGED)
 def test_a_file_in_our_form_that_contradicts_itself_is_corrupt(kind: str, tmp_path: Path) -> None:
     one = parameter("w", {"param": np.ones(2, np.float32), "exp_avg": np.ones(2, np.float32)}, step=1)
-    save(checkpoint([one], (Group({}, ("w",)),)), tmp_path / "ours.pt", Torch(), EFFORT)
+    save(checkpoint([one], (Group({}, ("w",)),)), tmp_path / "ours.pt", Torch(), resources=EFFORT)
     root = load(tmp_path / "ours.pt")
     torch.save(root, tmp_path / "same.pt")
     assert contents(open_checkpoint(tmp_path / "same.pt")) == contents(checkpoint([one]))
@@ -510,7 +510,7 @@ def test_a_flipped_bit_of_a_tensor_is_never_copied(tmp_path: Path) -> None:
     bad[raw_blob.offset + 5] ^= 4
     (tmp_path / "saved.pt").write_bytes(bytes(bad))
     with pytest.raises(CorruptError, match="crc32"):
-        save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "target", Universal(), EFFORT)
+        save(open_checkpoint(tmp_path / "saved.pt"), tmp_path / "target", Universal(), resources=EFFORT)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "x.ckpt", "no-suffix"])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import MODEL, Parameter
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import TensorName, Value
@@ -25,7 +24,7 @@ JOB = Path(__file__).parents[1] / "hf_jobs" / "resume_zero.py"
 
 
 def test_the_files_of_a_trainer_are_files_again(tmp_path: Path) -> None:
-    save(open_checkpoint(TRAINER), tmp_path / "out", DeepSpeed(dp=2), Resources())
+    save(open_checkpoint(TRAINER), tmp_path / "out", DeepSpeed(dp=2))
     beside = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert beside == {path.name for path in TRAINER.iterdir()} - {"model.safetensors", "optimizer.pt"} | {"latest"}
     for name in ("config.json", "trainer_state.json"):
@@ -43,8 +42,8 @@ def test_the_files_come_back_through_the_universal_format(tmp_path: Path) -> Non
     shutil.copytree(TRAINER, tmp_path / "run")
     (tmp_path / "run" / "tokenizer.model").write_bytes(b"\0pieces\xff")
     source = open_checkpoint(tmp_path / "run")
-    save(source, tmp_path / "u.ucp", writable("universal").for_target(tmp_path / "u.ucp"), Resources())
-    save(open_checkpoint(tmp_path / "u.ucp"), tmp_path / "out", DeepSpeed(), Resources())
+    save(source, tmp_path / "u.ucp", writable("universal").for_target(tmp_path / "u.ucp"))
+    save(open_checkpoint(tmp_path / "u.ucp"), tmp_path / "out", DeepSpeed())
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"\0pieces\xff"
     again = open_checkpoint(tmp_path / "out")
     keys = {key for key in source.extras if key.startswith("hf/")}
@@ -63,7 +62,7 @@ def test_no_file_is_written_elsewhere(name: str, tmp_path: Path) -> None:
     value: Value = {"a": 1} if name.endswith(".json") else TensorName("content")
     (tmp_path / "run").mkdir()
     hostile = replace(source, parameters={**source.parameters, "content": content}, extras={f"hf/{name}": value})
-    save(hostile, tmp_path / "run" / "out", DeepSpeed(), Resources())
+    save(hostile, tmp_path / "run" / "out", DeepSpeed())
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
     assert {path.name for path in (tmp_path / "run" / "out").iterdir()} == {"latest", "global_step4"}
     assert (tmp_path / "run" / "out" / "latest").read_text() == "global_step4"

@@ -40,7 +40,7 @@ EFFORT = Resources(2, 1 << 20)
 
 
 def write(source: Checkpoint, target: Path, shard_nbytes: int = 5 << 30) -> Checkpoint:
-    save(source, target, Safetensors(shard_nbytes=shard_nbytes), EFFORT)
+    save(source, target, Safetensors(shard_nbytes=shard_nbytes), resources=EFFORT)
     return Safetensors().read(target, ReadOptions())
 
 

@@ -47,8 +47,8 @@ def source() -> Checkpoint:
     "options", [{}, {"pack_nbytes": 1}, {"codec": "auto"}, {"codec": "auto", "pack_nbytes": 300}], ids=str
 )
 def test_one_file_has_the_values_of_the_folder(options: dict[str, object], tmp_path: Path) -> None:
-    save(source(), tmp_path / "folder", Universal(**options), EFFORT)
-    save(source(), tmp_path / "one.ucp", Universal(**options), EFFORT)
+    save(source(), tmp_path / "folder", Universal(**options), resources=EFFORT)
+    save(source(), tmp_path / "one.ucp", Universal(**options), resources=EFFORT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "one.ucp"]
     folder, one = open_checkpoint(tmp_path / "folder"), open_checkpoint(tmp_path / "one.ucp")
     assert contents(one) == contents(folder)
@@ -59,18 +59,23 @@ def test_one_file_has_the_values_of_the_folder(options: dict[str, object], tmp_p
         folder.aliases,
     )
     assert {f.kind for f in find_problems(one, EFFORT)} <= {"copy"}
-    save(one, tmp_path / "again", Universal(), EFFORT)
+    save(one, tmp_path / "again", Universal(), resources=EFFORT)
     assert contents(open_checkpoint(tmp_path / "again")) == contents(folder)
 
 
 def test_workers_and_packs_do_not_show_in_it(tmp_path: Path) -> None:
     for number, workers in enumerate((1, 2, 7)):
-        save(source(), tmp_path / f"{number}.ucp", Universal(pack_nbytes=300), Resources(workers, 1 << (10 + number)))
+        save(
+            source(),
+            tmp_path / f"{number}.ucp",
+            Universal(pack_nbytes=300),
+            resources=Resources(workers, 1 << (10 + number)),
+        )
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
 
 def test_any_reader_of_safetensors_sees_its_plain_states(tmp_path: Path) -> None:
-    save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=200), EFFORT)
+    save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=200), resources=EFFORT)
     one = open_checkpoint(tmp_path / "one.ucp")
     plain = {
         f"{name}/{state}": tensor
@@ -88,7 +93,7 @@ def test_any_reader_of_safetensors_sees_its_plain_states(tmp_path: Path) -> None
 
 
 def test_states_of_whole_words_are_aligned(tmp_path: Path) -> None:
-    save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=200), EFFORT)
+    save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=200), resources=EFFORT)
     blobs = [
         t.fragments[0].blob
         for p in open_checkpoint(tmp_path / "one.ucp").parameters.values()
@@ -101,7 +106,7 @@ def test_states_of_whole_words_are_aligned(tmp_path: Path) -> None:
 
 
 def test_a_state_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(source(), tmp_path / "one.ucp", Universal(), EFFORT)
+    save(source(), tmp_path / "one.ucp", Universal(), resources=EFFORT)
     reads = list[int]()
     preadv = os.preadv
 
@@ -126,7 +131,7 @@ def test_a_state_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "one.ucp"
     values = np.arange(3, dtype=np.float32)
-    save(checkpoint([parameter("w", {"param": values, "exp_avg": values})]), path, Universal(), EFFORT)
+    save(checkpoint([parameter("w", {"param": values, "exp_avg": values})]), path, Universal(), resources=EFFORT)
     nbytes, last = path.stat().st_size, last_entries(path)
     header = 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
     for byte in [*range(250), *range(header - 8, nbytes)]:
@@ -179,7 +184,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_file_is_refused_in_the_right_words(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "one.ucp"
-    save(everything(), path, Universal(), EFFORT)
+    save(everything(), path, Universal(), resources=EFFORT)
     change, words = HOSTILE[kind]
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CorruptError, match=words):
@@ -193,7 +198,7 @@ def test_a_hostile_file_is_refused_in_the_right_words(kind: str, tmp_path: Path)
 
 def test_a_manifest_that_states_other_packs_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.ucp"
-    save(everything(), path, Universal(), EFFORT)
+    save(everything(), path, Universal(), resources=EFFORT)
     data, last = path.read_bytes(), last_entries(path)
     fields = json.loads(last.manifest.read())
     del fields["checksum"]
@@ -211,7 +216,7 @@ def test_more_states_than_a_header_can_have_are_refused_before_anything_is_writt
 ) -> None:
     monkeypatch.setattr("ckpt_formats.universal.format.MAX_HEADER", 1000)
     with pytest.raises(UnsupportedError, match="one file cannot hold"):
-        save(everything(), tmp_path / "one.ucp", Universal(), EFFORT)
+        save(everything(), tmp_path / "one.ucp", Universal(), resources=EFFORT)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,16 +226,16 @@ def test_a_delta_is_no_single_file(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_job_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
-    save(source(), tmp_path / "good.ucp", Universal(pack_nbytes=1), EFFORT)
+    save(source(), tmp_path / "good.ucp", Universal(pack_nbytes=1), resources=EFFORT)
 
     def stop(done: int, total: int) -> None:
         if done > 0.95 * total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), Resources(1, 1 << 20), stop)
+        save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=Resources(1, 1 << 20), progress=stop)
     assert not (tmp_path / "one.ucp").exists()
-    assert save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), EFFORT).resumed > 0
+    assert save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=EFFORT).resumed > 0
     assert (tmp_path / "one.ucp").read_bytes() == (tmp_path / "good.ucp").read_bytes()
 
 

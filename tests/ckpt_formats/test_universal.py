@@ -38,7 +38,7 @@ PACK = "packs/00000.safetensors"
 
 
 def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Checkpoint:
-    save(source, target, Universal(), effort)
+    save(source, target, Universal(), resources=effort)
     return Universal().read(target, ReadOptions())
 
 
@@ -428,7 +428,7 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
             assert f"{name}/{state}" in problem.what
             assert "chunk 0 of 1" in problem.what
             with pytest.raises(CorruptError, match="checksum"):
-                save(reopened, tmp_path / "copied", Universal(), EFFORT)
+                save(reopened, tmp_path / "copied", Universal(), resources=EFFORT)
             assert not (tmp_path / "copied").exists()
         flip(pack.path, byte, byte % 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]

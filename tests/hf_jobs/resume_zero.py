@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
 from ckpt_formats.engines.deepspeed import DeepSpeed
 from ckpt_formats.registry.opening import open_checkpoint
 from engines import ranks
@@ -72,7 +71,7 @@ def main() -> None:
     ranks.run(1, lambda: train(before, None), out / "log-before")
     after.mkdir()
     name = f"checkpoint-{SAVED}"
-    save(open_checkpoint(before / name), after / name, DeepSpeed(dp=2), Resources())
+    save(open_checkpoint(before / name), after / name, DeepSpeed(dp=2))
     ranks.run(2, lambda: train(after, after / name), out / "log-after")
 
 

@@ -195,7 +195,7 @@ def npy(tmp_path, monkeypatch):
 def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
     source = cast(open_checkpoint(SAMPLE), "fp32")
     out = tmp_path / "arrays"
-    save(source, out, npy, Resources())
+    save(source, out, npy)
     assert detect(out).name == "npy"
     checkpoint = open_checkpoint(out)
     assert list(checkpoint.parameters) == list(source.parameters)
@@ -204,7 +204,7 @@ def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
         np.load(file)
     for name, parameter in source.parameters.items():
         assert np.array_equal(read(checkpoint.parameters[name].weight), read(parameter.weight)), name
-    save(checkpoint, tmp_path / "back", writable("universal"), Resources())
+    save(checkpoint, tmp_path / "back", writable("universal"))
     back = open_checkpoint(tmp_path / "back")
     assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
 

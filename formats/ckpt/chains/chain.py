@@ -8,8 +8,9 @@ from ckpt.chains.compact import CompactResult, Retention, compact
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
-from ckpt.job import Progress
+from ckpt.job import Progress, format_for
 from ckpt.pipeline import Resources, Result
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.format import ReadOptions, WritableFormat
@@ -25,7 +26,8 @@ class Chain(Mapping[int, Checkpoint]):
     extends meanwhile shows its new steps.
     """
 
-    def __init__(self, path: Path | str, *, anonymous: bool = False) -> None:
+    @checked
+    def __init__(self, path: StrPath, *, anonymous: bool = False) -> None:
         """`anonymous`: ask a store without credentials, for what is public."""
         self._path = source_path(path, anonymous)
 
@@ -74,12 +76,13 @@ class Chain(Mapping[int, Checkpoint]):
         path = self.path
         return max((steps.stop - 1 for steps in states.step_ranges(path, _index(path))), default=None)
 
+    @checked
     def append(
         self,
         state: Checkpoint,
         policy: DeltaPolicy | None = None,
-        step: int | None = None,
         *,
+        step: int | None = None,
         parent: Checkpoint | None = None,
         resources: Resources | None = None,
         progress: Progress | None = None,
@@ -90,34 +93,44 @@ class Chain(Mapping[int, Checkpoint]):
         there, and compared. None: they are read from where the last state was appended from, or replayed.
         If this fails, the chain is unchanged. Raises `CkptError` of the kind that fits.
         """
-        return append(self.path, state, step, policy or DeltaPolicy(), resources or Resources(), progress, parent)
+        return append(
+            self.path, state, step, policy or DeltaPolicy(), resources or Resources.of_machine(), progress, parent
+        )
 
+    @checked
     def restore(
         self,
         step: int | None,
-        target: Path | str,
-        format: WritableFormat,
+        target: StrPath,
+        format: WritableFormat | str | None = None,
         *,
         resources: Resources | None = None,
         progress: Progress | None = None,
     ) -> Result:
-        """Write the state of a step (None: the last) in any format. Each delta is replayed once.
+        """Write the state of a step (None: the last) in a format as `save` takes it. Each delta is replayed once.
 
         Raises `CkptError`; if a delta is damaged, its hint names the last step before it that can be restored.
         """
         path = self.path
         if not path.exists():
             raise NotFoundError("there is no chain at this path", where=path)
+        place = target_path(target)
         return restore(
-            open_step(path, step, ReadOptions()), target_path(target), format, resources or Resources(), progress
+            open_step(path, step, ReadOptions()),
+            place,
+            format_for(format, place),
+            resources or Resources.of_machine(),
+            progress,
         )
 
+    @checked
     def verify(
         self, *, replay: bool = False, resources: Resources | None = None, progress: Progress | None = None
     ) -> ChainReport:
         """Check every member and every logged step; with `replay`, repeat the logged steps and compare."""
-        return verify_chain(self.path, resources or Resources(), progress, replay)
+        return verify_chain(self.path, resources or Resources.of_machine(), progress, replay)
 
+    @checked
     def compact(
         self,
         retention: Retention,
@@ -127,7 +140,7 @@ class Chain(Mapping[int, Checkpoint]):
         progress: Progress | None = None,
     ) -> CompactResult:
         """Remove states, and write states again that depend on them. A state that stays keeps all its bits."""
-        return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources(), progress)
+        return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources.of_machine(), progress)
 
 
 def _index(path: Path) -> ChainIndex:

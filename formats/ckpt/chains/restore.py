@@ -98,7 +98,7 @@ def replay_work(checkpoint: Checkpoint) -> ReplayWork:
     return ReplayWork(len(folders), stored, decoded)
 
 
-def plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources = Resources()) -> Plan:
+def plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources) -> Plan:
     """The files that `restore` writes, with notes about the deltas to replay and the temporary space that it needs."""
     job = Job(state.checkpoint, target, format)
     planned = job.plan() if isinstance(format, Universal) else _with_note(job.plan(), state.checkpoint)
@@ -138,10 +138,10 @@ def _restore(
     removed with it.
     """
     if isinstance(format, Universal):
-        return Job(source, target, _with_content(source, format)).run(resources, progress)
+        return Job(source, target, _with_content(source, format)).run(resources=resources, progress=progress)
     job = Job(source, target, format)
     if not _replays(source):
-        return job.run(resources, progress)
+        return job.run(resources=resources, progress=progress)
     if resources.shard is not None:
         raise UnsupportedError(
             f"the state is replayed before it is written as {format.name}, which shards cannot share",
@@ -151,11 +151,11 @@ def _restore(
     if isinstance(target, StorePath):
         with scratch_folder(resources.scratch) as scratch:
             replayed = _replayed(source, scratch, scratch, needed, resources, progress)
-            return Job(replayed, target, format).run(resources, progress)
+            return Job(replayed, target, format).run(resources=resources, progress=progress)
     stage = staging_folder(target)
     replayed = _replayed(source, target, stage, needed, resources, progress)
     try:
-        return Job(replayed, target, format).run(resources, progress)
+        return Job(replayed, target, format).run(resources=resources, progress=progress)
     except CkptError as error:
         if not isinstance(error, OutputError):  # after an OutputError, an equal job can continue
             shutil.rmtree(stage, ignore_errors=True)
@@ -178,7 +178,7 @@ def _replayed(
         if is_beside:
             make_staging(stage, place)
         try:
-            Job(source, folder, _with_content(source, Universal())).run(resources, progress)
+            Job(source, folder, _with_content(source, Universal())).run(resources=resources, progress=progress)
         except CkptError:
             with suppress(OSError):
                 stage.rmdir()  # fails if it is not empty: then an equal job can continue

@@ -28,7 +28,7 @@ def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint
     """
     state = source if member.exact else _decoded(listed_again(run / member.folder), earlier)
     target = run / f"tip-{member.step:010d}"
-    Job(state, target, Universal(codec=AUTO, content=member.content)).run(resources)
+    Job(state, target, Universal(codec=AUTO, content=member.content)).run(resources=resources)
     files = [path for path in listed_again(target).rglob("*") if path.is_file()]
     return Tip(target.name, member.content, sum(path.stat().st_size for path in files))
 

@@ -126,7 +126,7 @@ def _evaluate(
 ) -> float:
     """The loss of a state by the command; the state is written for it, and removed."""
     target = folder / "state"
-    Job(state, target, format).run(resources)
+    Job(state, target, format).run(resources=resources)
     loss = _run(evaluation, target)
     shutil.rmtree(target)
     return loss

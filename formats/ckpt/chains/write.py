@@ -252,7 +252,7 @@ def _parent(folder: Path, content: str, target: Path) -> Parent:
 def _write(
     source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: Progress | None
 ) -> AppendResult:
-    result = Job(source, target, format).run(resources, progress)
+    result = Job(source, target, format).run(resources=resources, progress=progress)
     written = listed_again(target)
     return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result)
 

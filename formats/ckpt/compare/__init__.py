@@ -52,7 +52,7 @@ def diff(
     `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
     """
     a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
-    return diff_selected(a, b, states, tensors_only, resources or Resources(), progress)
+    return diff_selected(a, b, states, tensors_only, resources or Resources.of_machine(), progress)
 
 
 def diff_selected(

@@ -11,7 +11,7 @@ from ckpt.copying.verbatim import Verbatim
 from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.targets import check_target
-from ckpt_formats.core.arguments import Checked
+from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.zero_values import zero_notices
@@ -25,8 +25,8 @@ class Copy(Checked):
     `source` and `target` are in the file system or in stores. An equal copy continues where this one stopped.
     """
 
-    source: Path | str
-    target: Path | str
+    source: StrPath
+    target: StrPath
     everything: bool = False
     """Copy also files that are not part of the checkpoint."""
 
@@ -34,11 +34,12 @@ class Copy(Checked):
         """The files that will be written, with notes. Raises `CkptError` if the copy cannot succeed."""
         return self._plan
 
-    def run(self, resources: Resources = Resources(), progress: Progress | None = None) -> Result:
+    def run(self, *, resources: Resources | None = None, progress: Progress | None = None) -> Result:
         """Write the target, which appears when it is complete. `checksums` of the result are those of the source.
 
         Raises `CkptError`: `CorruptError` if the source is damaged, or if the target is found to have other bytes.
         """
+        resources = resources or Resources.of_machine()
         plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[], zeros=[])
         count_bytes = count_to(selection.nbytes, progress)
         result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
@@ -77,18 +78,18 @@ class Copy(Checked):
 
 
 def copy(
-    source: Path | str,
-    target: Path | str,
+    source: StrPath,
+    target: StrPath,
     *,
     everything: bool = False,
-    resources: Resources = Resources(),
+    resources: Resources | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Copy a checkpoint or a chain as it is: equal files with equal names, between folders and stores.
 
     `everything`: also files of the folder that are not part of it. Raises as `Copy`, which can also return the plan.
     """
-    return Copy(source, target, everything).run(resources, progress)
+    return Copy(source, target, everything).run(resources=resources, progress=progress)
 
 
 def _in_store(target: StorePath, receipts: list[Receipt]) -> list[Receipt]:

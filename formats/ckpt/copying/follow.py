@@ -19,6 +19,7 @@ from ckpt.chains.places import StorePlace, changed
 from ckpt.copying.compare import digest_of
 from ckpt.copying.selection import below
 from ckpt.pipeline import Resources
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.store_path import StorePath
@@ -53,7 +54,8 @@ class Brought:
     """Whether a run records into the chain."""
 
 
-def update_copy(source: Path | str, target: Path | str, resources: Resources = Resources()) -> Brought:
+@checked
+def update_copy(source: StrPath, target: StrPath, *, resources: Resources | None = None) -> Brought:
     """Bring a copy of a chain, which is in a store, to what the chain is now. There need not be one yet.
 
     Raises:
@@ -62,17 +64,18 @@ def update_copy(source: Path | str, target: Path | str, resources: Resources = R
         OutputError: At `target` is another chain, or something else.
         UnsupportedError: `target` is not in a store.
     """
-    with _copy_of(target, resources) as copy:
+    with _copy_of(target, resources or Resources.of_machine()) as copy:
         return copy.bring(source_path(source))
 
 
+@checked
 def follow_copy(
-    source: Path | str,
-    target: Path | str,
+    source: StrPath,
+    target: StrPath,
     *,
     every: float = 30.0,
     stop: threading.Event | None = None,
-    resources: Resources = Resources(),
+    resources: Resources | None = None,
     on_update: Callable[[Brought], None] = lambda brought: None,
 ) -> None:
     """Do so each `every` seconds, until the run has ended that records into the chain, or `stop` is set.
@@ -80,7 +83,7 @@ def follow_copy(
     No other process can change the copy meanwhile. Raises as `update_copy`.
     """
     path, stop, grew = source_path(source), stop or threading.Event(), False
-    with _copy_of(target, resources) as copy:
+    with _copy_of(target, resources or Resources.of_machine()) as copy:
         while True:
             brought = copy.bring(listed_again(path))
             on_update(brought)
@@ -223,7 +226,7 @@ class _ChainCopy:
 
 
 @contextmanager
-def _copy_of(target: Path | str, resources: Resources) -> Iterator[_ChainCopy]:
+def _copy_of(target: StrPath, resources: Resources) -> Iterator[_ChainCopy]:
     path = target_path(target)
     if not isinstance(path, StorePath):
         raise UnsupportedError(

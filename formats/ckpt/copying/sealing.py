@@ -18,7 +18,7 @@ from ckpt.job import Progress, count_to
 from ckpt.pipeline import Resources, check_complete, raise_if_damaged
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
-from ckpt_formats.core.arguments import Checked, Count
+from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.evidence import Evidence
@@ -64,7 +64,7 @@ class SealPlan:
         return sum(file.nbytes for file, _ in self.files)
 
 
-def plan_seal(path: str | os.PathLike[str]) -> SealPlan:
+def plan_seal(path: StrPath) -> SealPlan:
     """What `seal` would do. No tensor is read. Raises as `seal`."""
     if is_url(os.fspath(path)):
         raise UnsupportedError(
@@ -92,8 +92,9 @@ def plan_seal(path: str | os.PathLike[str]) -> SealPlan:
     return SealPlan(checkpoint, seal_file, tuple(files), chosen.seals)
 
 
+@checked
 def seal(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     resources: Resources | None = None,
     progress: Progress | None = None,

@@ -17,7 +17,7 @@ from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_codecs import Rounded
-from ckpt_formats.core.arguments import Checked
+from ckpt_formats.core.arguments import Checked, checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
@@ -395,7 +395,10 @@ def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Findin
     return Finding("copy", message, ", ".join(files), (name,))
 
 
-def verify(source: Checkpoint, resources: Resources | None = None, progress: Progress | None = None) -> list[Finding]:
+@checked
+def verify(
+    source: Checkpoint, *, resources: Resources | None = None, progress: Progress | None = None
+) -> list[Finding]:
     """All findings of a checkpoint; empty if it is complete and undamaged. Reads all of it.
 
     Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile.
@@ -403,4 +406,4 @@ def verify(source: Checkpoint, resources: Resources | None = None, progress: Pro
     if uses_codecs(source):
         load_kernels()
     count_bytes = count_to(nbytes_to_read(source), progress)
-    return [*find_problems(source, resources or Resources(), count_bytes), *changed(source)]
+    return [*find_problems(source, resources or Resources.of_machine(), count_bytes), *changed(source)]

@@ -42,7 +42,7 @@ def find_not_finite(
 
     `note_zeros` is called, from any thread, with the zeros in what was read.
     """
-    own = resources or Resources()
+    own = resources or Resources.of_machine()
     if uses_codecs(source):
         load_kernels()
     tensors = [(p.name, state, tensor) for p, state, tensor in source.tensors() if _can_have(tensor)]

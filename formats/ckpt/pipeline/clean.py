@@ -3,15 +3,16 @@
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt.pipeline import folder_staging
 from ckpt.pipeline.folder_staging import FolderStaging, locked_folder, staging_folder
 from ckpt.pipeline.shards import folder as shards_folder
 from ckpt.pipeline.shards.folder import folders_of
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import check_own
 from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.location import target_path
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class Removed:
     """Uploads in parts that were not complete; None if there may be such parts, and ckpt cannot remove them."""
 
 
-def clean(target: Path) -> Removed:
+@checked
+def clean(target: StrPath) -> Removed:
     """Remove what interrupted jobs left of a target. Raises `LockedError` while a job writes it, and `OutputError`."""
+    target = target_path(target)
     if isinstance(target, StorePath):
         try:
             return _clean_store(target)

@@ -1,7 +1,7 @@
 """How much of a machine a piece of work may use, and which other machines."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.pipeline.shard import Shard
@@ -18,7 +18,8 @@ _MAX_GROUP = 64
 class Resources(Checked):
     """How much of the machine to use, or which other machines."""
 
-    workers: Workers = 2
+    workers: Workers = field(default_factory=lambda: _workers(None))
+    """Threads that read, encode and write; by default one for each core, up to 8."""
     memory: Positive = 256 << 20
     """Bytes of tensor data that all workers together hold in memory. Of what is read from stores, half of it is for
     ranges that were requested before they are read, and a quarter for blocks that small reads share."""
@@ -46,8 +47,7 @@ class Resources(Checked):
         read_back: bool = False,
     ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(min(workers or min(8, cores), max_workers()), memory, locks, scratch, executor, shard, read_back)
+        return cls(_workers(workers), memory, locks, scratch, executor, shard, read_back)
 
     @property
     def files(self) -> int:
@@ -90,3 +90,9 @@ class Resources(Checked):
     def group(self) -> int:
         """Files that may be written in step."""
         return max(1, min(_MAX_GROUP, max_workers() // self.workers))
+
+
+def _workers(most: int | None) -> int:
+    """So many workers as this process has cores, up to 8, or `most`; no more than it may open files for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(most or min(8, cores), max_workers())

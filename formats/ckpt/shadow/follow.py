@@ -80,4 +80,4 @@ def write(shadow: Shadow, target: Path, progress: Progress | None = None) -> Res
     """Write the state as a universal checkpoint. Raises `CkptError`."""
     check_target(target, shadow.path)
     with shadow.frozen() as checkpoint:
-        return Job(checkpoint, target, Universal()).run(shadow.resources, progress)
+        return Job(checkpoint, target, Universal()).run(resources=shadow.resources, progress=progress)

@@ -12,8 +12,10 @@ from ckpt.pipeline import Resources
 from ckpt.shadow.bases import add_base, bases_of
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
+from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.stores.location import local_path
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import open_member
@@ -77,9 +79,9 @@ class Shadow:
 
     def __init__(
         self,
-        chain: "Path | str | LogMirror",
-        resources: Resources = Resources(),
+        chain: "StrPath | LogMirror",
         *,
+        resources: Resources | None = None,
         base_every: int | None = None,
         part: StatePart | None = None,
     ) -> None:
@@ -89,9 +91,9 @@ class Shadow:
         (see `base_due`); `part`: hold no more of the state than that. Raises `UnsupportedError` for bases of a part,
         and of a chain elsewhere.
         """
-        self.mirror = None if isinstance(chain, str | Path) else chain
-        self.path = Path(chain) if isinstance(chain, str | Path) else chain.path
-        self.resources = resources
+        self.mirror = None if isinstance(chain, (str, os.PathLike)) else chain
+        self.path = local_path(chain) if isinstance(chain, (str, os.PathLike)) else chain.path
+        self.resources = resources or Resources.of_machine()
         self.part = part
         if base_every is not None and part is not None:
             raise UnsupportedError(

@@ -80,6 +80,10 @@ ZeroStage = Annotated[int, Range(0, 3)]
 """A stage of ZeRO."""
 
 
+StrPath = str | os.PathLike[str]
+"""A path or a URL of the user. A text stays a text, since a URL is no path of the file system."""
+LocalPath = Annotated[str | os.PathLike[str], "local"]
+"""A path in the file system. A text becomes a `Path`."""
 MAY_BE_INFINITE = "may be infinite"
 """Marks a number that is a result and may be infinite."""
 
@@ -125,13 +129,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
         stated, parameters = _kinds_of_parameters(function)
+        owner = function.__qualname__.removesuffix(".__init__")
         try:
             bound = parameters.bind(*arguments, **named)
         except TypeError:
             return function(*arguments, **named)  # Python's own message names the function
         for name, value in bound.arguments.items():
             if name in stated:
-                bound.arguments[name] = _taken(function.__name__, name, stated[name], value)
+                bound.arguments[name] = _taken(owner, name, stated[name], value)
         return function(*bound.args, **bound.kwargs)
 
     return call
@@ -206,6 +211,8 @@ def _kind(annotation: Any) -> ArgumentKind:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _PLAIN:
         return _PLAIN[annotation]
+    if origin is os.PathLike:
+        return ArgumentKind("a path", _path_or_text)
     if origin is Annotated:
         return _narrowed(_kind(arguments[0]), annotation.__metadata__)
     if origin in (Union, types.UnionType):
@@ -275,6 +282,15 @@ def _path(value: Any) -> Path:
     raise Refused
 
 
+def _path_or_text(value: Any) -> Path | str:
+    """A path as it is, and what another object names as a text: it may be a URL."""
+    if isinstance(value, os.PathLike):
+        text = os.fspath(value)
+        if isinstance(text, str):
+            return value if isinstance(value, Path) else text
+    raise Refused
+
+
 def _instance(words: str, accepts: Callable[[Any], object], exact: type | None = None) -> ArgumentKind:
     def take(value: Any) -> Any:
         if accepts(value):
@@ -293,6 +309,7 @@ _PLAIN: dict[Any, ArgumentKind] = {
     bool: _instance("True or False", lambda value: isinstance(value, bool), bool),
     str: _instance("a text", lambda value: isinstance(value, str), str),
     Path: ArgumentKind("a path", _path),
+    LocalPath: ArgumentKind("a path", _path),
 }
 
 

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
@@ -26,7 +27,7 @@ def is_url(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
-def source_path(place: Path | str, anonymous: bool = False) -> Path:
+def source_path(place: StrPath, anonymous: bool = False) -> Path:
     """The path of a checkpoint that is read: a path as it is, or what a text names. One in a store is listed, once.
 
     `anonymous`: without credentials, for what is public.
@@ -37,6 +38,7 @@ def source_path(place: Path | str, anonymous: bool = False) -> Path:
     """
     if isinstance(place, Path):
         return place
+    place = os.fspath(place)
     if not place:
         raise InvalidArgumentError("the path is empty", hint="Name a file, a folder or a URL.")
     scheme = _SCHEME.match(place)
@@ -107,8 +109,10 @@ def _missing(error: ModuleNotFoundError, extra: str, place: str) -> UnsupportedE
     )
 
 
-def target_path(place: Path | str) -> Path:
+def target_path(place: StrPath) -> Path:
     """The path of what is written: in the file system, or in a store. Raises as `source_path`."""
+    if not isinstance(place, Path):
+        place = os.fspath(place)
     scheme = None if isinstance(place, Path) else _SCHEME.match(place)
     if scheme is not None and _plain(scheme[1].lower(), [""])[0] not in _WRITABLE:
         raise UnsupportedError(
@@ -117,12 +121,13 @@ def target_path(place: Path | str) -> Path:
     return source_path(place)
 
 
-def local_path(text: str) -> Path:
+def local_path(place: StrPath) -> Path:
     """The path of a chain whose log is followed. Raises `UnsupportedError` for a URL: it must be in the file system."""
+    text = os.fspath(place)
     if is_url(text):
         raise UnsupportedError(
             "must be in the file system: the log of a run is followed only there",
             where=printable(text),
             hint="Name the folder of the chain. From a store, copy it first: ckpt copy URL FOLDER.",
         )
-    return Path(text)
+    return Path(place)

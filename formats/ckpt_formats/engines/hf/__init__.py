@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.arguments import Positive
+from ckpt_formats.core.arguments import LocalPath, Positive
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, unsure
@@ -33,7 +33,7 @@ class HuggingFace(WritableFormat):
 
     shard_nbytes: Positive = 5 << 30
     """Bytes: about how large each file of weights becomes."""
-    config: Path | None = None
+    config: LocalPath | None = None
     """The model's configuration, or its folder; None: the configuration of the source."""
 
     def detect(self, path: Path) -> bool:
@@ -45,14 +45,14 @@ class HuggingFace(WritableFormat):
         return read_folder(path, options)
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (self.config,)
+        return () if self.config is None else (Path(self.config),)
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.containers.safetensors_shards import lost_states
         from ckpt_formats.engines.hf.write import plan_files
         from ckpt_formats.state_dicts.run_files import PREFIX
 
-        files, remarks = plan_files(source, self.shard_nbytes, self.config)
+        files, remarks = plan_files(source, self.shard_nbytes, next(iter(self.input_files()), None))
         written = {f"{PREFIX}{file.file}" for file in files if not file.parameters}
         dropped = tuple(key for key in source.extras if key not in written)
         extras = (Notice("extras", dropped),) if dropped else ()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_formats.core.arguments import LocalPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -43,11 +44,11 @@ class _Megatron(LayoutOptions, WritableFormat):
     naming = "megatron"
     even_states = True
 
-    config: Path | None = None
+    config: LocalPath | None = None
     """The configuration of a Hugging Face model, or its folder; None: the configuration of the source."""
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (self.config,)
+        return () if self.config is None else (Path(self.config),)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
