@@ -39,7 +39,7 @@ def sample(training: Training, folder: Path, out: Path) -> None:
     run = start(training)
     run.train(training.steps)
     truth = gather(run)
-    save(run, NESTED, folder, resources=out)
+    save(run, NESTED, folder, out)
     if distributed.get_rank() == 0:
         _save(truth, folder / "truth.safetensors")
 

@@ -275,7 +275,8 @@ def moved(done, total):
     moves -= 1
     if moves < 0:
         {act}
-save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], Universal(pack_nbytes=4000), Resources(2, 1), moved)
+format = Universal(pack_nbytes=4000)
+save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], format, resources=Resources(2, 1), progress=moved)
 """
 
 

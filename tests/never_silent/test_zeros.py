@@ -119,7 +119,9 @@ def test_an_optimizer_of_zeros_is_noted_after_many_steps(
 
 def test_the_last_shard_notes_zeros_that_others_have_read(half: Path, tmp_path: Path) -> None:
     source, format = open_checkpoint(half), Safetensors(shard_nbytes=1 << 20)
-    results = [save(source, tmp_path / "out", format, Resources(shard=Shard(number, 2))) for number in range(2)]
+    results = [
+        save(source, tmp_path / "out", format, resources=Resources(shard=Shard(number, 2))) for number in range(2)
+    ]
     assert results[0].pending
     assert not results[0].zeros
     [notice] = results[1].zeros

@@ -55,7 +55,7 @@ def run(kind: Kind, out: Path) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    save(kind, out / "ckpt", model, resources=optimizer, progress=scheduler)
+    save(kind, out / "ckpt", model, optimizer, scheduler)
     truth = gathered(kind, model, optimizer)
     if rank == 0:
         torch.save(truth, out / "truth.pt")

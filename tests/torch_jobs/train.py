@@ -36,7 +36,7 @@ def train(training: Training, out: Path) -> None:
     log: dict[str, Any] = {"training": training.name, "losses": run.train(training.steps)}
     truth = {**gather(run), "extras": extras(run.step)}
     for way in ZOO[training]:
-        save(run, way, out / str(training.saved(way)), resources=out)
+        save(run, way, out / str(training.saved(way)), out)
     log["evaluation"] = run.evaluate()
     log["losses_after"] = run.train(STEPS_AFTER)
     log["torch"] = torch.__version__
