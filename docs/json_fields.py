@@ -684,6 +684,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                             ),
                             "options": (["text"], "options of the command line"),
                             "summary": ("text", "what it is"),
+                            "package": ("text?", "the installed package that provides it, null for those of ckpt"),
                         }
                     ],
                     "all formats, in the order in which they are tried",

@@ -4,7 +4,7 @@ Formats are dataclasses, and their fields are their options. They are listed her
 line, so that `--help` has to import no format; a test compares the list with the fields.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -19,12 +19,36 @@ from ckpt_formats.state_dicts.keys import STYLES
 from ckpt_formats.stores.location import target_path
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from ckpt_formats.core.format import WritableFormat
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_RANKS = 1 << 16
 """Maximum of ranks along one dimension: more than any run has, and few enough to plan files for each."""
+
+
+class FormatName(click.Choice[str]):
+    """The name of a format of ckpt or of an installed package. Packages are looked at only for other names than ckpt's,
+    since that takes time."""
+
+    def __init__(self) -> None:
+        super().__init__(list(FORMATS))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in FORMATS:
+            return str(value)
+        return click.Choice([*FORMATS, *_provided()]).convert(value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+        return click.Choice([*FORMATS, *_provided()]).shell_complete(ctx, param, incomplete)
+
+
+def _provided() -> Iterable[str]:
+    from ckpt_formats.registry.plugins import plugins
+
+    return plugins()
 
 
 class FormatOption(NamedTuple):
@@ -207,7 +231,7 @@ def target(default: str) -> Callable[[F], F]:
         to = click.option(
             "--to",
             "format_name",
-            type=click.Choice(list(FORMATS)),
+            type=FormatName(),
             metavar="FORMAT",
             help=f"Format of TARGET: {writable}.  [default: by TARGET's ending, {_ENDINGS}; else {default}]",
         )

@@ -4,18 +4,30 @@ from typing import Any
 
 import click
 
+from ckpt_cli import notes
 from ckpt_cli.options.target import FORMAT_OPTIONS
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.text import folded
+from ckpt_formats.core.format import Format, WritableFormat
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.text import folded, printable
 from ckpt_formats.registry import FORMATS, ONLY_READ, format_named
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.marks import MARKS
+from ckpt_formats.registry.plugins import ignored, plugins
 
 
 def show_formats(as_json: bool) -> None:
-    """Print all formats, in the order in which they are tried."""
-    rows = [_facts(name) for name in FORMATS]
+    """Print all formats, in the order in which they are tried: those of installed packages last."""
+    rows = [_facts(name, format_named(name), name not in ONLY_READ) for name in FORMATS]
+    for plugin in plugins().values():
+        format = plugin.loaded()
+        if isinstance(format, Notice):
+            notes.note(format)
+        else:
+            rows.append(_facts(plugin.name, format, isinstance(format, WritableFormat), plugin.package))
+    for notice in ignored():
+        notes.note(notice)
     if as_json:
         data({"formats": rows})
         return
@@ -23,7 +35,8 @@ def show_formats(as_json: bool) -> None:
         known = (*row["marks"]["paths"], *row["marks"]["names"], *row["marks"]["files"])
         how = "read, write" if row["written"] else "read"
         click.echo(f"{row['name']:<20} {how:<12} {' '.join(row['endings'])}".rstrip())
-        for line in (f"    {row['summary']}", f"    known by {', '.join(known)}"):
+        source = f"of the package {row['package']}" if row["package"] else f"known by {', '.join(known)}"
+        for line in (f"    {row['summary']}", f"    {source}"):
             for part in folded(line, columns.width()):
                 click.echo(part)
     click.echo()
@@ -31,17 +44,18 @@ def show_formats(as_json: bool) -> None:
     conclude("A state of a chain is run.chain@1234, run.chain@last or run.chain@last~10.")
 
 
-def _facts(name: str) -> dict[str, Any]:
+def _facts(name: str, format: Format, written: bool, package: str | None = None) -> dict[str, Any]:
     marks = MARKS.get(name)
     known = {"paths": [], "names": [], "files": []} if marks is None else _marks(marks)
     return {
         "name": name,
         "read": True,
-        "written": name not in ONLY_READ,
+        "written": written,
         "endings": [ending for ending, format in ENDINGS.items() if format == name],
         "marks": known,
         "options": [option.flag for option in FORMAT_OPTIONS.values() if name in option.formats],
-        "summary": format_named(name).summary,
+        "summary": format.summary if package is None else printable(format.summary),
+        "package": package,
     }
 
 

@@ -16,11 +16,10 @@ from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import InvalidArgumentError, OutputError
+from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.core.publish import FlushError
-from ckpt_formats.core.text import printable
-from ckpt_formats.registry import FORMATS, ONLY_READ, writable
+from ckpt_formats.registry import writable
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.endings import format_of_ending
 from ckpt_formats.stores.location import target_path
@@ -144,18 +143,14 @@ def save(
 
 
 def format_for(format: WritableFormat | str | None, target: StrPath) -> WritableFormat:
-    """The format of this name; None: of the target's ending, else universal.
+    """The format of this name, of ckpt or of an installed package; None: of the target's ending, else universal.
 
-    Raises `InvalidArgumentError` for a name that no format has, `UnsupportedError` for one that is only read.
+    Raises `InvalidArgumentError` for a name that no format has, `UnsupportedError` for one that is only read, or whose
+    package is broken.
     """
     if format is None and isinstance(target, (str, os.PathLike)):
         format = format_of_ending(Path(target)) or "universal"
-    if not isinstance(format, str):
-        return format
-    if format not in FORMATS:
-        names = ", ".join(sorted(FORMATS.keys() - set(ONLY_READ)))
-        raise InvalidArgumentError(f"there is no format {printable(format[:60])}", hint=f"Formats are {names}.")
-    return writable(format)
+    return writable(format) if isinstance(format, str) else format
 
 
 def count_to(total: int, progress: Progress | None) -> CountBytes:

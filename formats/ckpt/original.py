@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, OriginalForm
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.torch_save import Torch
-from ckpt_formats.registry import FORMATS, format_named, writable
+from ckpt_formats.registry import format_named, writable
 from ckpt_formats.registry.endings import ENDINGS, SINGLE_UNIVERSAL, format_of_ending
 from ckpt_formats.universal import Universal
 
@@ -69,7 +69,11 @@ def original_path(source: Checkpoint, target: Path, format: WritableFormat, form
 
 def _former(source: Checkpoint, original: OriginalForm) -> tuple[WritableFormat, tuple[Notice, ...]]:
     """The format that a checkpoint had; universal if ckpt cannot write it, or if it cannot hold it all."""
-    format = format_named(original.format) if original.format in FORMATS else None
+    try:
+        format = format_named(original.format)
+    except (InvalidArgumentError, UnsupportedError) as error:  # of a package that is not here, or is broken
+        text = f"universal, since the checkpoint was in format {printable(original.format)}: {error.what}"
+        return Universal(), (Notice(text, weight=Weight.UNSURE),)
     if not isinstance(format, WritableFormat):
         return Universal(), ()
     try:

@@ -1,6 +1,5 @@
 """The documentation is true: its links resolve, its commands exist, its example works, and nothing is left out."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -9,24 +8,15 @@ from importlib import import_module
 from pathlib import Path
 
 import click
-import numpy as np
 import pytest
 
-from ckpt.findings import find_problems
-from ckpt.job import save
-from ckpt.pipeline import Resources, plan
 from ckpt_cli.commands.doctor import UNFIT
 from ckpt_cli.main import COMMANDS, EXIT_CODES, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, cli
-from ckpt_formats import registry
-from ckpt_formats.core.edits import cast
-from ckpt_formats.core.errors import UnsafeError, UnsupportedError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
-from ckpt_formats.core.tensor import read
-from ckpt_formats.registry import FORMATS, ONLY_READ, format_named, writable
+from ckpt_formats.registry import FORMATS, ONLY_READ, format_named
 from ckpt_formats.registry.location import detect
-from ckpt_formats.registry.opening import open_checkpoint
 from damage import ckpt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,46 +166,6 @@ def test_rules_in_the_page_are_rules(tmp_path):
     assert rules["widths"][0].widths == ((256, 256), (64, 0), (0, 64))
     assert rules["vocabulary"][0].vocabulary == 50257
     assert rules["differing"][0].how == "averaged"
-
-
-@pytest.fixture
-def npy(tmp_path, monkeypatch):
-    """The format that docs/adding-a-format.md adds, added."""
-    page = (DOCS / "adding-a-format.md").read_text("utf-8")
-    (code,) = re.findall(r"<!-- file: npy_folder.py -->\n```python\n(.*?)```", page, re.DOTALL)
-    ((name, place),) = re.findall(r'<!-- line -->\n```python\n +"(\w+)": "([\w.:]+)",\n```', page)
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "npy_folder.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    monkeypatch.setitem(registry.FORMATS, name, place.removeprefix("ckpt_formats."))
-    yield writable(name)
-    sys.modules.pop("npy_folder")
-
-
-def test_the_format_of_the_page_goes_through_the_pipeline(npy, tmp_path):
-    source = cast(open_checkpoint(SAMPLE), "fp32")
-    out = tmp_path / "arrays"
-    save(source, out, npy)
-    assert detect(out).name == "npy"
-    checkpoint = open_checkpoint(out)
-    assert list(checkpoint.parameters) == list(source.parameters)
-    assert find_problems(checkpoint, Resources()) == []
-    for file in out.glob("*.npy"):
-        np.load(file)
-    for name, parameter in source.parameters.items():
-        assert np.array_equal(read(checkpoint.parameters[name].weight), read(parameter.weight)), name
-    save(checkpoint, tmp_path / "back", writable("universal"))
-    back = open_checkpoint(tmp_path / "back")
-    assert all(np.array_equal(read(p.weight), read(source.parameters[n].weight)) for n, p in back.parameters.items())
-
-
-def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
-    with pytest.raises(UnsupportedError, match="bfloat16"):
-        plan(open_checkpoint(SAMPLE), tmp_path / "out", npy)
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "names.json").write_text(json.dumps({"w": "../../etc/passwd"}))
-    with pytest.raises(UnsafeError):
-        open_checkpoint(tmp_path / "bad")
 
 
 def test_the_page_of_recording_shows_lines_of_its_examples():

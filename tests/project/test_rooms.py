@@ -20,7 +20,7 @@ LIMITS = {
     "ckpt_codecs": (13, 48),
 }
 """Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""
-NAMES_ONLY = frozenset({"ckpt.errors", "ckpt.types"})
+NAMES_ONLY = frozenset({"ckpt.errors", "ckpt.ext", "ckpt.types"})
 """Modules with names of other modules, as `ckpt` itself: nothing imports them, and they are no rooms."""
 
 

@@ -215,7 +215,7 @@ def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:
     marks = [one for one in files if is_mark(one.name)]
     if marks:
         return tuple(marks)
-    patterns = MARKS[format].entries
+    patterns = MARKS[format].entries if format in MARKS else ()  # a package's format has none
     known = [one for one in files if any(fnmatchcase(one.name.lower(), pattern) for pattern in patterns)] or files
     return (min(known, key=lambda one: (one.nbytes, one.name)),) if known else ()
 

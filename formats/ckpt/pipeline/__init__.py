@@ -39,6 +39,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import ChangedTensor, check_allowed, notices, totals
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.core.zero_values import zero_notices
+from ckpt_formats.registry.plugins import blamed_on_package, returned
 from ckpt_formats.stores.location import listed_again
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
             where=source.path,
             hint="The formats universal and torch hold everything (--to universal).",
         )
-    return format.plan(source)
+    with blamed_on_package(format):
+        return returned(format.plan(source), Plan)
 
 
 def write(
@@ -170,7 +172,8 @@ def write(
             zeros = tuple(zero_notices(source, (run for receipt in receipts for run in receipt.zeros)))
             staging.reached("settled")
             raise_if_interrupted(stop)
-            format.commit(stage.data, source, receipts)
+            with blamed_on_package(format, OSError):
+                format.commit(stage.data, source, receipts)
             staging.reached("committed")
             check_unchanged(identities)
             stage.publish(plan.single_file)

@@ -22,6 +22,7 @@ from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.registry.plugins import blamed_on_package, returned
 
 CountBytes = Callable[[int], None]
 """Called from any thread, with the number of bytes that were copied since the last call."""
@@ -67,7 +68,8 @@ def write_files(
             Transfer(reader, share.slab, count) as transfer,
         ):
             try:
-                receipt = format.write(sink.data, part, transfer)
+                with blamed_on_package(format, OSError):
+                    receipt = returned(format.write(sink.data, part, transfer), Receipt)
             except CkptError as error:
                 if error.where is None:
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"

@@ -1,4 +1,5 @@
 """Formats by name, and the checkpoint at a path. To add a format: write its module, and add its line to `FORMATS`.
+Installed packages add further ones (`plugins`).
 
 The values are import paths, not classes, so that the list of names imports nothing.
 The order is the order of detection: specific formats first.
@@ -7,7 +8,8 @@ The order is the order of detection: specific formats first.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.text import printable
 
 if TYPE_CHECKING:
     from ckpt_formats.core.format import Format, WritableFormat
@@ -33,14 +35,28 @@ ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
 
 
 def format_named(name: str) -> "Format":
-    """The format of this name."""
+    """The format of this name, which is one of ckpt or of an installed package.
+
+    Raises `InvalidArgumentError` if there is none, `UnsupportedError` if the package that provides it is broken.
+    """
+    if name not in FORMATS:
+        from ckpt_formats.registry.plugins import plugins
+
+        provided = plugins()
+        if name not in provided:
+            names = ", ".join(name for name in (*FORMATS, *provided) if name not in ONLY_READ)
+            raise InvalidArgumentError(f"there is no format {printable(name[:60])}", hint=f"Formats are {names}.")
+        return provided[name].load()
     module, _, attribute = FORMATS[name].partition(":")
     format: Format = getattr(import_module(module), attribute)()
     return format
 
 
 def writable(name: str, **options: object) -> "WritableFormat":
-    """The format of this name, for writing. Raises `UnsupportedError` if it can only be read, or lacks an option."""
+    """The format of this name, for writing.
+
+    Raises `UnsupportedError` if it can only be read or lacks an option, and as `format_named`.
+    """
     from dataclasses import fields, replace
 
     from ckpt_formats.core.format import WritableFormat

@@ -35,17 +35,28 @@ def locate(path: Path) -> Located:
     if (state := _state_of_chain(path)) is not None:
         return state
     _check_there(path)
-    if path.is_file():
-        return Located(path, _of_file(path))
-    format = _of_folder(path)
-    if format is not None:
-        return Located(path, format, _beside_checkpoints(path, format))
-    inside = find_inside(path, _is_checkpoint)
+    failure: CkptError | None = None
+    try:
+        format = _of_file(path) if path.is_file() else _of_folder(path)
+        if format is not None:
+            return Located(path, format, _beside_checkpoints(path, format) if path.is_dir() else ())
+    except CkptError as error:
+        failure = error
+    from ckpt_formats.registry.plugins import detected  # only what no format of ckpt knows needs it
+
+    provided, notices = detected(path)
+    if provided is not None:
+        return Located(path, provided, notices)
+    inside = find_inside(path, _is_checkpoint) if failure is None else None
     if inside is not None:
         chosen, notice = inside
         further = locate(chosen)
-        return Located(further.path, further.format, (notice, *further.notices))
-    raise _unknown(path)
+        return Located(further.path, further.format, (notice, *notices, *further.notices))
+    failure = failure or _unknown(path)
+    if notices:
+        sentences = (failure.hint, *(f"{notice.text[0].upper()}{notice.text[1:]}." for notice in notices))
+        failure.hint = " ".join(filter(None, sentences))
+    raise failure
 
 
 def _state_of_chain(path: Path) -> Located | None:

@@ -21,6 +21,7 @@ from ckpt_formats.registry.carried import notices_of_carried
 from ckpt_formats.registry.downloads import unfinished_downloads
 from ckpt_formats.registry.endings import notices_of_content
 from ckpt_formats.registry.location import Located, locate
+from ckpt_formats.registry.plugins import blamed_on_package, returned
 from ckpt_formats.registry.seal_file import with_seals
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, check_world, parts_unread
 from ckpt_formats.registry.stated_steps import contradicting_steps
@@ -143,7 +144,8 @@ def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
 
 def _read(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint, with the files that a trainer saved next to it."""
-    checkpoint = located.format.read(located.path, options)
+    with blamed_on_package(located.format):
+        checkpoint = returned(located.format.read(located.path, options), Checkpoint)
     if located.format.name not in _OF_ENGINES or not located.path.is_dir():
         return checkpoint
     from ckpt_formats.engines.hf.trainer_files import with_run_around  # it imports the reader of torch's files

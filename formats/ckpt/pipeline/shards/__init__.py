@@ -32,6 +32,7 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals
 from ckpt_formats.core.zero_values import zero_notices
+from ckpt_formats.registry.plugins import blamed_on_package
 from ckpt_formats.stores.location import listed_again
 
 _MAX_GROUP = 64
@@ -108,7 +109,8 @@ def write_shard(
                     raise_if_interrupted(stop)
 
                     def commit(place: Path) -> None:
-                        format.commit(place, source, in_order)
+                        with blamed_on_package(format, OSError):
+                            format.commit(place, source, in_order)
                         staging.reached("committed")
                         check_unchanged(identities)
 
