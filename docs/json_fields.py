@@ -63,6 +63,7 @@ _WRITTEN = {
     "nbytes": ("int", "their bytes"),
     "seconds": ("number", "how long it took"),
     "resumed_files": ("int", "files that an earlier, interrupted run had written"),
+    "status": ("text", "`written`, `pending` (with `--shard`: the target is not there yet) or `already complete`"),
     "pending?": ("text", "with `--shard`: what other shards have yet to do before the target is there"),
     "checksums_verified": ("int", "checksums of the source that were compared"),
     "seal_file?": ("text", "with `--seal`: the file with the target's checksums"),

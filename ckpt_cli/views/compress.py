@@ -19,7 +19,7 @@ from ckpt_formats.universal import Universal, manifest
 
 def show_result(result: Result, as_json: bool) -> None:
     """Show the stored bytes of each kind of state."""
-    if result.pending:
+    if result.status == "pending":
         job.show_result(result, as_json)
         return
     rows = written_rows(manifest.load(manifest.manifest_path(result.target)).entries)

@@ -21,6 +21,8 @@ from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.value_changes import ChangedTensor
 
 _MAX_ROWS = 20
+_NAMED = 8
+"""So many shards, at most, are named in a message."""
 
 
 def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
@@ -121,7 +123,7 @@ def show_result(
     result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seal_with: Resources | None = None
 ) -> None:
     """Show what a job wrote. `more`: further fields of the JSON. `seal_with`: seal it first, with these resources."""
-    if seal_with is not None and not result.pending:
+    if seal_with is not None and result.status != "pending":
         from ckpt_cli.views.seal import seal_target  # few targets are sealed
 
         more = {**(more or {}), "seal_file": seal_target(result.target, seal_with)}
@@ -134,11 +136,11 @@ def show_result(
     checked = (
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
-    if not result.files and not result.pending:
+    if result.status == "already complete":
         conclude(f"{printable(str(result.target))} is complete: shards of this job have published it already")
         return
-    if result.pending:
-        conclude(f"wrote {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}; {result.pending}")
+    if result.status == "pending":
+        conclude(f"wrote {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}; {_pending(result)}")
         return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = (
@@ -161,9 +163,21 @@ def to_json(result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "resumed_files": result.resumed,
         "checksums_verified": result.checksums,
-        **({"pending": result.pending} if result.pending else {}),
+        "status": result.status,
+        **({"pending": _pending(result)} if result.status == "pending" else {}),
         **({"changed_values": [_changed_json(one) for one in result.changed]} if result.changed else {}),
     }
+
+
+def _pending(result: Result) -> str:
+    """What other processes have yet to do before the target is there."""
+    if not result.missing:
+        return f"all files are written; {result.publisher} publishes the target"
+    count, numbers = sum(map(len, result.missing.values())), list(result.missing)
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    is_one = count == 1
+    text = f"{file_count(count)} {'is' if is_one else 'are'} not written yet"
+    return f"{text}: {'that' if is_one else 'those'} of shards {', '.join(map(str, numbers[:_NAMED]))}{more}"
 
 
 def _changed_json(one: ChangedTensor) -> dict[str, Any]:

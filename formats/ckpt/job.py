@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckpt import pipeline
 from ckpt.pipeline import CountBytes, Resources, Result
@@ -24,11 +24,26 @@ from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.endings import format_of_ending
 from ckpt_formats.stores.location import target_path
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes copied so far, and the total; from any thread, one call at a time.
+if TYPE_CHECKING:
+    from ckpt.pipeline.cluster.distribute import ClusterStatus
 
-If a cluster does the work and the object has a method `show_status`, that is called with a `ClusterStatus` about every
-half minute."""
+
+@runtime_checkable
+class Progress(Protocol):
+    """Shows how far a piece of work is. A function of two numbers, as `__call__`, is enough for `progress=`.
+
+    Calls come from any thread, one at a time. An exception stops the work.
+    """
+
+    def __call__(self, done: int, total: int, /) -> None:
+        """Show that so many bytes are done, of how many."""
+
+    def show_status(self, status: "ClusterStatus", /) -> None:
+        """Show how far a cluster is that writes the files: called about every half minute."""
+
+
+AnyProgress = Progress | Callable[[int, int], None]
+"""What `progress=` takes."""
 
 
 @dataclass(frozen=True, init=False)
@@ -71,7 +86,7 @@ class Job(Checked):
         own = resources or Resources.of_machine()
         return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), own)
 
-    def run(self, *, resources: Resources | None = None, progress: Progress | None = None) -> Result:
+    def run(self, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Result:
         """Write the target, which appears when it is complete.
 
         After an interrupt or a full disk, an equal job continues where this one stopped. Raises `CkptError`; after
@@ -82,7 +97,7 @@ class Job(Checked):
             load_kernels()
         try:
             count_bytes = count_to(self._plan.nbytes, progress)
-            show_status = getattr(progress, "show_status", None)
+            show_status = progress.show_status if isinstance(progress, Progress) else None
             return pipeline.write(
                 self._plan, self._source, self.path, self._format, resources, count_bytes, show_status
             )
@@ -130,7 +145,7 @@ def save(
     format: WritableFormat | str | None = None,
     *,
     resources: Resources | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Result:
     """Write a checkpoint. `Job` does the same, and can return the plan before.
 
@@ -153,7 +168,7 @@ def format_for(format: WritableFormat | str | None, target: StrPath) -> Writable
     return writable(format) if isinstance(format, str) else format
 
 
-def count_to(total: int, progress: Progress | None) -> CountBytes:
+def count_to(total: int, progress: AnyProgress | None) -> CountBytes:
     """A function that is called with numbers of bytes, and calls `progress` with their sum and the total."""
     if progress is None:
         return lambda nbytes: None
@@ -164,7 +179,7 @@ def count_to(total: int, progress: Progress | None) -> CountBytes:
 @dataclass
 class _Counter:
     total: int
-    progress: Progress
+    progress: AnyProgress
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -9,6 +9,7 @@ from ckpt.copying.sealing import Sealed
 from ckpt.findings import Finding
 from ckpt.job import Progress
 from ckpt.pipeline import Result
+from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.format import FilePlan, Plan
@@ -17,6 +18,7 @@ from ckpt_formats.core.tensor import Tensor
 
 __all__ = [
     "AppendResult",
+    "ClusterStatus",
     "Diff",
     "FilePlan",
     "Finding",

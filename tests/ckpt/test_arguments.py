@@ -91,6 +91,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "Sealed": ckpt.types.Sealed(target, 1, 1),
         "Shard": ckpt.types.Shard(3, 8),
         "RankSet": ckpt.partial.RankSet((1,)),
+        "ClusterStatus": ckpt.types.ClusterStatus(40, 12, 8, 8),
         "BlockChange": ckpt.partial.BlockChange("head.weight", (Box((0,), (1,)),), 0.5, 4),
         "Evaluation": ckpt.Evaluation(("python",), 0.1),
         "Rule": ckpt.Rule("head"),

@@ -147,10 +147,16 @@ def test_each_file_is_dealt_to_one_shard_and_the_bytes_are_even() -> None:
 def test_shards_say_what_is_missing_and_the_last_one_publishes(local: dict[str, bytes]) -> None:
     done = [ckpt(*COMMAND, "--shard", f"{i}/3", "--json") for i in (2, 0)]
     assert [one.code for one in done] == [0, 0]
-    assert json.loads(done[1].out)["pending"].endswith("files are not written yet: those of shards 1")
+    second = json.loads(done[1].out)
+    assert second["status"] == "pending"
+    assert second["pending"].endswith("files are not written yet: those of shards 1")
     committed = ckpt("commit", "out")
     assert committed.code == 20
     assert "files are not written yet" in committed.err
+    job = library.Job(library.open(ZERO3), "out", library.Universal(pack_nbytes=1))
+    again = job.run(resources=library.Resources(shard=Shard(0, 3)))
+    expected = {one.file for group in deal(job.plan().files, Shard(1, 3)) for one in group}
+    assert (again.status, again.missing.keys(), set(again.missing[1])) == ("pending", {1}, expected)
     repeated = ckpt(*COMMAND, "--shard", "0/3", "--json")
     assert json.loads(repeated.out)["files"] == 0
     assert not Path("out").exists()

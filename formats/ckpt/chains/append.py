@@ -8,7 +8,7 @@ from ckpt.chains.places import changed
 from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
-from ckpt.job import Progress
+from ckpt.job import AnyProgress
 from ckpt.partial.changes import apply_changes
 from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Resources, check_complete, check_not_suspicious
@@ -27,7 +27,7 @@ def append(
     step: int | None,
     policy: DeltaPolicy,
     resources: Resources,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     parent: Checkpoint | None = None,
 ) -> AppendResult:
     """Append a state to a chain. The first state creates the chain. If this fails, the chain is unchanged.
@@ -77,7 +77,7 @@ def _write_delta(
     chain: ChainIndex,
     policy: DeltaPolicy,
     resources: Resources,
-    progress: Progress | None,
+    progress: AnyProgress | None,
     parent: Checkpoint | None,
 ) -> tuple[AppendResult, Checkpoint]:
     """Write a delta against the last state, read in the cheapest way that works. Returns also that state.

@@ -8,12 +8,13 @@ from ckpt.chains.compact import CompactResult, Retention, compact
 from ckpt.chains.restore import open_step, restore
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
-from ckpt.job import Progress, format_for
+from ckpt.job import AnyProgress, format_for
 from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.format import ReadOptions, WritableFormat
+from ckpt_formats.core.short_repr import cut
 from ckpt_formats.stores.location import listed_again, source_path, target_path
 from ckpt_formats.universal.chain import file, states
 from ckpt_formats.universal.chain.file import ChainIndex
@@ -37,7 +38,7 @@ class Chain(Mapping[int, Checkpoint]):
         return listed_again(self._path)
 
     def __repr__(self) -> str:
-        return f"<Chain {self._path}: {len(self)} steps>"
+        return f"<Chain {cut(str(self._path), 120)}: {len(self)} steps>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -85,7 +86,7 @@ class Chain(Mapping[int, Checkpoint]):
         step: int | None = None,
         parent: Checkpoint | None = None,
         resources: Resources | None = None,
-        progress: Progress | None = None,
+        progress: AnyProgress | None = None,
     ) -> AppendResult:
         """Write a state at the end, as a base or as a delta against the last one. `step` None: that of the state.
 
@@ -105,7 +106,7 @@ class Chain(Mapping[int, Checkpoint]):
         format: WritableFormat | str | None = None,
         *,
         resources: Resources | None = None,
-        progress: Progress | None = None,
+        progress: AnyProgress | None = None,
     ) -> Result:
         """Write the state of a step (None: the last) in a format as `save` takes it. Each delta is replayed once.
 
@@ -125,7 +126,7 @@ class Chain(Mapping[int, Checkpoint]):
 
     @checked
     def verify(
-        self, *, replay: bool = False, resources: Resources | None = None, progress: Progress | None = None
+        self, *, replay: bool = False, resources: Resources | None = None, progress: AnyProgress | None = None
     ) -> ChainReport:
         """Check every member and every logged step; with `replay`, repeat the logged steps and compare."""
         return verify_chain(self.path, resources or Resources.of_machine(), progress, replay)
@@ -137,7 +138,7 @@ class Chain(Mapping[int, Checkpoint]):
         policy: DeltaPolicy | None = None,
         *,
         resources: Resources | None = None,
-        progress: Progress | None = None,
+        progress: AnyProgress | None = None,
     ) -> CompactResult:
         """Remove states, and write states again that depend on them. A state that stays keeps all its bits."""
         return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources.of_machine(), progress)

@@ -11,12 +11,13 @@ from ckpt.chains.append import folder_name, last_base
 from ckpt.chains.carried import CarriedState, carry
 from ckpt.chains.places import ChainPlace, changed
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
-from ckpt.job import Progress, load_kernels
+from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members, open_one
@@ -74,6 +75,8 @@ class CompactResult:
     packs_nbytes: tuple[int, int] = (0, 0)
     """Before and after, the bytes of packs of removed members that stay, because states of others lie in them."""
 
+    __repr__ = short_repr
+
     @property
     def freed(self) -> int:
         """Freed bytes, without those of the log; negative if bases take more than the deltas that they replace."""
@@ -115,7 +118,7 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
 
 
 def compact(
-    run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: Progress | None = None
+    run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: AnyProgress | None = None
 ) -> CompactResult:
     """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
     with changed(run, resources) as place:
@@ -169,7 +172,7 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
 
 
 def _written(
-    place: ChainPlace, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: Progress | None
+    place: ChainPlace, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: AnyProgress | None
 ) -> list[Member]:
     """The members that the chain has afterwards, of which those are written that are not there.
 
@@ -238,7 +241,7 @@ def _rewritten(
     earlier: Checkpoint | None,
     before: list[Member],
     policy: DeltaPolicy,
-    progress: Progress | None,
+    progress: AnyProgress | None,
 ) -> Member:
     """Write the same state, bit for bit, to a new folder: as a base, or as a delta against the last one that stays.
 

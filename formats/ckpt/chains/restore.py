@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.chains import tip
-from ckpt.job import Job, Progress
+from ckpt.job import AnyProgress, Job
 from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
@@ -116,7 +116,7 @@ def _replay_note(work: ReplayWork, resources: Resources) -> Notice:
 
 
 def restore(
-    state: ChainState, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None = None
+    state: ChainState, target: Path, format: WritableFormat, resources: Resources, progress: AnyProgress | None = None
 ) -> Result:
     """Write the state. The hint of an error names the last earlier step that can be restored, if there is one."""
     check_target(target, state.run)
@@ -130,7 +130,7 @@ def restore(
 
 
 def _restore(
-    source: Checkpoint, target: Path, format: WritableFormat, resources: Resources, progress: Progress | None
+    source: Checkpoint, target: Path, format: WritableFormat, resources: Resources, progress: AnyProgress | None
 ) -> Result:
     """Write the state; for formats that read one tensor after the other, replay it to a folder first.
 
@@ -163,7 +163,7 @@ def _restore(
 
 
 def _replayed(
-    source: Checkpoint, place: Path, stage: Path, needed: int, resources: Resources, progress: Progress | None
+    source: Checkpoint, place: Path, stage: Path, needed: int, resources: Resources, progress: AnyProgress | None
 ) -> Checkpoint:
     """The replayed state, in the folder `stage` at `place`. What an interrupted run replayed there is used.
 

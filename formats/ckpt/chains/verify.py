@@ -9,12 +9,13 @@ from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
 from ckpt.findings import Finding
-from ckpt.job import Progress, count_to, load_kernels
+from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
@@ -40,9 +41,11 @@ class ChainReport:
     segments: tuple[SegmentView, ...]
     notes: tuple[Notice, ...]
 
+    __repr__ = short_repr
+
 
 def verify_chain(
-    run: Path, resources: Resources, progress: Progress | None = None, replay: bool = False
+    run: Path, resources: Resources, progress: AnyProgress | None = None, replay: bool = False
 ) -> ChainReport:
     """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
     chain = index.read(run)
@@ -97,7 +100,7 @@ def _headers(members: OpenedMembers) -> Iterator[Finding]:
 
 
 def _replay_findings(
-    run: Path, chain: ChainIndex, members: OpenedMembers, resources: Resources, progress: Progress | None
+    run: Path, chain: ChainIndex, members: OpenedMembers, resources: Resources, progress: AnyProgress | None
 ) -> list[Finding]:
     try:
         courses = list(replay_check.courses(run, chain, members))

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from ckpt import pipeline
 from ckpt.chains import costs
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
-from ckpt.job import Job, Progress
+from ckpt.job import AnyProgress, Job
 from ckpt.pipeline import Resources, Result
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
@@ -148,7 +148,7 @@ def write_base(
     step: int,
     policy: DeltaPolicy,
     resources: Resources,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     content: str | None = None,
     unchanged: EarlierMember | None = None,
 ) -> AppendResult:
@@ -173,7 +173,7 @@ def write_delta(
     parent: Path,
     policy: DeltaPolicy,
     resources: Resources,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     content: str | None = None,
     parent_content: str | None = None,
     unchanged: EarlierMember | None = None,
@@ -195,7 +195,7 @@ def _write_coded(
     parent: tuple[Path, str] | None,
     policy: DeltaPolicy,
     resources: Resources,
-    progress: Progress | None,
+    progress: AnyProgress | None,
     content: str | None = None,
     unchanged: EarlierMember | None = None,
 ) -> AppendResult:
@@ -250,7 +250,7 @@ def _parent(folder: Path, content: str, target: Path) -> Parent:
 
 
 def _write(
-    source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: Progress | None
+    source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: AnyProgress | None
 ) -> AppendResult:
     result = Job(source, target, format).run(resources=resources, progress=progress)
     written = listed_again(target)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ckpt.compare.pairs import Diff, TensorDiff, TensorPairs, compare, pair_tensors
 from ckpt.compare.select import Selection, select_both
 from ckpt.compare.sums import DiffSums, Histogram, diff_sums
-from ckpt.job import Progress, count_to, load_kernels
+from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def diff(
     *,
     tensors_only: bool = False,
     resources: Resources | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Diff:
     """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
 
@@ -61,7 +61,7 @@ def diff_selected(
     states: Sequence[str],
     tensors_only: bool,
     resources: Resources,
-    progress: Progress | None,
+    progress: AnyProgress | None,
     figures: bool = True,
 ) -> Diff:
     """Everything that differs between two checkpoints that `select_both` returned.

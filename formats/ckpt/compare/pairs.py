@@ -25,6 +25,7 @@ from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.quantised import parts_of, quantised_weights
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -65,6 +66,8 @@ class TensorDiff:
     what: str = ""
     """How types or shapes differ; `codes` if the numbers alone mean nothing, so that only bits are compared."""
     sums: DiffSums = field(default_factory=DiffSums)
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ckpt import pipeline
 from ckpt.copying.compare import compare_objects
 from ckpt.copying.selection import ChosenFile, ChosenFiles, select
 from ckpt.copying.verbatim import Verbatim
-from ckpt.job import Progress, count_to
+from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.arguments import Checked, StrPath
@@ -34,7 +34,7 @@ class Copy(Checked):
         """The files that will be written, with notes. Raises `CkptError` if the copy cannot succeed."""
         return self._plan
 
-    def run(self, *, resources: Resources | None = None, progress: Progress | None = None) -> Result:
+    def run(self, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Result:
         """Write the target, which appears when it is complete. `checksums` of the result are those of the source.
 
         Raises `CkptError`: `CorruptError` if the source is damaged, or if the target is found to have other bytes.
@@ -83,7 +83,7 @@ def copy(
     *,
     everything: bool = False,
     resources: Resources | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Result:
     """Copy a checkpoint or a chain as it is: equal files with equal names, between folders and stores.
 

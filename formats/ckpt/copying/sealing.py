@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt.copying.selection import ChosenFile, select
 from ckpt.copying.verbatim import read_blocks
-from ckpt.job import Progress, count_to
+from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources, check_complete, raise_if_damaged
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
@@ -97,7 +97,7 @@ def seal(
     path: StrPath,
     *,
     resources: Resources | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Sealed:
     """Read all files of a checkpoint once, and write their checksums into a file beside them.
 
@@ -111,7 +111,7 @@ def seal(
     return run_seal(plan_seal(path), resources=resources, progress=progress)
 
 
-def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: Progress | None = None) -> Sealed:
+def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Sealed:
     """Do what was planned. Raises as `seal`."""
     resources = resources or Resources.of_machine()
     count_bytes = count_to(plan.nbytes, progress)

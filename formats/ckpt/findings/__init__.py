@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ckpt.job import Progress, count_to, load_kernels
+from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
@@ -397,7 +397,7 @@ def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Findin
 
 @checked
 def verify(
-    source: Checkpoint, *, resources: Resources | None = None, progress: Progress | None = None
+    source: Checkpoint, *, resources: Resources | None = None, progress: AnyProgress | None = None
 ) -> list[Finding]:
     """All findings of a checkpoint; empty if it is complete and undamaged. Reads all of it.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.job import Progress, count_to, load_kernels
+from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
@@ -35,7 +35,7 @@ class NotFinite:
 def find_not_finite(
     source: Checkpoint,
     resources: Resources | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     note_zeros: Callable[[Iterable[ZeroRun]], None] = lambda runs: None,
 ) -> list[NotFinite]:
     """The states that have NaN or infinity, in the order of the checkpoint. Reads every value of every state.

@@ -2,10 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
@@ -76,8 +76,13 @@ class Result(Checked):
     checksums: Count
     """Checksums of the source that were verified while it was read."""
     seconds: Annotated[float, Range(0)]
-    pending: str = ""
-    """What other shards have yet to do before the target is there; empty if it is."""
+    status: Literal["written", "pending", "already complete"] = "written"
+    """`pending`: the target is not there yet, since other shards write the rest of it, or another process publishes it.
+    `already complete`: other processes had published it, and nothing was written."""
+    missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """While it is pending: the files that are not written yet, by the number of the shard that writes them."""
+    publisher: str = ""
+    """While it is pending and no file is missing: the process that publishes the target, as text."""
     changed: tuple[ChangedTensor, ...] = ()
     """The tensors with values that were changed other than by rounding: infinite, NaN or zero in a smaller type. While
     the result is pending, those of this shard."""
@@ -95,7 +100,7 @@ class Result(Checked):
 
 def complete_before(target: Path) -> Result:
     """The result of a job whose target other processes have published."""
-    return Result(listed_again(target), 0, 0, 0, 0, 0.0)
+    return Result(listed_again(target), 0, 0, 0, 0, 0.0, "already complete")
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:

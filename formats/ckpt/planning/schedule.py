@@ -62,6 +62,11 @@ class FailurePlan(Checked):
     replay_cores: Count | None
     """The cores that replay steps as fast as the run takes them, as a shadow of the run must; None: not known."""
 
+    def __repr__(self) -> str:
+        best = self.best
+        log = "without a log" if best.flush_steps is None else f"flushes each {best.flush_steps:,}"
+        return f"<FailurePlan: a base each {best.base_steps:,} steps, {log}, waste {best.waste:.3g}>"
+
     @property
     def log_pays(self) -> bool:
         """Is the waste with a log lower than without?"""

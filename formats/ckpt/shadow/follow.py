@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt.job import Job, Progress
+from ckpt.job import AnyProgress, Job
 from ckpt.pipeline import Result
 from ckpt.pipeline.targets import check_target
 from ckpt.shadow.shadow import Shadow, ShadowStatus
@@ -76,7 +76,7 @@ def _add_base(shadow: Shadow) -> ShadowEvent:
     return ShadowEvent("base", shadow.status, member)
 
 
-def write(shadow: Shadow, target: Path, progress: Progress | None = None) -> Result:
+def write(shadow: Shadow, target: Path, progress: AnyProgress | None = None) -> Result:
     """Write the state as a universal checkpoint. Raises `CkptError`."""
     check_target(target, shadow.path)
     with shadow.frozen() as checkpoint:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.short_repr import short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,10 +105,16 @@ class ArgumentKind(NamedTuple):
 class Checked:
     """The base of dataclasses that check their fields when they are constructed.
 
-    A class that also has conditions between its fields states them in its own `__post_init__`, after this one.
+    A class that also has conditions between its fields states them in its own `__post_init__`, after this one. The
+    `repr` is a line, however much the fields hold: error messages and debuggers show it.
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            setattr(cls, "__repr__", short_repr)  # noqa: B010  # `dataclass` writes none where there is one
 
     def __post_init__(self) -> None:
         check_fields(self)

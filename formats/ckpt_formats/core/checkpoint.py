@@ -14,6 +14,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.short_repr import cut, short_repr
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
@@ -114,6 +115,8 @@ class Group:
     options: Mapping[str, Value]
     names: tuple[str, ...]
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -123,6 +126,8 @@ class SourceFile:
     nbytes: int
     role: str
     rank: Mapping[str, int] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
 
 _DEGREES = ("tp", "pp", "dp", "ep", "etp", "vpp", "world", "zero_stage", "experts")
@@ -137,6 +142,8 @@ class Origin:
     version: str | None = None
     step: int | None = None
     layout: Mapping[str, Value] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Raise `CorruptError` for a number of ranks that is none: files state them, and targets are made by them."""
@@ -155,6 +162,8 @@ class OriginalForm:
     """The name of its file, if it was a single one."""
     form: Callable[[], Value] | None = None
     """Returns what the format notes about its own file beyond the checkpoint. Only that format reads it."""
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)
@@ -232,7 +241,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         return True
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path}: {self.format}, step {self.step}, {len(self)} parameters>"
+        return f"<Checkpoint {cut(str(self.path), 120)}: {self.format}, step {self.step}, {len(self)} parameters>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

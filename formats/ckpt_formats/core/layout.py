@@ -16,6 +16,7 @@ from ckpt_formats.core.errors import InvalidArgumentError, RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.name_patterns import full_match
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
@@ -117,6 +118,8 @@ class Layout:
 
     rules: tuple[Rule, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def rule(self, name: str) -> Rule:
         """The rule of a parameter. Raises `RulesError` if there is none: a layout is never guessed."""

@@ -138,7 +138,7 @@ def _modules(names: Sequence[str], model: Any, nbytes: Any) -> list[tuple[object
 
 
 class NotebookProgress:
-    """A function for `progress=` that shows a bar below the cell of a notebook, with the rate and the time left.
+    """Progress as a bar below the cell of a notebook, with the rate and the time left: for `progress=`.
 
     Make a new one for each call that it shows. It needs IPython, which every notebook has, and no extension.
 
@@ -150,6 +150,7 @@ class NotebookProgress:
         """Show an empty bar. Raises `UnsupportedError` outside of a notebook."""
         self._label = label
         self._begin, self._shown = time.monotonic(), 0.0
+        self._counts, self._status = (0, 0), ""
         try:
             from IPython.core.getipython import get_ipython
             from IPython.display import display
@@ -166,8 +167,13 @@ class NotebookProgress:
         now = time.monotonic()
         if done < total and now - self._shown < _MIN_SECONDS:
             return
-        self._shown = now
+        self._shown, self._counts = now, (done, total)
         self._handle.update(_Html(self._html(done, total)))
+
+    def show_status(self, status: object) -> None:
+        """Show how far a cluster is, below the bar."""
+        self._status = str(status)
+        self._handle.update(_Html(self._html(*self._counts)))
 
     def _html(self, done: int, total: int) -> str:
         seconds = time.monotonic() - self._begin
@@ -180,7 +186,8 @@ class NotebookProgress:
         elif rate:
             parts += [f"{format_nbytes(rate)}/s", f"{(total - done) / rate:.0f} s left"]
         bar = f'<progress value="{done}" max="{max(total, 1)}" aria-label="{label or "progress"}"></progress>'
-        return f"<div>{label} {bar} {', '.join(parts)}</div>"
+        status = f"<br>{escape(printable(self._status))}" if self._status else ""
+        return f"<div>{label} {bar} {', '.join(parts)}{status}</div>"
 
 
 class _Html:

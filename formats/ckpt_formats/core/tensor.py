@@ -25,6 +25,7 @@ from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.indexing import block_of_key
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.value_changes import ValueChange, changed_by_cast, check_allowed, count_kinds, totals
 
 if TYPE_CHECKING:
@@ -350,6 +351,8 @@ class Fragment:
     box: Box
     blob: Blob
 
+    __repr__ = short_repr
+
     def crop(self, box: Box) -> "Fragment | None":
         """The part of it that lies in `box`, still counted from the tensor's corner."""
         common = self.box & box
@@ -393,6 +396,8 @@ class Tensor(Blob):
     fragments: Sequence[Fragment]
     """A tuple, or `ComputedFragments`."""
     replicas: tuple["Tensor", ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgumentError` for wrong fields, `CorruptError` for a shape that no array can have."""

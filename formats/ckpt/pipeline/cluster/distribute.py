@@ -13,6 +13,7 @@ from ckpt.pipeline.cluster import Cluster, Start
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob
 from ckpt.pipeline.groups import Group, in_step, nbytes
 from ckpt.pipeline.interrupts import raise_if_interrupted
+from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.format import FilePlan, Receipt
 
 _WAIT = 0.5
@@ -36,13 +37,13 @@ _MIN_SLOW = 5.0
 
 
 @dataclass(frozen=True)
-class ClusterStatus:
+class ClusterStatus(Checked):
     """How far a job on a cluster is."""
 
-    files: int
-    files_done: int
-    workers: int
-    running: int
+    files: Count
+    files_done: Count
+    workers: Count
+    running: Count
     """Tasks that run."""
     slowest: str = ""
     """The first file of the task that has run for the longest time."""

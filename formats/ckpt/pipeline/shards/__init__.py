@@ -38,8 +38,6 @@ from ckpt_formats.stores.location import listed_again
 _MAX_GROUP = 64
 _GROUPS = 4
 """Groups of files for each shard. Files are written in step only where there are as many."""
-_NAMED = 8
-"""So many shards, at most, are named in a message."""
 
 
 def write_shard(
@@ -51,7 +49,7 @@ def write_shard(
     shard: Shard,
     count_bytes: CountBytes,
 ) -> "pipeline.Result":
-    """Write a share of the planned files, and publish the target if all others are there. Else the result is `pending`.
+    """Write a share of the planned files, and publish the target if all others are there. Else the result is pending.
 
     With `COMMIT` as shard, only publish. Raises `IncompleteError` then if files are missing.
     """
@@ -78,7 +76,7 @@ def write_shard(
             if missing and is_published(target, job.id):
                 return pipeline.complete_before(target)  # and what the shards know of each other was removed
             if missing:
-                pending = _missing(missing, plan.files, shard, stage)
+                by_shard = _by_shard(missing, plan.files, shard, stage)
                 nbytes = sum(receipt.nbytes for receipt in fresh)
                 return pipeline.Result(
                     target,
@@ -87,17 +85,18 @@ def write_shard(
                     resumed,
                     0,
                     time.monotonic() - started,
-                    pending=pending,
+                    "pending",
+                    by_shard,
                     changed=changed,
                 )
             in_order = [receipts[part.file] for part in plan.files]
-            checksums, pending = 0, ""
+            checksums, publisher = 0, ""
             changed = totals(change for receipt in in_order for change in receipt.changes)
             check_allowed(changed)
             zeros = tuple(zero_notices(source, (run for receipt in in_order for run in receipt.zeros)))
             with stage.lease(wait=not fresh, stop=stop) as holder:
                 if holder is not None:
-                    pending = f"all files are written; {holder} publishes the target"
+                    publisher = holder
                 elif stage.is_published():
                     return pipeline.complete_before(target)
                 else:
@@ -121,7 +120,7 @@ def write_shard(
             raise pipeline.system_error(error, stage, identities) from error
     total = sum(receipt.nbytes for receipt in in_order)
     seconds = time.monotonic() - started
-    written = target if pending else listed_again(target)
+    written = target if publisher else listed_again(target)
     return pipeline.Result(
         written,
         len(in_order),
@@ -129,7 +128,8 @@ def write_shard(
         len(before),
         checksums,
         seconds,
-        pending=pending,
+        "pending" if publisher else "written",
+        publisher=publisher,
         changed=changed,
         zeros=zeros,
     )
@@ -217,17 +217,19 @@ def _usable(receipts: Mapping[str, Receipt], checks: SealChecks, identities: Ide
     return {one.file: one for one in placed if checks.knows(one.evidence)}
 
 
-def _missing(missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardStaging) -> str:
-    """Which files are missing, as a part of a sentence. Raises `IncompleteError` if nobody else would write them."""
-    text = f"{len(missing)} of {len(files)} files are not written yet"
+def _by_shard(
+    missing: Sequence[FilePlan], files: Sequence[FilePlan], shard: Shard, stage: ShardStaging
+) -> dict[int, tuple[str, ...]]:
+    """The missing files by the shards that write them. Raises `IncompleteError` if nobody else would write them."""
     if shard.only_commits:
         raise IncompleteError(
-            f"{text}; the first is {printable(missing[0].file)}",
+            f"{len(missing)} of {len(files)} files are not written yet; the first is {printable(missing[0].file)}",
             where=stage.target,
             hint="Run the shards again that have not ended well; those that have ended write nothing again.",
         )
     names = {part.file for part in missing}
-    dealt = _dealt(files, shard.count)
-    numbers = sorted({number for group, number in dealt if not names.isdisjoint(part.file for part in group)})
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-    return f"{text}: those of shards {', '.join(map(str, numbers[:_NAMED]))}{more}"
+    by_shard: dict[int, list[str]] = {}
+    for group, number in _dealt(files, shard.count):
+        if own := [part.file for part in group if part.file in names]:
+            by_shard.setdefault(number, []).extend(own)
+    return {number: tuple(by_shard[number]) for number in sorted(by_shard)}

@@ -20,6 +20,7 @@ from ckpt_formats.core.claims import MAX_LIST, MAX_PACKS, MAX_PATH
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.version import WRITTEN_BY
 
 NAME = "chain.json"
@@ -74,6 +75,8 @@ class Member:
     shared: tuple["SharedPacks", ...] = ()
     """Where its states lie that did not change: packs of earlier members."""
 
+    __repr__ = short_repr
+
     @property
     def exact(self) -> bool:
         return not self.errors
@@ -98,6 +101,8 @@ class LoggedSteps:
     time: str
     """The time when it began: UTC, ISO 8601."""
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class AppendedFrom:
@@ -119,6 +124,8 @@ class Tip:
     stored_nbytes: int
     """The bytes of all files."""
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class ChainIndex:
@@ -129,6 +136,8 @@ class ChainIndex:
     appended_from: AppendedFrom | None = None
     """Where the last member's values can be read without a replay, as long as they are there; None: not known."""
     tip: Tip | None = None
+
+    __repr__ = short_repr
 
     def with_members(self, members: tuple[Member, ...], segments: tuple[LoggedSteps, ...]) -> "ChainIndex":
         """Other members and segments. What is known of the last member stays if it has the same content."""
