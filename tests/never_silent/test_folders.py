@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
@@ -732,3 +733,36 @@ def test_a_model_that_modules_json_does_not_list_is_named_and_not_merged(tmp_pat
     checkpoint = open_checkpoint(folder)
     assert set(checkpoint.parameters) - {"hf/modules.json"} == {f"0_Transformer.{name}" for name in WEIGHTS}
     assert any("export.safetensors" in one.names for one in checkpoint.notices)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pointer", "stray"),
+    [
+        ("megatron-0.16-tp2-pp2-dist", "latest_checkpointed_iteration.txt", "model_rank0__pt"),
+        ("megatron-0.16-tp2-pp2-dist", "latest_checkpointed_iteration.txt", "none"),
+        ("megatron-0.16-tp2-pp2-legacy", "latest_checkpointed_iteration.txt", "model__safetensors"),
+        ("megatron-0.16-tp2-pp2-legacy", "latest_checkpointed_iteration.txt", "stray__pt"),
+        ("deepspeed-0.19-zero1-bf16-dp2", "latest", "model__safetensors"),
+        ("ds_to_universal-0.19-zero1-bf16-dp2", "latest_universal", "stray__safetensors"),
+    ],
+)
+def test_a_damaged_pointer_is_damage_whatever_is_beside_the_steps(
+    pattern: str, pointer: str, stray: str, tmp_path: Path
+) -> None:
+    for entry in (SAMPLES / pattern).iterdir():
+        if entry.is_dir():
+            (tmp_path / entry.name).symlink_to(entry)
+    if stray != "none":
+        put(tmp_path, **{stray: OTHER})
+    text = (SAMPLES / pattern / pointer).read_bytes()
+    for damaged in (bytes([text[0] ^ 0x40]) + text[1:], b"", bytes(len(text)), text[:-1] + b"9"):
+        (tmp_path / pointer).write_bytes(damaged)
+        with pytest.raises((CorruptError, IncompleteError), match=f"`{pointer}`"):
+            open_checkpoint(tmp_path)
+    assert ckpt("convert", tmp_path, tmp_path / "out").code == BROKEN
+    (tmp_path / pointer).unlink()
+    if stray == "none":
+        assert open_checkpoint(tmp_path).notices[0].text.startswith("iter_0000002 is read, the only checkpoint")
+    else:
+        with pytest.raises(IncompleteError, match=f"no `{pointer}`"):
+            open_checkpoint(tmp_path)

@@ -21,6 +21,8 @@ Names = Collection[str]
 
 _MAX_FOLDERS = 64
 _MAX_JSON = 1 << 16
+_MAX_SHOWN = 60
+"""Bytes of a pointer that a message shows."""
 _DEEPSPEED_FILE = re.compile(
     r"layer_\d+-model_\d+-model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
     r"|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
@@ -125,13 +127,6 @@ def _dcp(path: Path, names: Names) -> str | None:
     return None if is_complete else f"{data} is here, but no .metadata, which torch writes last"
 
 
-def _pointer_of_deepspeed(path: Path, names: Names) -> str | None:
-    steps = [name for name in sorted(names) if _DEEPSPEED_STEP.fullmatch(name) and (path / name).is_dir()]
-    if not steps or "latest" in names or "latest_universal" in names:
-        return None
-    return f"{', '.join(steps[:5])} {'is' if len(steps) == 1 else 'are'} here, but no `latest`, which names the step"
-
-
 TRACES = (
     Trace(("universal",), "ckpt", _universal),
     Trace(("deepspeed-universal",), "DeepSpeed's universal format", _deepspeed_universal),
@@ -140,17 +135,73 @@ TRACES = (
     Trace(("deepspeed", "deepspeed-universal"), "DeepSpeed", _deepspeed),
     Trace(("dcp", "megatron"), "PyTorch Distributed Checkpoint", _dcp),
 )
-_AROUND_A_STEP = Trace(
-    ("deepspeed", "deepspeed-universal"),
-    "DeepSpeed",
-    _pointer_of_deepspeed,
-    "Name the folder of the step, or the file of weights if they are all that is wanted.",
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an engine arranges the folder of a run: a folder for each step, and a file that names the last one."""
+
+    formats: tuple[str, ...]
+    """The formats that read it."""
+    engine: str
+    step: re.Pattern[str]
+    """The names of the folders of steps."""
+    pointer: str
+    inside: re.Pattern[str]
+    """A name in the folder of a step by which it is the engine's."""
+
+
+_RUNS = (
+    Run(("deepspeed", "deepspeed-universal"), "DeepSpeed", _DEEPSPEED_STEP, "latest", re.compile(".*")),
+    Run(
+        ("deepspeed-universal", "deepspeed"),
+        "DeepSpeed's universal format",
+        re.compile(r"global_step\d+_universal"),
+        "latest_universal",
+        re.compile("zero"),
+    ),
+    Run(
+        ("megatron", "megatron-legacy"),
+        "Megatron",
+        re.compile(r"iter_\d{7,}|release"),
+        "latest_checkpointed_iteration.txt",
+        re.compile(rf"common\.pt|{_MEGATRON_RANK.pattern}"),
+    ),
 )
+_NAME_THE_STEP = "Name the folder of the step, or the file of weights if they are all that is wanted."
 
 
 def check_around(path: Path, names: Names, format: str) -> None:
-    """Raise `IncompleteError` if a format would read only the files around the folder of a DeepSpeed step."""
-    if format not in _AROUND_A_STEP.formats and (missing := _AROUND_A_STEP.find_missing(path, names)) is not None:
+    """Raise `IncompleteError` if a format would read only the files around the steps of a run of another engine.
+
+    The engine's own format reads the run as soon as its pointer names a step. So the pointer is missing, or damaged.
+    """
+    for run in _RUNS:
+        if format in run.formats:
+            continue
+        steps = [name for name in sorted(names) if run.step.fullmatch(name) and _is_step(path / name, run)]
+        if not steps:
+            continue
+        here = f"{', '.join(steps[:5])} {'is' if len(steps) == 1 else 'are'} here"
+        missing = f"{here}, but no `{run.pointer}`, which names the step"
+        if run.pointer in names:
+            missing = f"{here}, but `{run.pointer}` is damaged: {_content(path / run.pointer)}"
         raise IncompleteError(
-            f"an incomplete checkpoint of DeepSpeed: {missing}", where=printable(str(path)), hint=_AROUND_A_STEP.hint
+            f"an incomplete checkpoint of {run.engine}: {missing}", where=printable(str(path)), hint=_NAME_THE_STEP
         )
+
+
+def _is_step(path: Path, run: Run) -> bool:
+    return path.is_dir() and any(map(run.inside.fullmatch, names_in(path)))
+
+
+def _content(pointer: Path) -> str:
+    """What a pointer contains, for messages."""
+    if not pointer.is_file():
+        return "it is no file"
+    try:
+        with open_regular(pointer) as file:
+            text = file.read(_MAX_SHOWN).decode("utf-8", "replace").strip()
+    except (CkptError, OSError):
+        return "it cannot be read"
+    return f"it contains {printable(text)!r}, which names none of them"

@@ -32,6 +32,8 @@ _NAMED_STEP = re.compile(
 
 ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """The two folders of one checkpoint of Accelerate: that of the model and that of the optimizer."""
+_OF_MEGATRON = "common.pt"
+"""A file in the folders of steps that Megatron core saves. A pointer of its own says which of them is the last."""
 _STEPS_INSIDE = ("", "checkpoint")
 """The subfolders that may contain folders of steps: TorchTitan writes them one level down."""
 
@@ -190,6 +192,7 @@ def _steps(path: Path) -> list[tuple[str, int, Path]]:
                 (match[1], int(match[2]), entry)
                 for entry in entries
                 if (match := _STEP.fullmatch(entry.name)) and (_has_traces(entry) or _is_pair(entry))
+                if not (entry / _OF_MEGATRON).is_file()
             ]
     return steps
 

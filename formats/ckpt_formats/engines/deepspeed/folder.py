@@ -86,7 +86,8 @@ def has_latest(path: Path) -> bool:
 def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
     """The folder of one step: the path itself, or the folder that its file `latest` names.
 
-    Raises `CorruptError` if that file contains no name, `NotFoundError` if it names no step.
+    Raises `CorruptError` if that file contains no name, `IncompleteError` if it names none of the steps that are here,
+    `NotFoundError` if none is here.
     """
     if is_step(path):
         return path
@@ -108,7 +109,8 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
             hint=hint,
         )
     if not is_step(path / tag):
-        raise NotFoundError(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        kind = IncompleteError if steps else NotFoundError
+        raise kind(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
     return path / tag
 
 
