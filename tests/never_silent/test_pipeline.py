@@ -185,8 +185,8 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
     name = "find_problems" if command == "verify" else "compare"
     before = getattr(place, name)
 
-    def changing(*arguments: Any) -> Any:
-        result = before(*arguments)
+    def changing(*arguments: Any, **options: Any) -> Any:
+        result = before(*arguments, **options)
         replace_file(source)
         return result
 

@@ -86,8 +86,7 @@ def has_latest(path: Path) -> bool:
 def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool] = is_step) -> Path:
     """The folder of one step: the path itself, or the folder that its file `latest` names.
 
-    Raises `CorruptError` if that file contains no name, `IncompleteError` if it names none of the steps that are here,
-    `NotFoundError` if none is here.
+    Raises `CorruptError` if that file contains no name, `NotFoundError` if it names no step.
     """
     if is_step(path):
         return path
@@ -109,8 +108,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
             hint=hint,
         )
     if not is_step(path / tag):
-        kind = IncompleteError if steps else NotFoundError
-        raise kind(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        raise NotFoundError(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
     return path / tag
 
 
