@@ -97,12 +97,21 @@ def test_tensors_one_after_another_are_few_large_requests() -> None:
 
 def test_neighbours_are_joined_and_others_are_not() -> None:
     store = Objects()
-    near = [store.range("a", at, at + 1000) for at in (0, MiB, 2 * MiB)]
-    far = [store.range("a", at, at + 1000) for at in (10 * MiB, 20 * MiB)]
+    near = [store.range("a", at, at + 1000) for at in (0, MiB // 4, MiB // 2)]
+    far = [store.range("a", at, at + 1000) for at in (10 * MiB, 11 * MiB)]
     with prefetch([far[0], *near, far[1]]) as ahead:
         for one in (*near, *far):
             read(ahead.reads[0], one)
-    assert sorted(store.ranges) == [("a", 0, 2 * MiB + 1000), ("a", 10 * MiB, 1000), ("a", 20 * MiB, 1000)]
+    assert sorted(store.ranges) == [("a", 0, MiB // 2 + 1000), ("a", 10 * MiB, 1000), ("a", 11 * MiB, 1000)]
+
+
+def test_a_larger_gap_is_requested_after_as_many_bytes_that_are_read() -> None:
+    store = Objects()
+    ranges = [store.range("a", 0, 2 * MiB), store.range("a", 3 * MiB, 3 * MiB + 1000)]
+    with prefetch(ranges) as ahead:
+        for one in ranges:
+            read(ahead.reads[0], one)
+    assert sorted(store.ranges) == [("a", 0, 3 * MiB + 1000)]
 
 
 def test_several_places_are_read_on_at_once() -> None:

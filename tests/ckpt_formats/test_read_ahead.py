@@ -39,12 +39,35 @@ def read(ahead: ReadAhead, key: str, length: int, offset: int, nbytes: int) -> b
     return bytes(buffer[: ahead.read_into(key, length, offset, memoryview(buffer))])
 
 
-def test_small_reads_of_a_header_share_a_request() -> None:
+def test_small_reads_of_a_header_share_requests() -> None:
     requests = Requests()
     ahead = ReadAhead(requests)
-    for offset in range(0, 64 * 4096, 4096):
+    for offset in range(0, 16 * 4096, 4096):
         assert read(ahead, "a", 50 * MiB, offset, 100) == content("a", offset, 100)
     assert requests.ranges == [("a", 0, BLOCK)]
+    for offset in range(16 * 4096, 64 * 4096, 4096):
+        assert read(ahead, "a", 50 * MiB, offset, 100) == content("a", offset, 100)
+    assert len(requests.ranges) <= 3
+    assert sum(nbytes for _, _, nbytes in requests.ranges) <= 2 * 64 * 4096
+
+
+def test_a_small_object_is_one_request() -> None:
+    requests = Requests()
+    ahead = ReadAhead(requests)
+    for offset in range(0, MiB, 1 << 17):
+        assert read(ahead, "a", MiB, offset, 100) == content("a", offset, 100)
+    assert requests.ranges == [("a", 0, MiB)]
+
+
+@pytest.mark.parametrize(("apart", "most"), [(MiB // 8, 5), (4 * MiB, 2)])
+def test_rows_of_a_large_object_take_few_bytes(apart: int, most: int) -> None:
+    """Rows near one another share requests after a while; others cost a block each. `most`: MiB."""
+    requests, length = Requests(), 200 * MiB
+    ahead = ReadAhead(requests)
+    for offset in range(0, 32 * apart, apart):
+        assert read(ahead, "a", length, offset, 4096) == content("a", offset, 4096)
+    assert len(requests.ranges) <= 32
+    assert sum(nbytes for _, _, nbytes in requests.ranges) <= most * MiB
 
 
 def test_reading_front_to_back_takes_large_requests() -> None:

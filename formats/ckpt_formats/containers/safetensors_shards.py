@@ -22,6 +22,7 @@ from ckpt_formats.containers.safetensors import (
 )
 from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
+from ckpt_formats.core.coming_reads import request_starts
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
@@ -77,6 +78,8 @@ def read_weights(
     `UnsupportedError` for files of the universal format, whose names of tensors are those of states, and for a file
     with states of an optimizer if the caller does not sort them out.
     """
+    paths = list(paths)
+    request_starts(paths)
     files = [read_header(path) for path in paths]
     placed = [_SHARDING in file.metadata for file in files]
     tensors = _tensors_of_blocks(files) if any(placed) else _distinct_tensors(files)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from ckpt_formats.core.files import Seal
@@ -10,6 +11,8 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob
 
 T = TypeVar("T")
+
+_START = 1 << 16
 
 _AHEAD = 32
 """Items of which the values are requested before they are needed."""
@@ -46,6 +49,13 @@ def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Itera
         if len(waiting) > _AHEAD:
             yield waiting.popleft()
     yield from waiting
+
+
+def request_starts(paths: Iterable[Path]) -> None:
+    """Request the first 64 KiB of all objects among the paths, which have most headers, and do not wait for them."""
+    for path in paths:
+        if isinstance(path, StorePath) and path.is_file():
+            path.store.request(path.key, 0, _START)
 
 
 def _nbytes(path: StorePath) -> int:

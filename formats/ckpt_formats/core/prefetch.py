@@ -16,7 +16,9 @@ from threading import Lock
 from ckpt_formats.core.store_path import StorePath
 
 _GAP = 1 << 20
-"""Bytes between two ranges that are requested, too: another request costs more."""
+"""Bytes between two ranges that are requested, too, if what is before them has as many: another request costs more."""
+_SMALL_GAP = 1 << 18
+"""Bytes between two ranges that are requested in any case: they take less time than another request."""
 _MAX_REQUEST = 8 << 20
 _MIN_REQUEST = 1 << 18
 _MAX_RANGES = 1 << 14
@@ -358,7 +360,7 @@ def _join(ranges: list[ObjectRange], largest: int) -> list[_Joined]:
         last = found[-1] if found and found[-1].path == one.path else None
         start = one.start if last is None else max(one.start, last.stop)
         while start < one.stop:
-            if last is None or start > last.stop + _GAP or start >= last.start + largest:
+            if last is None or start > last.stop + _gap(last) or start >= last.start + largest:
                 last = _Joined(one.path, start, start, 0, use)
                 found.append(last)
             stop = min(one.stop, last.start + largest)
@@ -366,3 +368,8 @@ def _join(ranges: list[ObjectRange], largest: int) -> list[_Joined]:
             last.stop, last.use = stop, min(last.use, use)
             start = stop
     return sorted(found, key=lambda joined: joined.use)
+
+
+def _gap(last: _Joined) -> int:
+    """The bytes after some joined ranges up to which the next range is joined, too: at least half of all is read."""
+    return min(_GAP, max(_SMALL_GAP, last.named))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from ckpt_formats.core.errors import CkptError
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 """Bytes that a buffered file reads at once."""
 
 

@@ -114,7 +114,7 @@ class ListedStore(ABC):
         self._ahead.request(key, self._objects[key].nbytes, offset, nbytes)
 
     def has(self, key: str, offset: int, nbytes: int) -> bool:
-        return self._ahead.has(key, offset, nbytes)
+        return self._ahead.has(key, self._objects[key].nbytes, offset, nbytes)
 
     def keep(self, nbytes: int) -> None:
         self._ahead.keep(nbytes)

@@ -1,8 +1,8 @@
-"""Ranges of objects, read in blocks that are kept, and requested before they are needed.
+"""Ranges of objects, read in blocks that are cached, and requested before they are needed.
 
-To open a checkpoint is many small reads near one another: they share blocks. To read tensors is to read on where the
-last read ended: then further blocks are requested meanwhile, several in one request, so that the time until a store
-answers is hidden.
+A small object comes whole. Of a larger one, a read requests what it needs, in blocks of 64 KiB: most headers fit one,
+and a row of a tensor costs no more. Where reads go on, further blocks are requested meanwhile, several in one request,
+so that the time until a store answers is hidden: never more than what these reads have passed already.
 """
 
 from collections import OrderedDict
@@ -12,22 +12,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 
-BLOCK = 1 << 20
-_MAX_RUN = 8
-"""Blocks of one request."""
-_MAX_AHEAD = 4
-"""Requests for what comes after a read."""
-_MAX_NBYTES = 64 * BLOCK
+WHOLE = 1 << 20
+"""Bytes up to which an object is one block: another request costs more."""
+BLOCK = 1 << 16
+"""Bytes of the blocks of larger objects."""
+_MAX_RUN = 8 << 20
+"""Bytes of one request."""
+_MAX_AHEAD = 32 << 20
+"""Bytes that are requested after a read."""
+_MAX_NBYTES = 64 << 20
 """Of blocks that are kept, and requested: the memory of a process."""
-_MIN_NBYTES = 2 * BLOCK
+_MIN_NBYTES = 2 << 20
 _MAX_BLOCKS = 1 << 14
 """Blocks that are kept: those of small objects have few bytes."""
 _MAX_STREAMS = 64
 """Reads that go on, of which the places are kept."""
 _REQUESTS = 16
 """Requests at once."""
-_STEP = 16 * BLOCK
+_STEP = 16 << 20
 """Bytes of a long read that are waited for at once."""
+_NEAR = 1 << 20
+"""Bytes between two reads up to which the second one may go on from the first."""
+_MANY = 6
+"""Reads near one another after which what is between them is requested, too: then requests cost more than bytes."""
 
 Get = Callable[[str, int, int], memoryview]
 """The bytes of an object, by key, offset and number."""
@@ -45,10 +52,11 @@ class _Run:
 
 @dataclass(slots=True)
 class _ReadStream:
-    """Reads of an object of which each goes on where the last one ended. An object may have several at once."""
+    """Reads of an object of which each goes on where the last one ended, or near. An object may have several."""
 
-    run: int = 1
-    """Blocks of the next request: more with each read."""
+    reads: int = 1
+    passed: int = 1
+    """Blocks from the first that was read to the last."""
     requested: int = 0
     """The block up to which all is requested."""
 
@@ -79,24 +87,25 @@ class ReadAhead:
         for begin in range(offset, stop, _STEP):
             end = min(begin + _STEP, stop)
             for number, run in self._requested(key, length, begin, end).items():
-                self._copy(key, number, run, begin, end, view[begin - offset : end - offset])
+                self._copy(key, number, run, _block_size(length), begin, end, view[begin - offset : end - offset])
         return max(0, stop - offset)
 
     def request(self, key: str, length: int, offset: int, nbytes: int) -> None:
         """Request the blocks of a small range of an object of `length` bytes, and do not wait for them."""
-        stop = min(offset + nbytes, length, offset + BLOCK)
+        stop, size = min(offset + nbytes, length, offset + WHOLE), _block_size(length)
         if offset < stop:
             with self._lock:
-                self._request(key, length, offset // BLOCK, (stop - 1) // BLOCK + 1)
+                self._request(key, length, offset // size, (stop - 1) // size + 1)
 
-    def has(self, key: str, offset: int, nbytes: int) -> bool:
-        """Whether all blocks of a range are here, or on their way."""
+    def has(self, key: str, length: int, offset: int, nbytes: int) -> bool:
+        """Whether all blocks of a range of an object of `length` bytes are here, or on their way."""
+        size = _block_size(length)
         with self._lock:
-            blocks = range(offset // BLOCK, (offset + nbytes - 1) // BLOCK + 1)
+            blocks = range(offset // size, (offset + nbytes - 1) // size + 1)
             return all((key, number) in self._runs for number in blocks)
 
-    def _copy(self, key: str, number: int, run: _Run, begin: int, end: int, view: memoryview) -> None:
-        """Copy what a block has of a range."""
+    def _copy(self, key: str, number: int, run: _Run, size: int, begin: int, end: int, view: memoryview) -> None:
+        """Copy what a block of `size` bytes has of a range."""
         try:
             data = run.data.result()
         except BaseException:
@@ -104,15 +113,18 @@ class ReadAhead:
                 if self._runs.pop((key, number), None) is not None:  # the next read requests it again
                     self._cached_nbytes -= run.share
             raise
-        start, stop = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
-        view[start - begin : stop - begin] = data[start - run.first * BLOCK : stop - run.first * BLOCK]
+        start, stop = max(begin, number * size), min(end, (number + 1) * size)
+        view[start - begin : stop - begin] = data[start - run.first * size : stop - run.first * size]
 
     def _requested(self, key: str, length: int, begin: int, end: int) -> dict[int, _Run]:
         """The blocks of a range, which are requested, and those after it if a stream of reads goes on with it."""
-        first, last = begin // BLOCK, (end - 1) // BLOCK
+        size = _block_size(length)
+        first, last = begin // size, (end - 1) // size
         with self._lock:
+            stop = self._ahead(key, -(-length // size), size, first, last)
+            if stop is not None and stop - first <= WHOLE // size:  # small: one request brings all
+                self._request(key, length, first, stop)
             self._request(key, length, first, last + 1)
-            stop = self._ahead(key, -(-length // BLOCK), first, last)
             if stop is not None:
                 self._request(key, length, last + 1, stop)
             needed = {number: self._runs[key, number] for number in range(first, last + 1)}
@@ -122,10 +134,11 @@ class ReadAhead:
                 self._cached_nbytes -= self._runs.popitem(last=False)[1].share
         return needed
 
-    def _ahead(self, key: str, blocks: int, first: int, last: int) -> int | None:
+    def _ahead(self, key: str, blocks: int, size: int, first: int, last: int) -> int | None:
         """The block up to which to request more now, after a read of the blocks `first` to `last`; None: nothing."""
-        before = next((n for n in (first, first - 1) if (key, n) in self._streams), None)
-        stream = _ReadStream() if before is None else self._streams.pop((key, before))
+        places = range(first, first - max(1, _NEAR // size) - 1, -1)
+        before = next((n for n in places if (key, n) in self._streams), None)
+        stream = _ReadStream(passed=last + 1 - first) if before is None else self._streams.pop((key, before))
         if last + 1 >= blocks:
             return None
         self._streams[key, last] = stream
@@ -133,26 +146,33 @@ class ReadAhead:
             self._streams.popitem(last=False)
         if before is None or before == last:
             return None  # headers are many small reads of one block
-        active = max(1, sum(one.run > 1 for one in self._streams.values()))
-        stream.run = max(1, min(2 * stream.run, _MAX_RUN, self._most // BLOCK // (4 * active)))
-        ahead = stream.run * max(1, min(_MAX_AHEAD, self._most // BLOCK // (2 * stream.run * active)))
-        if stream.requested - last - 1 > ahead - stream.run:
-            return None  # in whole runs, so that requests are large
+        passed, stream.passed, stream.reads = stream.passed, stream.passed + last - before, stream.reads + 1
+        if before < first - 1 and stream.reads < _MANY:
+            return None
+        active = max(1, sum(one.requested > 0 for one in self._streams.values()))
+        ahead = max(1, min(passed, _MAX_AHEAD // size, self._most // size // (2 * active)))
+        if stream.requested - last - 1 > ahead // 4:
+            return None  # so that requests are large
         stream.requested = min(blocks, last + 1 + ahead)
         return stream.requested
 
     def _request(self, key: str, length: int, first: int, stop: int) -> None:
         """Request those of the blocks that are not there, neighbours together."""
-        number = first
+        number, size = first, _block_size(length)
         while number < stop:
             if (key, number) in self._runs:
                 number += 1
                 continue
             end = number + 1
-            while end < stop and end - number < _MAX_RUN and (key, end) not in self._runs:
+            while end < stop and end - number < _MAX_RUN // size and (key, end) not in self._runs:
                 end += 1
-            nbytes = min(end * BLOCK, length) - number * BLOCK
-            run = _Run(number, self._pool.submit(self._get, key, number * BLOCK, nbytes), -(-nbytes // (end - number)))
+            nbytes = min(end * size, length) - number * size
+            run = _Run(number, self._pool.submit(self._get, key, number * size, nbytes), -(-nbytes // (end - number)))
             self._runs |= {(key, block): run for block in range(number, end)}
             self._cached_nbytes += run.share * (end - number)
             number = end
+
+
+def _block_size(length: int) -> int:
+    """The bytes of a block of an object of `length` bytes."""
+    return WHOLE if length <= WHOLE else BLOCK

@@ -1,0 +1,87 @@
+"""How many requests, and how many bytes, parts of checkpoints take from a store."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt
+from lying_store import LyingStore, lying
+from object_stores import BUCKET, reached
+
+SHARDS, ROWS, COLUMNS = 24, 512, 512
+MATRIX = ROWS * COLUMNS * 4
+"""Bytes of a tensor: two are in a shard."""
+BLOCK = 1 << 16
+NAME = "layers.7.up.weight"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingStore]:
+    """A folder of Hugging Face in 24 shards, and the same model as DCP of 4 ranks."""
+    folder, files = tmp_path_factory.mktemp("requests"), dict[str, str]()
+    (folder / "hf").mkdir()
+    for number in range(SHARDS):
+        tensors = {f"layers.{number}.{name}.weight": np.full((ROWS, COLUMNS), number, np.float32) for name in "ab"}
+        tensors[f"layers.{number}.up.weight"] = tensors.pop(f"layers.{number}.b.weight")
+        file = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
+        save_file(tensors, folder / "hf" / file, {"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": SHARDS * 2 * MATRIX}, "weight_map": files}
+    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    ckpt.save(ckpt.open(folder / "hf"), folder / "dcp", ckpt.DCP(dp=4))
+    with lying() as running, reached(running.server):
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            running.truth.put(path.relative_to(folder).as_posix(), path.read_bytes())
+        yield running
+
+
+def received(store: LyingStore) -> tuple[int, int]:
+    """The requests since the last call, and the bytes of objects in the answers to them."""
+    seen, nbytes = list(store.truth.seen), 0
+    store.truth.seen.clear()
+    for request in seen:
+        if request.kind == "get":
+            length = len(store.truth.objects[request.key].data)
+            first, _, last = request.headers.get("range", f"bytes=0-{length}").removeprefix("bytes=").partition("-")
+            nbytes += min(int(last) + 1, length) - int(first)
+    return len(seen), nbytes
+
+
+def test_opening_shards_takes_64_kib_of_each(store: LyingStore) -> None:
+    received(store)
+    ckpt.open(f"s3://{BUCKET}/hf")
+    requests, nbytes = received(store)
+    assert requests <= SHARDS + 4  # the listing, the index, and the folder above
+    assert nbytes <= SHARDS * BLOCK + (1 << 16)
+
+
+@pytest.mark.parametrize(("folder", "most"), [("hf", 2), ("dcp", 14)])
+def test_one_tensor_takes_its_bytes(folder: str, most: int, store: LyingStore) -> None:
+    run = ckpt.open(f"s3://{BUCKET}/{folder}")
+    received(store)
+    assert (run[NAME][:] == 7).all()
+    requests, nbytes = received(store)
+    assert requests <= most
+    assert nbytes <= MATRIX + 8 * BLOCK
+
+
+def test_rows_of_a_tensor_take_a_block_each(store: LyingStore) -> None:
+    weight = ckpt.open(f"s3://{BUCKET}/hf")[NAME]
+    received(store)
+    assert all((weight[row : row + 1] == 7).all() for row in (500, 3, 250, 120))
+    requests, nbytes = received(store)
+    assert requests <= 4
+    assert nbytes <= 4 * BLOCK
+
+
+def test_a_selection_reads_its_tensors_alone(store: LyingStore, tmp_path: Path) -> None:
+    run = ckpt.open(f"s3://{BUCKET}/hf").select(only=[f"^{NAME}$"])
+    received(store)
+    ckpt.save(run, tmp_path / "out.safetensors", ckpt.Safetensors())
+    requests, nbytes = received(store)
+    assert requests <= 2
+    assert nbytes <= MATRIX + 2 * BLOCK
