@@ -44,6 +44,10 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, bool]] = field(default_factory=list)
     """Of each: method, path without its query, whether it had a token."""
+    lies: dict[str, str] = field(default_factory=dict)
+    """Headers by which all files are answered falsely."""
+    flips: int = 0
+    """How many of the next ranges have a bit flipped."""
     failing: list[int] = field(default_factory=list)
     """The statuses by which the next requests of ranges are answered."""
 
@@ -136,12 +140,19 @@ def hub() -> Iterator[Hub]:
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             part = data[int(first) : int(last) + 1 if last else len(data)]
             stop = int(first) + len(part) - 1
+            if state.flips:
+                state.flips, part = state.flips - 1, bytes([part[0] ^ 1]) + part[1:]
             self._send(206, part, {"Content-Range": f"bytes {first}-{stop}/{len(data)}", "ETag": f'"{_oid(data)}"'})
             return None
 
         def _redirect(self, status: int, location: str, commit: str, data: bytes) -> None:
-            size = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{_oid(data)}"', "X-Repo-Commit": commit}
-            self._send(status, b"", {"Location": location, **size})
+            linked = hashlib.sha256(data).hexdigest() if len(data) >= _LARGE else _oid(data)
+            size = {
+                "X-Linked-Size": str(len(data)),
+                "X-Linked-ETag": f'"{linked}"',
+                "X-Repo-Commit": commit,
+            } | state.lies
+            self._send(status, b"", {"Location": location, **size, **state.lies})
 
         def _refuse(self, status: int, code: str | None) -> None:
             text = {} if code is None else {"X-Error-Code": code, "X-Error-Message": "as the hub says it"}
@@ -179,4 +190,4 @@ def _entry(path: str, data: bytes) -> dict[str, object]:
 
 
 def _oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 import ckpt as library
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
 from hub_server import SIGNATURE, TOKEN, Hub, Repository, hub
@@ -147,6 +147,28 @@ def test_requests_that_fail_are_repeated(statuses: list[int], user: Hub) -> None
         user.failing += statuses
         assert bytes(store.get(path.key, 0, 100)) == whole  # type: ignore[attr-defined]
     assert not user.failing
+
+
+@pytest.mark.parametrize("header", ["X-Repo-Commit", "X-Linked-ETag"])
+def test_an_answer_about_another_file_is_refused(header: str, user: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user, "lies", {header: "0" * 40})
+    with pytest.raises(CorruptError, match="another file than the one that the commit has"):
+        library.open(f"hf://org/{NAMES[0]}/config.json")
+    monkeypatch.setattr(user, "lies", {"X-Linked-ETag": '"what-another-cache-says"'})
+    library.open(f"hf://org/{NAMES[0]}")
+
+
+@pytest.mark.parametrize(("key", "flips"), [("config.json", 1), ("config.json", 2), ("model.safetensors", 2)])
+def test_bytes_that_lack_the_hash_of_the_listing_are_refused(key: str, flips: int, user: Hub) -> None:
+    path = source_path(f"hf://org/{NAMES[0]}") / key
+    store, size = path.store, path.stat().st_size  # type: ignore[attr-defined]
+    user.flips = flips
+    if flips == 1:  # read again
+        assert bytes(store.get(key, 0, size)) == (SAMPLES / NAMES[0] / key).read_bytes()
+    else:
+        with pytest.raises(CorruptError, match="do not have the hash"):
+            store.get(key, 0, size)
+    assert not user.flips
 
 
 def test_a_repository_is_only_read(tmp_path: Path) -> None:

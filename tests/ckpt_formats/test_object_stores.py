@@ -274,7 +274,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_a_listing_that_is_refused_is_an_error(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MAX_OBJECTS", 3)
-    with pytest.raises(library.UnsafeError, match="more than 3 objects"):
+    with pytest.raises(library.errors.UnsafeError, match="more than 3 objects"):
         source_path(f"s3://{BUCKET}/samples")
 
 

@@ -54,8 +54,9 @@ def received(store: LyingStore) -> tuple[int, int]:
 def test_opening_shards_takes_64_kib_of_each(store: LyingStore) -> None:
     received(store)
     ckpt.open(f"s3://{BUCKET}/hf")
+    assert all(f"{one.key or one.query['prefix']}/".startswith("hf/") for one in store.truth.seen)
     requests, nbytes = received(store)
-    assert requests <= SHARDS + 4  # the listing, the index, and the folder above
+    assert requests <= SHARDS + 2  # the listing, and the index
     assert nbytes <= SHARDS * BLOCK + (1 << 16)
 
 

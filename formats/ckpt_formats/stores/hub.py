@@ -7,6 +7,7 @@ all that is read is of one state, whatever is uploaded meanwhile.
 import re
 from collections.abc import Mapping
 from functools import partial
+from hashlib import sha1, sha256
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, hf_hub_url
@@ -66,7 +67,13 @@ class HubRepository(ListedStore):
         return type(self), (self._kind, self._name, self._commit, self._objects, self._root, self.anonymous)
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
-        return self._repeated(partial(self._request, key, offset, nbytes), f"{self._url}/{key}")
+        where, request = f"{self._url}/{key}", partial(self._request, key, offset, nbytes)
+        data, listed = self._repeated(request, where), self._objects[key]
+        if nbytes == listed.nbytes and _hash(data, listed.e_tag) != listed.e_tag:
+            data = self._repeated(request, where)  # damaged on its way, perhaps
+            if _hash(data, listed.e_tag) != listed.e_tag:
+                raise CorruptError("the bytes do not have the hash that the listing of the commit states", where=where)
+        return data
 
     def _request(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of a file. Raises `Transient` or `CkptError`."""
@@ -79,6 +86,8 @@ class HubRepository(ListedStore):
                 if known and answer.status_code in (401, 403, 404, 410):
                     del self._locations[key]
                     raise Transient("the address of the file is not valid any more", pause=0)
+                for one in (*answer.history, answer):
+                    self._check_source(one.headers, self._objects[key].e_tag, where)
                 self._check(answer.status_code, answer.headers, self._objects[key].nbytes, where)
                 if answer.history and answer.url.host != answer.history[0].url.host:
                     self._locations[key] = str(answer.url)  # it is asked without the token: its address is signed
@@ -92,6 +101,16 @@ class HubRepository(ListedStore):
         if len(data) != nbytes:
             raise Transient(f"the hub answers with {len(data)} bytes in place of {nbytes}")
         return memoryview(data)
+
+    def _check_source(self, headers: Mapping[str, str], e_tag: str, where: str) -> None:
+        """Raise `CorruptError` if an answer of the hub is about another commit, or about other bytes."""
+        commit, linked = headers.get("X-Repo-Commit", self._commit), headers.get("X-Linked-ETag", e_tag).strip('"')
+        if commit != self._commit or (len(linked) == len(e_tag) and linked != e_tag):
+            raise CorruptError(
+                "the hub answers with another file than the one that the commit has",
+                where=where,
+                hint="Try again. If it stays so, something between here and the hub changes its answers.",
+            )
 
     def _check(self, status: int, headers: Mapping[str, str], size: int, where: str) -> None:
         """Raise what the status and the length say. Nothing of the body was read yet."""
@@ -194,6 +213,13 @@ def _described(file: RepoFile) -> StoredObject:
     """Its e_tag is the hash of its content."""
     e_tag = file.lfs.sha256 if file.lfs is not None else file.blob_id
     return StoredObject(int(file.size), str(e_tag), 0.0)
+
+
+def _hash(data: memoryview, e_tag: str) -> str:
+    """The hash of a file's bytes, of the kind of an e_tag: SHA-256 for large files, else that of a blob of Git."""
+    if len(e_tag) == 64:
+        return sha256(data).hexdigest()
+    return sha1(b"blob %d\0%b" % (data.nbytes, data), usedforsecurity=False).hexdigest()
 
 
 def _url(kind: str, name: str) -> str:

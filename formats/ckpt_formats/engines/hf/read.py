@@ -12,6 +12,7 @@ from ckpt_formats.core.errors import IncompleteError, form_of
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.components import (
@@ -95,7 +96,8 @@ def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
     if further:
         text = "further models and optimizers of the run, which are read as extras under the names of their files"
         yield Notice(text, tuple(further), Weight.LOST)
-    if (folder.path.absolute().parent / _RECIPE).is_file():
+    # In a store, nothing beside the folder is asked for: credentials may be for the folder alone.
+    if not isinstance(folder.path, StorePath) and (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
 
 
