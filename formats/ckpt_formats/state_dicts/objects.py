@@ -27,6 +27,7 @@ from ckpt_formats.state_dicts.model import find_model
 from ckpt_formats.state_dicts.modules import Module, is_module, read_module
 from ckpt_formats.state_dicts.optimizer_form import optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.pickled_optimizer import PickledOptimizer, is_pickled_optimizer
+from ckpt_formats.state_dicts.plain_values import plain_value, tensordict_parts
 from ckpt_formats.state_dicts.tensor_parts import OBJECT, HasNoData, array_tensor, class_of, is_tensor, tensor_parts
 from ckpt_formats.state_dicts.walk import check_contents, holds_tensor
 
@@ -63,6 +64,8 @@ def as_root(value: Value) -> tuple[dict[Value, Value], tuple[Notice, ...]]:
         return {"model": value}, ()
     if is_pickled_optimizer(value):
         return {"optimizer": value}, ()
+    if (parts := tensordict_parts(value)) is not None:
+        return parts[0], (Notice("the file is a TensorDict, read as a dict of tensors"),)
     if isinstance(value, Record) and isinstance(value.state, dict) and not is_tensor(value):
         notice = Notice(f"the file is an object of class {value.cls}: its attributes are read as the entries of a dict")
         return value.state, (notice,)
@@ -103,6 +106,8 @@ def open_objects(root: Mapping[str, Value], where: str) -> OpenedObjects:
 
 def attributes_of(root: Value) -> dict[str, Value]:
     """The attributes of the dict at the top level, as an extra; empty if they are the usual ones."""
+    if (parts := tensordict_parts(root)) is not None:
+        return {ATTRIBUTES: parts[1]}
     return {ATTRIBUTES: root.attrs} if isinstance(root, StdDict) and not _is_usual(root.attrs) else {}
 
 
@@ -116,6 +121,8 @@ class _Opening:
         self._composite_tensors: dict[str, str] = {}
         self._set_tensors: list[str] = []
         self._self_references: list[str] = []
+        self._plain: dict[str, str] = {}
+        self._tensordicts: list[str] = []
         self._cyclic: list[str] = []
         self.optimizers: list[PickledOptimizer] = []
         self.objects: dict[str, Value] = {}
@@ -190,6 +197,15 @@ class _Opening:
         return result
 
     def _record(self, record: Record, path: str, depth: int) -> Value:
+        if (parts_of_dict := tensordict_parts(record)) is not None:
+            content, attributes = parts_of_dict
+            self._tensordicts.append(path)
+            self._attribute(path, attributes)
+            return self.value(content, path, depth)
+        plain = plain_value(record, self._where)
+        if plain is not record:
+            self._plain[path] = str(record.cls)
+            return self.value(plain, path, depth)
         try:
             parts = tensor_parts(record, self._where)
         except HasNoData:
@@ -270,6 +286,11 @@ class _Opening:
         if self._composite_tensors:
             named = tuple(f"{path} ({kind})" for path, kind in self._composite_tensors.items())
             yield Notice("composite tensors; each is read as the plain tensors that it consists of", named)
+        if self._tensordicts:
+            yield Notice("TensorDicts, read as dicts of tensors", tuple(self._tensordicts))
+        if self._plain:
+            named = tuple(f"{path} ({kind})" for path, kind in self._plain.items())
+            yield Notice("configurations, read as the plain dicts and lists that they wrap", named)
         if self._set_tensors:
             text = "attributes of modules that contain tensors, but are not parameters or buffers: carried as extras"
             yield Notice(text, tuple(self._set_tensors), Weight.UNSURE)

@@ -43,6 +43,9 @@ _STANDARD_LIBRARY = {
     *_names("pathlib._local", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"),
     *_names("signal", "Signals"),
     *_names("types", "SimpleNamespace"),
+    # OmegaConf states the types of its nodes. `getitem` makes `Dict[str, int]`, and nothing else: see builders.py.
+    *_names("typing", "Any Dict FrozenSet Iterable List Literal Mapping Optional Sequence Set Tuple Type Union"),
+    *_names("_operator", "getitem"),
     *_names("uuid", "UUID SafeUUID"),
 }
 

@@ -190,6 +190,13 @@ def _is_member(name: str) -> bool:
     return name.isidentifier() and not name.startswith("__") and len(name) <= MAX_GLOBAL
 
 
+def build_generic(cls: Global, args: Args, where: str) -> Value:
+    """`operator.getitem(typing.Dict, (str, int))`: a type with parameters."""
+    if len(args) != 2 or type(args[0]) is not Global or args[0].module != "typing":
+        raise UnsafeError("the pickle takes an item of an object", where=where, hint=NOTHING_RAN)
+    return Record(cls, args)
+
+
 def build_old_object(cls: Global, args: Args, where: str) -> Value:
     """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 construct an object."""
     if len(args) != 3 or type(args[0]) is not Global:
@@ -253,6 +260,7 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("copyreg", "_reconstructor"): build_old_object,
     ("copy_reg", "_reconstructor"): build_old_object,
     **{(module, "getattr"): build_nested for module in BUILTINS},
+    ("_operator", "getitem"): build_generic,
     **{(f"{core}.multiarray", "_reconstruct"): build_unfilled_array for core in NUMPY_CORE},
     **{(f"{core}.multiarray", "scalar"): build_scalar for core in NUMPY_CORE},
     **{(f"{core}.numeric", "_frombuffer"): build_buffer_array for core in NUMPY_CORE},
