@@ -219,7 +219,9 @@ def _hash(data: memoryview, e_tag: str) -> str:
     """The hash of a file's bytes, of the kind of an e_tag: SHA-256 for large files, else that of a blob of Git."""
     if len(e_tag) == 64:
         return sha256(data).hexdigest()
-    return sha1(b"blob %d\0%b" % (data.nbytes, data), usedforsecurity=False).hexdigest()
+    blob = sha1(b"blob %d\0" % data.nbytes, usedforsecurity=False)
+    blob.update(data)
+    return blob.hexdigest()
 
 
 def _url(kind: str, name: str) -> str:
