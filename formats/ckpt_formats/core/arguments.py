@@ -291,10 +291,12 @@ def _path(value: Any) -> Path:
 
 def _path_or_text(value: Any) -> Path | str:
     """A path as it is, and what another object names as a text: it may be a URL."""
+    if isinstance(value, Path):
+        return value
     if isinstance(value, os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str):
-            return value if isinstance(value, Path) else text
+            return text
     raise Refused
 
 
