@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @report_options
 @delta_file
 @source("first", "second")
-@resources()
+@resources(writes=False)
 def diff(
     first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Resources", as_json: bool
 ) -> None:

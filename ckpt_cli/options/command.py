@@ -96,6 +96,11 @@ _NO_LOCK = click.option(
     is_flag=True,
     help="Write where files cannot be locked, or objects be created on a condition. No other process may write TARGET.",
 )
+_READ_BACK = click.option(
+    "--read-back",
+    is_flag=True,
+    help="For a TARGET in a store: read back all that was uploaded, also what the store's ETag proves.",
+)
 _EXECUTOR = click.option(
     "--executor",
     metavar="URL",
@@ -108,10 +113,11 @@ _SHARD = click.option(
 )
 
 
-def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
-    """`--workers`, `--memory`, `--scratch` and `--no-lock`; the command gets them as one `Resources`.
+def resources(locks: bool = True, scales_out: bool = False, writes: bool = True) -> Callable[[F], F]:
+    """`--workers`, `--memory`, `--scratch`, `--no-lock` and `--read-back`; the command gets them as one `Resources`.
 
-    `scales_out`: also `--executor` and `--shard`.
+    `scales_out`: also `--executor` and `--shard`. `locks`: the command writes a target, or replays a chain; `writes`:
+    it writes a target.
     """
 
     def decorate(function: F) -> F:
@@ -124,6 +130,7 @@ def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
             executor: str | None = None,
             shard: Any = None,
             scratch: str | None = None,
+            read_back: bool = False,
             **arguments: Any,
         ) -> Any:
             from pathlib import Path
@@ -133,10 +140,11 @@ def resources(locks: bool = True, scales_out: bool = False) -> Callable[[F], F]:
             if executor is not None and shard is not None:
                 raise click.UsageError("--executor and --shard are two ways to do the same: give one of them.")
             folder = Path(scratch) if scratch else None
-            given = Resources.of_machine(workers, memory, not no_lock, folder, executor, shard)
+            given = Resources.of_machine(workers, memory, not no_lock, folder, executor, shard, read_back)
             return function(*args, resources=given, **arguments)
 
-        options = with_options(wrapper, *((_NO_LOCK, _SCRATCH) if locks else ()), _MEMORY, _WORKERS)
+        of_target = (_NO_LOCK, *((_READ_BACK,) if writes else ()), _SCRATCH) if locks else ()
+        options = with_options(wrapper, *of_target, _MEMORY, _WORKERS)
         return cast(F, with_options(options, _EXECUTOR, _SHARD, group="Many machines") if scales_out else options)
 
     return decorate

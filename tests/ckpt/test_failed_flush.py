@@ -185,4 +185,5 @@ def test_folders_that_cannot_be_flushed_are_no_failure(
     disk.error, disk.fails = error, Path.is_dir
     done = ckpt(*COMMAND, *shard)
     assert done.code == 0, done.err
+    assert "note: the file system cannot flush folders to the disk" in done.err
     assert files(Path("out")) == expected

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,16 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import file as chain_list
+from damage import OUTPUT, ckpt
 from lies_of_writing import WRITING
-from lying_store import Lie, LyingStore, Object, lying
+from lying_store import Answer, Handler, Lie, LyingStore, MemoryStore, Object, Request, lying
 from object_stores import BUCKET, reached
 from universal_kills import states
 
 LIES: dict[str, Lie] = {**WRITING}
 SECONDS = 5.0
 """What one operation may take at most, with the budget of these tests for requests that fail."""
+BACK = (("out", ()), ("checked", ("--read-back",)))
 ROOT = f"s3://{BUCKET}/run"
 Files = Mapping[str, bytes]
 
@@ -209,3 +211,25 @@ def normal(files: Files) -> dict[str, object]:
         else data
         for name, data in files.items()
     }
+
+
+def test_read_back_finds_what_the_e_tag_hides(store: LyingStore, tmp_path: Path) -> None:
+    """The store damages bytes where they lie, and has the MD5 of those that were sent."""
+    library.save(next(iter(states(1, 600))), tmp_path / "state", library.Universal())
+
+    def tell(truth: MemoryStore) -> Handler:
+        def answer(request: Request) -> Answer:
+            given = truth.answer(request)
+            if request.kind == "put" and given.status == 200 and "packs/" in request.key:
+                there = truth.objects[request.key]
+                truth.objects[request.key] = replace(there, data=there.data[:-1] + bytes([there.data[-1] ^ 1]))
+            return given
+
+        return answer
+
+    store.truth.objects.clear()
+    store.tell(tell)
+    codes = [ckpt("convert", tmp_path / "state", f"{ROOT}/{name}", *options).code for name, options in BACK]
+    store.be_honest()
+    assert codes == [0, OUTPUT]
+    assert not any("/checked/packs/" in key for key in store.truth.objects)

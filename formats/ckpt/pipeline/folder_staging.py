@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ckpt.pipeline import attempts, receipts, staging
 from ckpt.pipeline.attempts import SharedFolder
-from ckpt.pipeline.staging import Staging, exists, inside, locked
+from ckpt.pipeline.staging import UNFLUSHED, Staging, exists, inside, locked
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt, WritableFormat
@@ -41,7 +41,7 @@ _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FolderStaging(Staging):
     """The folder in which one target is written."""
 
@@ -104,7 +104,7 @@ class FolderStaging(Staging):
 
     def publish(self, product: str | None) -> None:
         """Flush everything to the disk, then rename it."""
-        flush_all(self.data)
+        is_flushed = flush_all(self.data)
         complete = self.data if product is None else self.data / product
         with open_own(self._published, "a"):
             pass
@@ -114,7 +114,8 @@ class FolderStaging(Staging):
         except FileExistsError:
             raise exists(self.target) from None
         staging.reached("renamed")
-        flush(self.target.parent)
+        if not (flush(self.target.parent) and is_flushed):
+            self.notes = (UNFLUSHED,)
         self.discard()
 
     def discard(self) -> None:

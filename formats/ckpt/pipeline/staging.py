@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from ckpt_formats.core.errors import LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.format import Receipt, WritableFormat
-from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.notices import Notice, Weight
 
 Point = Literal["written", "journalled", "settled", "committed", "before rename", "renamed"]
 """The moments of a run at which tests inject crashes, and changes by other processes."""
@@ -35,6 +35,12 @@ class Sink(Protocol):
 
     def persist(self, receipt: Receipt) -> Receipt:
         """Bring a finished file to where a crash of this process does not reach it. From any thread."""
+
+
+UNFLUSHED = Notice(
+    "the file system cannot flush folders to the disk: if the machine fails soon, files of the target may be missing",
+    weight=Weight.UNSURE,
+)
 
 
 class SharedTarget(Protocol):

@@ -131,6 +131,7 @@ def write_shard(
         "pending" if publisher else "written",
         publisher=publisher,
         changed=changed,
+        left=stage.notes,
         zeros=zeros,
     )
 

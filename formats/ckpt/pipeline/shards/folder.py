@@ -26,7 +26,7 @@ from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards.job import ShardJob
 from ckpt.pipeline.shards.lease import FileLease
 from ckpt.pipeline.shards.shard_staging import ShardStaging
-from ckpt.pipeline.staging import exists
+from ckpt.pipeline.staging import UNFLUSHED, exists
 from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.locking import unwritable
@@ -51,7 +51,7 @@ _KEPT = 24 * 3600.0
 _NUMBERS = count()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ShardFolder(ShardStaging):
     """What there is of a target in a file system that shards write."""
 
@@ -108,7 +108,7 @@ class ShardFolder(ShardStaging):
         data = self._take_over(receipts)
         commit(data)
         try:
-            flush_all(data)
+            is_flushed = flush_all(data)
         except FlushError:
             os.rename(data, self.folder / _DATA)  # where shards write what is missing now
             raise
@@ -121,7 +121,8 @@ class ShardFolder(ShardStaging):
             (self.folder / _PUBLISHED).unlink(missing_ok=True)
             raise exists(self.target) from None
         staging.reached("renamed")
-        flush(self.target.parent)
+        if not (flush(self.target.parent) and is_flushed):
+            self.notes = (UNFLUSHED,)
         self.remove_all_but_the_mark()
 
     def begin(self, job: ShardJob) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from ckpt.pipeline.staging import Sink
 from ckpt_formats.core.format import Receipt
+from ckpt_formats.core.notices import Notice
 
 
 class ShardStaging(ABC):
     """What there is of a target that shards write."""
 
     target: Path
+    notes: tuple[Notice, ...] = ()
+    """What the user should know of a target that is published."""
 
     @property
     @abstractmethod
