@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_formats.core.arguments import LocalPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
-from ckpt_formats.core.claims import MAX_NAME
+from ckpt_formats.core.claims import MAX_NEW_NAME
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError
 from ckpt_formats.core.format import Naming, WritableFormat
@@ -66,7 +66,7 @@ def _replaced(names: Mapping[str, str], pattern: str, replacement: str) -> dict[
 
 def _with_replacement(pattern: re.Pattern[str], replacement: str, name: str) -> str:
     """The name with all matches replaced. Raises `UnsafeError` as soon as it becomes too long."""
-    room = MAX_NAME - len(name)
+    room = MAX_NEW_NAME - len(name)
 
     def replaced(match: re.Match[str]) -> str:
         nonlocal room
@@ -74,7 +74,7 @@ def _with_replacement(pattern: re.Pattern[str], replacement: str, name: str) -> 
         room -= len(text) - len(match[0])
         if room < 0:
             raise UnsafeError(
-                f"the new name of `{printable(name[:80])}` would have more than {MAX_NAME:,} characters",
+                f"the new name of `{printable(name[:80])}` would have more than {MAX_NEW_NAME:,} characters",
                 where="--rename",
             )
         return text

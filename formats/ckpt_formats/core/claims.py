@@ -29,8 +29,10 @@ MAX_NUMBER = 1 << 20
 MAX_PACKS = 1 << 32
 """More than the numbers of packs that a row of the universal index can have."""
 
-MAX_NAME = 1 << 14
+MAX_NAME = 1 << 16
 """Characters of a tensor's name."""
+MAX_NEW_NAME = 1 << 14
+"""Characters of a name that `--rename` makes."""
 MAX_PATH = 4096
 """Characters of a path."""
 MAX_FILE_NAME = 255

@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any, Literal
 
-from ckpt_formats.core.claims import MAX_NAME
+from ckpt_formats.core.claims import MAX_NEW_NAME
 from ckpt_formats.core.errors import RulesError, UnsafeError
 from ckpt_formats.core.text import printable
 
@@ -129,7 +129,7 @@ class _NamePattern:
 
     def _tries(self, length: int, where: Where) -> float:
         if length not in self._tries_of:
-            if len(self._tries_of) > MAX_NAME:
+            if len(self._tries_of) > MAX_NEW_NAME:
                 self._tries_of.clear()
             self._tries_of[length] = _tries(self.tree, length + 1)
         tries = self._tries_of[length]
