@@ -37,6 +37,8 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
             raise
         return complete_before(job.path)
     note_plan(plan, job.format.name)
+    if job.replay_notice is not None and resources.shard is None:
+        notes.note(job.replay_notice)
     if (reads := job.store_reads(resources=resources)) is not None:
         notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()

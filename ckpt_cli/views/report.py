@@ -12,8 +12,8 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, printable
 
 if TYPE_CHECKING:
-    from ckpt.findings import Finding
     from ckpt.findings.not_finite import NotFinite
+    from ckpt.findings.report import Finding
     from ckpt_formats.core.checkpoint import Checkpoint
 
 _MAX_LENGTH = 1000

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
-from ckpt.findings import Finding, changed, find_problems, nbytes_to_read, problems_of_headers
+from ckpt.findings import changed, find_problems, nbytes_to_read, problems_of_headers
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
+from ckpt.findings.report import Finding
 from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources

@@ -6,7 +6,7 @@
 from ckpt.chains.write import AppendResult
 from ckpt.compare import Diff
 from ckpt.copying.sealing import Sealed
-from ckpt.findings import Finding
+from ckpt.findings.report import Finding, Report
 from ckpt.job import Progress
 from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
@@ -26,6 +26,7 @@ __all__ = [
     "Parameter",
     "Plan",
     "Progress",
+    "Report",
     "Result",
     "Sealed",
     "Shard",

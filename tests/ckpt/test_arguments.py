@@ -95,6 +95,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "BlockChange": ckpt.partial.BlockChange("head.weight", (Box((0,), (1,)),), 0.5, 4),
         "Evaluation": ckpt.Evaluation(("python",), 0.1),
         "Rule": ckpt.Rule("head"),
+        "Report": ckpt.types.Report(()),
         "Finding": ckpt.types.Finding("coverage", "what", "where"),
         "Diff": ckpt.types.Diff(()),
         "Notice": ckpt.types.Notice("text"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.chains import restore as restoring
+from ckpt.job import replay_first
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt
@@ -131,7 +131,7 @@ def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str,
 def test_a_disk_that_fills_up_while_it_is_replayed(whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = index.read(whole / "run").members[-1].raw_nbytes
     fill(disk, raw + ROOM)
-    monkeypatch.setattr(restoring, "_check_space", lambda *given: None)  # as if another took it meanwhile
+    monkeypatch.setattr(replay_first, "_check_space", lambda *given: None)  # as if another took it meanwhile
     arguments = ("restore", whole / "run", disk / "out", "--to", "dcp")
     assert ckpt(*arguments).code == FULL
     assert os.listdir(disk) == [".out.ckpt-partial"]

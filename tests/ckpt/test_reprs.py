@@ -48,6 +48,7 @@ OBJECTS: dict[str, Callable[[ckpt.Checkpoint], Any]] = {
     "file plan": lambda run: ckpt.types.FilePlan(NAMES[0] * 9, tuple(run.values())),
     "diff": lambda run: ckpt.types.Diff(tuple(TensorDiff(name, "param", "equal") for name in NAMES)),
     "finding": lambda run: ckpt.types.Finding("coverage", "what " * 100, str(FOLDER), NAMES),
+    "report": lambda run: ckpt.types.Report((ckpt.types.Finding("copy", "what", "where"),) * COUNT),
     "notice": lambda run: NOTICE,
     "result": lambda run: result(),
     "append result": lambda run: ckpt.types.AppendResult(Member("a", "base", 1, "i", None, (), 1, 1, "now"), result()),

@@ -3,20 +3,25 @@
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import ckpt as library
 from ckpt_cli.views.chain_log import accuracy
+from ckpt_formats.core import files as reader_files
+from ckpt_formats.core.files import Reader
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from dcp_states import loaded
-from held import contents
+from held import checkpoint, contents, parameter
 from training import Net, chained
 
 STEPS = 6
@@ -178,3 +183,33 @@ def test_a_policy_that_says_nothing_is_refused(policy: str, run: Path) -> None:
     before = sorted(os.listdir(run))
     assert ckpt("compact", run, "--keep", policy).code in (10, 2)
     assert sorted(os.listdir(run)) == before
+
+
+def test_save_of_a_state_of_a_chain_reads_each_delta_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `Chain.restore`: the state is replayed first, and the folder for it is gone afterwards."""
+    chain, random = library.Chain(tmp_path / "run"), np.random.default_rng(0)
+    values = {state: random.standard_normal((300, 1000), np.float32) for state in ("fp32", "exp_avg")}
+    for step in range(3):
+        values = {state: value + np.float32(1e-3) for state, value in values.items()}
+        chain.append(checkpoint([parameter("w", values)]), step=step)
+    nbytes, read_into = Counter[bool](), Reader.read_into
+
+    def counted(self: Reader, path: Path, offset: int, out: memoryview, *more: object) -> None:
+        nbytes[path.is_relative_to(tmp_path / "run")] += len(out)
+        read_into(self, path, offset, out, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reader, "read_into", counted)
+    monkeypatch.setattr(reader_files, "_MAX_CACHED_BYTES", 1 << 20)  # states are larger than what a reader remembers
+    chain.restore(2, tmp_path / "restored.pt")
+    once = nbytes[True]
+    for name, state in (("whole.pt", chain[2]), ("some.pt", chain[2].select(only="w"))):
+        nbytes.clear()
+        library.save(state, tmp_path / name)
+        assert nbytes[True] <= once
+        assert contents(open_checkpoint(tmp_path / name)) == contents(open_checkpoint(tmp_path / "restored.pt"))
+    assert sorted(os.listdir(tmp_path)) == ["restored.pt", "run", "some.pt", "whole.pt"]
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Job, "replay_notice", None)
+        nbytes.clear()
+        library.save(chain[2], tmp_path / "at once.pt")
+        assert nbytes[True] > once

@@ -6,8 +6,9 @@ from pathlib import Path
 from ckpt.chains.append import append
 from ckpt.chains.compact import CompactResult, Retention, compact
 from ckpt.chains.restore import open_step, restore
-from ckpt.chains.verify import ChainReport, verify_chain
+from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
+from ckpt.findings.report import Report
 from ckpt.job import AnyProgress, format_for
 from ckpt.pipeline import Resources, Result
 from ckpt_formats.core.arguments import StrPath, checked
@@ -127,9 +128,12 @@ class Chain(Mapping[int, Checkpoint]):
     @checked
     def verify(
         self, *, replay: bool = False, resources: Resources | None = None, progress: AnyProgress | None = None
-    ) -> ChainReport:
-        """Check every member and every logged step; with `replay`, repeat the logged steps and compare."""
-        return verify_chain(self.path, resources or Resources.of_machine(), progress, replay)
+    ) -> Report:
+        """Check every member and every logged step; with `replay`, repeat the logged steps and compare.
+
+        Reads all of the chain. The report is empty if nothing is wrong; `bad_steps` cannot be restored.
+        """
+        return verify_chain(self.path, resources or Resources.of_machine(), progress, replay).report
 
     @checked
     def compact(

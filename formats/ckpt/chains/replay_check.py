@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.findings import Finding
+from ckpt.findings.report import Finding
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.core.checkpoint import Parameter

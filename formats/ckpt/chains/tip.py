@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.findings import Finding
+from ckpt.findings.report import Finding
 from ckpt.job import Job
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from ckpt import findings as checks
 from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
-from ckpt.findings import Finding
+from ckpt.findings.report import Finding, Report
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -42,6 +42,11 @@ class ChainReport:
     notes: tuple[Notice, ...]
 
     __repr__ = short_repr
+
+    @property
+    def report(self) -> Report:
+        """What users need of it."""
+        return Report(self.findings, self.checksums, self.notes, self.bad_steps)
 
 
 def verify_chain(

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckpt import findings as checks
-from ckpt.findings import Finding, Replayed
+from ckpt.findings import Replayed
+from ckpt.findings.report import Finding
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible

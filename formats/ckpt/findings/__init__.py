@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from ckpt.findings.report import Finding, Report
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
 from ckpt_codecs import Rounded
-from ckpt_formats.core.arguments import Checked, checked
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
@@ -27,40 +27,17 @@ from ckpt_formats.core.identity import changes
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
 from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
-from ckpt_formats.core.zero_runs import ZeroRun
+from ckpt_formats.core.zero_runs import ZeroRun, holes
+from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
 
-Kind = Literal[
-    "coverage",
-    "header",
-    "checksum",
-    "values",
-    "replicas",
-    "copy",
-    "suspicious",
-    "unreadable",
-    "changed",
-    "log",
-    "replay",
-]
-
-
 _MAX_CHUNKS = 8
 """How many damaged chunks of one state are named."""
-
-
-@dataclass(frozen=True)
-class Finding(Checked):
-    """A problem: its description, its file, and the tensors that it affects."""
-
-    kind: Kind
-    what: str
-    where: str
-    tensors: tuple[str, ...] = ()
 
 
 _Check = Callable[[Transfer], list[Finding]]
@@ -396,14 +373,16 @@ def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Findin
 
 
 @checked
-def verify(
-    source: Checkpoint, *, resources: Resources | None = None, progress: AnyProgress | None = None
-) -> list[Finding]:
-    """All findings of a checkpoint; empty if it is complete and undamaged. Reads all of it.
+def verify(source: Checkpoint, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Report:
+    """Check a checkpoint: the report is empty if it is complete and undamaged. Reads all of it.
 
-    Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile.
+    Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile. Notes of the
+    report are about zeros that may be holes.
     """
     if uses_codecs(source):
         load_kernels()
     count_bytes = count_to(nbytes_to_read(source), progress)
-    return [*find_problems(source, resources or Resources.of_machine(), count_bytes), *changed(source)]
+    zeros = [hole for file in source.files if not isinstance(file.path, StorePath) for hole in holes(file.path)]
+    found = find_problems(source, resources or Resources.of_machine(), count_bytes, note_zeros=zeros.extend)
+    findings = (*found, *changed(source))
+    return Report(findings, len(source.seals), tuple(zero_notices(source, zeros)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckpt.findings import Finding
+from ckpt.findings.report import Finding
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.containers import sealed_json

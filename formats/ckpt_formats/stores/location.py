@@ -123,7 +123,7 @@ def target_path(place: StrPath) -> Path:
 
 def local_path(place: StrPath) -> Path:
     """The path of a chain whose log is followed. Raises `UnsupportedError` for a URL: it must be in the file system."""
-    text = os.fspath(place)
+    text = str(place) if isinstance(place, Path) else os.fspath(place)
     if is_url(text):
         raise UnsupportedError(
             "must be in the file system: the log of a run is followed only there",

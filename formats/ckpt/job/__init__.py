@@ -18,6 +18,7 @@ from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.publish import FlushError
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.encoded import uses_codecs
@@ -95,6 +96,18 @@ class Job(Checked):
         resources = resources or Resources.of_machine()
         if self.needs_kernels:
             load_kernels()
+        if self.replay_notice is None or resources.shard is not None:
+            return self._run(resources, progress)
+        from ckpt.job.replay_first import replayed
+
+        def write(state: Checkpoint, folder: Path, format: WritableFormat) -> Result:
+            return Job(state, folder, format).run(resources=resources, progress=progress)
+
+        needed = pipeline.space_needed(self._plan.files)
+        with replayed(self.source, self.path, needed, resources, write) as state:
+            return Job(state, self.path, self.format)._run(resources, progress)
+
+    def _run(self, resources: Resources, progress: AnyProgress | None) -> Result:
         try:
             count_bytes = count_to(self._plan.nbytes, progress)
             show_status = progress.show_status if isinstance(progress, Progress) else None
@@ -113,6 +126,15 @@ class Job(Checked):
         from ckpt.pipeline.shards import is_published
 
         return is_published(self.path, self.id)
+
+    @cached_property
+    def replay_notice(self) -> Notice | None:
+        """What the user should know if the source is a state of a chain that is replayed before it is written."""
+        if not uses_codecs(self.source):
+            return None
+        from ckpt.job.replay_first import is_replayed_first, replay_notice  # few sources are states of chains
+
+        return replay_notice(self.source) if is_replayed_first(self.source, self.format) else None
 
     @property
     def needs_kernels(self) -> bool:

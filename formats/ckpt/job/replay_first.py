@@ -1,0 +1,124 @@
+"""States of a chain are replayed once, before a format that reads one tensor after the other writes them.
+
+Otherwise each delta would be replayed several times.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt import pipeline
+from ckpt.pipeline import Resources
+from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
+from ckpt.pipeline.scratch import scratch_folder
+from ckpt_formats.core.checkpoint import Checkpoint, Opened
+from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
+from ckpt_formats.core.fingerprint import fingerprint
+from ckpt_formats.core.format import ReadOptions, WritableFormat
+from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.write_replayed import stored_delta_of
+
+Write = Callable[[Checkpoint, Path, Universal], object]
+"""Writes a state to a folder in the universal format."""
+
+
+def is_replayed_first(source: Checkpoint, format: WritableFormat) -> bool:
+    """Would chunks be replayed several times if the format read one tensor after the other?"""
+    if isinstance(format, Universal):
+        return False
+    replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
+    return any(replay is not None and replay.chunking.count > 1 for replay in replays)
+
+
+def replay_notice(source: Checkpoint) -> Notice:
+    """A notice of the space that the replayed state takes."""
+    nbytes = format_nbytes(_universal_nbytes(source))
+    return Notice(f"the state is first replayed next to the target, which takes {nbytes} more")
+
+
+def with_content(source: Checkpoint, format: Universal) -> Universal:
+    """The format, with the content id of the source if it has one: the result must have the same."""
+    path = source.path / manifest.NAME
+    if _is_edited(source) or not path.is_file() or type(format) is not Universal or format.codec is not None:
+        return format
+    return Universal(content=manifest.load(path).content)
+
+
+@contextmanager
+def replayed(source: Checkpoint, target: Path, needed: int, resources: Resources, write: Write) -> Iterator[Checkpoint]:
+    """Within, the state without deltas. It is in the staging folder of the target, and is removed with it.
+
+    What an interrupted run replayed there is used. Raises `NoSpaceError` unless there is space for it, and for `needed`
+    bytes that the target takes.
+    """
+    if isinstance(target, StorePath):
+        with scratch_folder(resources.scratch) as scratch:
+            yield _replay(source, scratch, scratch, needed, write)
+        return
+    stage = staging_folder(target)
+    state = _replay(source, target, stage, needed, write)
+    try:
+        yield state
+    except CkptError as error:
+        if not isinstance(error, OutputError):  # after an OutputError, an equal job can continue
+            shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def _replay(source: Checkpoint, place: Path, stage: Path, needed: int, write: Write) -> Checkpoint:
+    """The replayed state, in the folder `stage` at `place`."""
+    folder = stage / f"{REPLAYED}{_name_of(source)}"
+    is_beside = stage != place  # else a folder that only this process knows
+    if is_beside and os.path.lexists(stage):
+        make_staging(stage, place)  # before anything in it is believed
+    if not folder.is_dir():
+        _check_space(place, stage, _universal_nbytes(source) + needed)
+        if is_beside:
+            make_staging(stage, place)
+        try:
+            write(source, folder, with_content(source, Universal()))
+        except CkptError:
+            with suppress(OSError):
+                stage.rmdir()  # fails if it is not empty: then an equal job can continue
+            raise
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
+    state = Universal().read(folder, ReadOptions())
+    return replace(state, history=source.history)
+
+
+def _name_of(source: Checkpoint) -> str:
+    """A name that differs from those of other states: from edits, the content id, or the step of the log."""
+    path = source.path / manifest.NAME
+    if _is_edited(source):
+        return fingerprint(source.history)[:16]
+    if path.is_file():
+        return manifest.load(path).content.removeprefix("blake2b-256:")[:16]
+    return f"step-{source.origin.step}"
+
+
+def _is_edited(source: Checkpoint) -> bool:
+    return any(not isinstance(edit, Opened) for edit in source.history)
+
+
+def _universal_nbytes(source: Checkpoint) -> int:
+    return pipeline.space_needed(Universal().plan(source).files)
+
+
+def _check_space(place: Path, stage: Path, needed: int) -> None:
+    """Raise `NoSpaceError` if there is too little space. Bytes that an interrupted run wrote are not written again."""
+    written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
+    free = shutil.disk_usage(place.parent).free
+    if needed > free + written:
+        raise NoSpaceError(
+            f"the target takes {format_nbytes(needed)}: the state is first replayed next to it; "
+            f"{format_nbytes(free)} are free",
+            where=place,
+            hint="Free some; or write it as universal, which needs no temporary space.",
+        )
