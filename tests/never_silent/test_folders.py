@@ -204,14 +204,15 @@ def test_a_file_that_a_rank_wrote_by_its_name_is_said_to_be_one(tmp_path: Path) 
     assert "one rank of several wrote this file" in ckpt("inspect", folder / "model_rank0.pt").err
 
 
-def test_tensor_parallel_files_of_metas_are_refused(tmp_path: Path) -> None:
+def test_one_tensor_parallel_file_of_metas_is_refused_and_the_folder_named(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", consolidated__00__pth=WEIGHTS, params__json={})
     holds(folder, WEIGHTS)
     put(folder, consolidated__01__pth=WEIGHTS)
-    for path in (folder, folder / "consolidated.00.pth"):
-        done = ckpt("verify", path)
-        assert done.code == UNSUPPORTED
-        assert "tensor parallelism" in done.err
+    done = ckpt("verify", folder / "consolidated.00.pth")
+    assert done.code == UNSUPPORTED
+    assert "tensor parallelism" in done.err
+    assert str(folder) in done.err
+    assert "no rule states how tensor `a.weight` is sharded" in ckpt("verify", folder).err
 
 
 @pytest.mark.parametrize("as_file", [True, False])

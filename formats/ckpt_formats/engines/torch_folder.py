@@ -2,7 +2,7 @@
 
 Files are classified by their content: a model has tensors, an optimizer has states and groups. All other files
 (schedulers, random states, averaged weights) become extras under their file names. If there are several models, it is
-an error, unless exactly one has a usual name of a model.
+an error, unless exactly one has a usual name of a model, or they are those of the ranks of a model of Meta's.
 """
 
 import re
@@ -23,6 +23,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.side_files import read_side_files
+from ckpt_formats.engines.meta_ranks import rank_of, read_ranks
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
@@ -41,7 +42,6 @@ _MAX_TREE_VALUES = 100_000
 _USUAL = ("model", "pytorch_model", "model_state", "model_state_dict", "state_dict", "weights", "checkpoint", "module")
 _NO_MODEL = re.compile(r"rng|random|sched|scaler|sampler|loader|args|config|hparams|trainer|metric|loss", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"(.*[._-])?ranks?[_-]?\d+(\D.*)?", re.IGNORECASE)
-_OF_META = re.compile(r"consolidated\.\d\d\.pth")
 _OF_TORCHTUNE = re.compile(r"hf_model_\d+_\d+\.pt")
 """Files of old versions of torchtune. Their optimizer uses other names of parameters, and another order of rows."""
 _NUMBERS = re.compile(r"\d{1,15}")
@@ -77,12 +77,17 @@ _NAME = "Name one of them."
 
 
 def _checkpoint(path: Path, files: Sequence[_File], options: ReadOptions) -> Checkpoint:
-    model = _model(path, [file for file in files if file.kind == "model"], files)
+    ranks = [file for file in files if file.kind == "model" and rank_of(file.path) is not None]
+    model = ranks[0] if len(ranks) > 1 else _model(path, [file for file in files if file.kind == "model"], files)
     optimizers = [file for file in files if file.kind == "optimizer"]
-    other_files = [file for file in files if file is not model and file not in optimizers]
-    checkpoint = Torch().read(model.path, options)
+    read = ranks if len(ranks) > 1 else [model]
+    other_files = [file for file in files if file not in read and file not in optimizers]
+    if len(ranks) > 1:
+        checkpoint = read_ranks(path, [file.content for file in ranks], options)
+    else:
+        checkpoint = Torch().read(model.path, options)
     notices: list[Notice] = []
-    if not optimizers or checkpoint.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
+    if len(ranks) > 1 or not optimizers or checkpoint.groups or _OF_TORCHTUNE.fullmatch(model.path.name):
         other_files += optimizers
     else:
         checkpoint = _with_optimizers(model.content, optimizers, options)
@@ -167,12 +172,6 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     paths = [file.path for file in models]
     if len(models) == 1:
         return models[0]
-    if sum(1 for file in paths if _OF_META.fullmatch(file.name)) > 1:
-        raise UnsupportedError(
-            f"a model of Meta's is split over {len(models)} files by tensor parallelism: {_listed(paths)}",
-            where=path,
-            hint="These files cannot be merged here. Use transformers' convert_llama_weights_to_hf.py.",
-        )
     if all(_OF_A_RANK.fullmatch(file.stem) for file in paths):
         raise UnsupportedError(
             f"files of several ranks, which cannot be merged: {_listed(paths)}", where=path, hint=_NAME

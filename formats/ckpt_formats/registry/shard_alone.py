@@ -54,7 +54,7 @@ def check_alone(path: Path) -> None:
             raise UnsupportedError(
                 f"one of {len(others)} files into which tensor parallelism split a model of Meta's",
                 where=printable(str(path)),
-                hint="ckpt does not join them; transformers' convert_llama_weights_to_hf.py does.",
+                hint=f"Name the folder, which is read as one model: {printable(str(path.parent))}",
             )
 
 
@@ -73,7 +73,7 @@ def check_whole_of_meta(checkpoint: Checkpoint) -> None:
             f"one of several files into which tensor parallelism split a model of Meta's: `tok_embeddings.weight` has "
             f"the shape {list(embedding.weight.shape)}, `norm.weight` {list(norm.weight.shape)}",
             where=checkpoint.path,
-            hint="Copy all files consolidated.*.pth, and join them with transformers' convert_llama_weights_to_hf.py.",
+            hint="Copy all files consolidated.*.pth into one folder, and name it.",
         )
 
 
