@@ -102,9 +102,8 @@ def _sizes(folder: Path, trees: Sequence[Mapping[str, Tensor]]) -> dict[str, int
     kv = sum(tree[_KEY].shape[0] for tree in trees) if _KEY in first and first[_KEY].shape else attention
     sizes |= {"kv": groups * (attention // heads) if groups else kv, "groups": groups or ranks}
     rows = sum(tree[_QUERY].shape[0] for tree in trees if _QUERY in tree and tree[_QUERY].shape)
-    vocabulary = params.get("vocab_size")
     table = sum(tree[_EMBEDDING].shape[0 if by_rows else 1] for tree in trees)
-    expected = (vocabulary if is_natural(vocabulary) else 0) if by_rows else dim
+    expected = _count(params, "vocab_size", 0) if by_rows else dim
     if 0 < rows < attention or table < expected:
         raise IncompleteError(
             f"{ranks} of the files into which tensor parallelism split a model of Meta's are here, and others are "
@@ -126,4 +125,4 @@ def _params(folder: Path) -> Mapping[str, Value]:
 def _count(params: Mapping[str, Value], key: str, otherwise: int) -> int:
     """A number of `params.json`, from 1; `otherwise` if it states none."""
     value = params.get(key)
-    return value if is_natural(value) and value else otherwise
+    return int(value) if is_natural(value) and value else otherwise
