@@ -158,17 +158,10 @@ class Target:
 
     def _check_seal(self, format_name: str) -> None:
         from ckpt_formats.core.errors import UnsupportedError
-        from ckpt_formats.core.store_path import StorePath
 
         if self.seal and format_name == "universal":
             raise UnsupportedError(
                 "a universal checkpoint has checksums of all its bytes", where=self.path, hint="Leave out --seal."
-            )
-        if self.seal and isinstance(self.path, StorePath):
-            raise UnsupportedError(
-                "a target in a store is not sealed",
-                where=self.path,
-                hint="Write a folder with --seal, then upload it: `ckpt copy` takes its seal file along.",
             )
 
     def _note(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,14 @@ from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt.copying import sealing
+from ckpt_formats.containers import safetensors, safetensors_shards
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.folders import SEAL_SUFFIX
 from ckpt_formats.registry import seal_file
 from ckpt_formats.registry.seal_file import IN_FOLDER, SealedFile, to_bytes
 from damage import ckpt
+from lying_store import LyingStore, lying
+from object_stores import BUCKET, reached
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "vocab_size": 300}
 
@@ -130,8 +133,8 @@ def test_seal_refuses_what_is_sealed_damaged_or_has_checksums(model: Path, weigh
     library.save(library.open(weights), tmp_path / "u")
     with pytest.raises(UnsupportedError, match="checksums of all its bytes already"):
         sealing.seal(tmp_path / "u")
-    with pytest.raises(UnsupportedError, match="store"):
-        sealing.seal("s3://bucket/model")
+    with pytest.raises(UnsupportedError, match="does not write there"):
+        sealing.seal("hf://org/model")
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(CkptError):
         sealing.seal(weights)
@@ -205,3 +208,87 @@ def test_dry_run_of_seal_writes_nothing(weights: Path) -> None:
     before = sorted(weights.parent.iterdir())
     assert ckpt("seal", weights, "--dry-run").code == 0
     assert sorted(weights.parent.iterdir()) == before
+
+
+# Single files, and stores
+
+
+def test_copy_of_a_single_file_has_its_seal(weights: Path, tmp_path: Path) -> None:
+    sealing.seal(weights)
+    assert library.copy(weights, tmp_path / "c.safetensors").files == 2
+    place = tmp_path / f"c.safetensors{SEAL_SUFFIX}"
+    assert seal_file.read(place) == {
+        "c.safetensors": seal_file.read(weights.with_name(weights.name + SEAL_SUFFIX))[weights.name]
+    }
+    flip(tmp_path / "c.safetensors", 900)
+    assert ckpt("verify", tmp_path / "c.safetensors").code == 20
+    with pytest.raises(OutputError, match="exists"):
+        library.copy(weights, tmp_path / "c.safetensors")
+    flip(weights, 900)
+    with pytest.raises(CorruptError, match="crc32"):
+        library.copy(weights, tmp_path / "d.safetensors")
+    assert not list(tmp_path.glob("d.*"))
+
+
+def test_copy_of_one_file_of_a_sealed_folder_has_its_seal(model: Path, tmp_path: Path) -> None:
+    sealing.seal(model)
+    name = "model-00001-of-00002.safetensors"
+    library.copy(model / name, tmp_path / "one.safetensors")
+    assert (
+        seal_file.read(tmp_path / f"one.safetensors{SEAL_SUFFIX}")["one.safetensors"]
+        == seal_file.read(model / IN_FOLDER)[name]
+    )
+
+
+def test_sealing_opens_the_checkpoint_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, headers = list[Path](), safetensors.read_header
+    monkeypatch.setattr(safetensors_shards, "read_header", lambda path: opened.append(path) or headers(path))
+    sealing.seal(model)
+    assert len(opened) == 2
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[LyingStore]:
+    with lying() as running, reached(running.server):
+        yield running
+
+
+def test_checkpoint_in_a_store_is_sealed_by_one_object(model: Path, store: LyingStore) -> None:
+    for path in model.iterdir():
+        store.truth.put(f"run/{path.name}", path.read_bytes())
+    store.truth.seen.clear()
+    done = sealing.seal(f"s3://{BUCKET}/run")
+    assert (str(done.seal_file), done.files) == (f"s3://{BUCKET}/run/{IN_FOLDER}", 4)
+    assert [one.key for one in store.truth.seen if one.kind == "put"] == [f"run/{IN_FOLDER}"]
+    assert library.verify(library.open(f"s3://{BUCKET}/run")) == []
+    sealing.seal(model)
+    assert store.truth.objects[f"run/{IN_FOLDER}"].data == (model / IN_FOLDER).read_bytes()
+    with pytest.raises(OutputError, match="sealed already"):
+        sealing.seal(f"s3://{BUCKET}/run")
+    there = store.truth.objects["run/model-00001-of-00002.safetensors"].data
+    store.truth.put("run/model-00001-of-00002.safetensors", there[:-3] + bytes([there[-3] ^ 1]) + there[-2:])
+    assert ckpt("verify", f"s3://{BUCKET}/run").code == 20
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_seal_of_a_single_object_is_compared(beside: bool, weights: Path, store: LyingStore, tmp_path: Path) -> None:
+    """`beside`: the folder has other objects, so that its listing shows the seal file."""
+    sealing.seal(weights)
+    library.copy(weights, f"s3://{BUCKET}/one/w.safetensors")
+    store.truth.objects.pop("one/other", None)
+    if beside:
+        store.truth.put("one/other", b"x")
+    opened = library.open(f"s3://{BUCKET}/one/w.safetensors")
+    assert len(opened.seals) == 1
+    data = store.truth.objects["one/w.safetensors"].data
+    store.truth.put("one/w.safetensors", data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    assert ckpt("verify", f"s3://{BUCKET}/one/w.safetensors").code == 20
+    with pytest.raises(CorruptError, match="crc32"):
+        library.copy(f"s3://{BUCKET}/one/w.safetensors", tmp_path / "back.safetensors")
+    store.truth.objects.clear()
+
+
+def test_target_in_a_store_is_sealed(weights: Path, store: LyingStore) -> None:
+    done = ckpt("convert", weights, f"s3://{BUCKET}/new/w.safetensors", "--seal")
+    assert done.code == 0, done.err
+    assert set(store.truth.objects) == {"new/w.safetensors", f"new/w.safetensors{SEAL_SUFFIX}"}

@@ -1,20 +1,26 @@
 """Copy a checkpoint or a chain as it is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from ckpt import pipeline
 from ckpt.copying.compare import compare_objects
+from ckpt.copying.sealing import remove_seal_file, write_seal_file
 from ckpt.copying.selection import ChosenFile, ChosenFiles, select
 from ckpt.copying.verbatim import Verbatim
 from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources, Result
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.arguments import Checked, StrPath
+from ckpt_formats.core.claims import MAX_LIST
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.zero_values import zero_notices
+from ckpt_formats.registry.seal_file import SealedFile, place_beside, seal_of_file, to_bytes
 from ckpt_formats.stores.location import source_path, target_path
 
 
@@ -42,12 +48,14 @@ class Copy(Checked):
         resources = resources or Resources.of_machine()
         plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[], zeros=[])
         count_bytes = count_to(selection.nbytes, progress)
-        result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
+        with self._sealed() as seal_files:
+            result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
         if isinstance(self._target, StorePath):
             compare_objects(self._target, _in_store(self._target, format.unseen))
         checksums = sum(map(len, selection.seals.values()))
         zeros = () if selection.opened is None else tuple(zero_notices(selection.opened, format.zeros))
-        return replace(result, files=len(self.files), nbytes=selection.nbytes, checksums=checksums, zeros=zeros)
+        files = len(self.files) + seal_files
+        return replace(result, files=files, nbytes=selection.nbytes, checksums=checksums, zeros=zeros)
 
     @property
     def files(self) -> tuple[ChosenFile, ...]:
@@ -58,6 +66,31 @@ class Copy(Checked):
     def format_name(self) -> str:
         """The name of the source's format."""
         return self._selection.source.origin.engine
+
+    @contextmanager
+    def _sealed(self) -> Iterator[int]:
+        """Write the seal file of a single file beside its copy first, so that no copy lacks it; how many there are.
+
+        It is removed again if the copy fails. That of a folder is one of its files.
+        """
+        if self._seal is None:
+            yield 0
+            return
+        place, files = place_beside(self._target), {self._target.name: self._seal}
+        is_ours = not (place.is_file() and read_whole(place, MAX_LIST) == to_bytes(files))
+        if is_ours:
+            write_seal_file(place, files)
+        try:
+            yield 1
+        except BaseException:
+            if is_ours:
+                remove_seal_file(place)
+            raise
+
+    @cached_property
+    def _seal(self) -> SealedFile | None:
+        """The checksums of a single file that is sealed."""
+        return seal_of_file(self._selection.files[0].path) if self._selection.is_file else None
 
     @cached_property
     def _target(self) -> Path:

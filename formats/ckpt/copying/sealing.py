@@ -27,11 +27,12 @@ from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.seal_checks import SealChecks
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry.location import locate
-from ckpt_formats.registry.opening import OURS, open_checkpoint
+from ckpt_formats.registry.opening import OURS
 from ckpt_formats.registry.seal_file import SealedFile, place_of, to_bytes
-from ckpt_formats.stores.location import is_url, source_path
+from ckpt_formats.stores.location import source_path, target_path
 
 _RANGE = 8 << 20
 """A range of a file has at least so many bytes, unless a tensor or the file ends before."""
@@ -66,26 +67,23 @@ class SealPlan:
 
 def plan_seal(path: StrPath) -> SealPlan:
     """What `seal` would do. No tensor is read. Raises as `seal`."""
-    if is_url(os.fspath(path)):
-        raise UnsupportedError(
-            "a checkpoint in a store is not sealed where it is",
-            where=printable(str(path)),
-            hint="Seal it before the upload: `ckpt copy` uploads a folder with its seal file.",
-        )
-    place = source_path(os.fspath(path))
+    text = str(path) if isinstance(path, StorePath) else os.fspath(path)
+    target_path(text)  # raises for a store that is only read
+    place = source_path(text)
     if locate(place).format.name in OURS:
         raise UnsupportedError(
             "has checksums of all its bytes already", where=place, hint="`ckpt verify` compares them."
         )
     seal_file = place_of(place)
-    if os.path.lexists(seal_file):
+    if seal_file.exists() or seal_file.is_symlink():
         raise OutputError(
             "is sealed already",
             where=seal_file,
-            hint=f"`ckpt verify` compares it. If you changed files on purpose: rm {printable(seal_file.name)}",
+            hint=f"`ckpt verify` compares it. If you changed files on purpose: remove {printable(seal_file.name)}",
         )
     chosen = select(place)
-    checkpoint = open_checkpoint(place)
+    checkpoint = chosen.opened
+    assert checkpoint is not None  # a chain has checksums of its own
     check_complete(checkpoint)
     borders = _borders(checkpoint)
     files = ((one, _ends(one.nbytes, borders.get(one.path, ()))) for one in (*chosen.files, *chosen.last))
@@ -102,11 +100,12 @@ def seal(
     """Read all files of a checkpoint once, and write their checksums into a file beside them.
 
     `path`: a file or folder of a format that has no checksums of its own, such as safetensors. From then on `verify`,
-    `save` and `copy` compare what they read with it. A folder gets `checkpoint.ckpt-seal`, a file `NAME.ckpt-seal`.
+    `save` and `copy` compare what they read with it. A folder gets `checkpoint.ckpt-seal`, a file `NAME.ckpt-seal`; in
+    a store, this is an object.
 
     Raises `CorruptError` or `IncompleteError` if tensors are not complete or checksums that some of the files have do
-    not fit, `OutputError` if it is sealed already or the file cannot be written, `UnsupportedError` for a store and
-    for formats that have checksums of everything.
+    not fit, `OutputError` if it is sealed already or the file cannot be written, `UnsupportedError` for stores that
+    are only read and for formats that have checksums of everything.
     """
     return run_seal(plan_seal(path), resources=resources, progress=progress)
 
@@ -141,7 +140,7 @@ def run_seal(plan: SealPlan, *, resources: Resources | None = None, progress: An
         file.name: SealedFile(ends, tuple(crcs[number][start] for start in sorted(crcs[number])))
         for number, (file, ends) in enumerate(plan.files)
     }
-    _publish(plan.seal_file, to_bytes(sealed))
+    write_seal_file(plan.seal_file, sealed)
     return Sealed(plan.seal_file, len(sealed), plan.nbytes)
 
 
@@ -191,8 +190,19 @@ def _ends(nbytes: int, borders: Sequence[int]) -> tuple[int, ...]:
     return (*ends, nbytes)
 
 
-def _publish(place: Path, content: bytes) -> None:
-    """Write a file that appears when it is whole, and replaces nothing."""
+def write_seal_file(place: Path, files: Mapping[str, SealedFile]) -> None:
+    """Write a seal file, which appears when it is whole, and replaces nothing. Raises `OutputError`."""
+    content = to_bytes(files)
+    if isinstance(place, StorePath):
+        from ckpt_formats.stores.bucket import Bucket  # only if there is a store
+
+        try:
+            Bucket(place.store.url).create(place.key, content)
+        except FileExistsError as error:
+            raise OutputError("is sealed already, by another process", where=place) from error
+        except OSError as error:
+            raise unwritable(error, place) from error
+        return
     partial = place.with_name(f".{place.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("xb") as out:
@@ -207,3 +217,14 @@ def _publish(place: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def remove_seal_file(place: Path) -> None:
+    """Remove a seal file that this process wrote. What cannot be removed stays."""
+    with suppress(OSError):
+        if isinstance(place, StorePath):
+            from ckpt_formats.stores.bucket import Bucket  # only if there is a store
+
+            Bucket(place.store.url).delete([place.key])
+        else:
+            place.unlink(missing_ok=True)

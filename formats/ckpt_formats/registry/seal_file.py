@@ -59,7 +59,12 @@ class SealedFile:
 
 def place_of(path: Path) -> Path:
     """Where the seal file of a checkpoint is, or would be. `path`: a file or a folder."""
-    return path.with_name(path.name + SEAL_SUFFIX) if path.is_file() else path / IN_FOLDER
+    return place_beside(path) if path.is_file() else path / IN_FOLDER
+
+
+def place_beside(file: Path) -> Path:
+    """Where the seal file of a single file is, or would be, whether the file is there or not."""
+    return file.with_name(file.name + SEAL_SUFFIX)
 
 
 def to_bytes(files: Mapping[str, SealedFile]) -> bytes:
@@ -142,16 +147,33 @@ def with_seals(checkpoint: Checkpoint, path: Path) -> Checkpoint:
 
 def _places(own: Set[Path], path: Path) -> list[Path]:
     """The seal files that exist for a checkpoint at `path`, whose files are `own`."""
-    if isinstance(path, StorePath) and path.is_file():
-        return []  # nothing beside the object was listed
     if not path.is_dir():
-        return [place for place in (path.parent / IN_FOLDER, place_of(path)) if place.is_file()]
+        return _places_of_file(path)
     # Folders are listed: asking for the seal file of each file would take as many calls as there are ranks.
     folders = dict.fromkeys((path, *(file.parent for file in own if file != path)))
     listed = sorted(one for folder in folders for one in _seal_files_in(folder))
     whole = path / IN_FOLDER
     of_files = [one for one in listed if one != whole and one.with_name(one.name.removesuffix(SEAL_SUFFIX)) in own]
     return [whole, *of_files] if whole in listed else of_files
+
+
+def _places_of_file(path: Path) -> list[Path]:
+    """The seal files that exist for a single file: that of its folder, and its own."""
+    places = (path.parent / IN_FOLDER, place_beside(path))
+    if isinstance(path, StorePath):
+        # The listing is needed in any case, to find other parts. Without the right to it, the objects are asked for.
+        names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()
+        if names - {path.name}:
+            return [place for place in places if place.name in names]
+    return [place for place in places if place.is_file()]
+
+
+def seal_of_file(path: Path) -> SealedFile | None:
+    """The checksums of a single file, by the seal files that exist for it. Raises `CorruptError` as `with_seals`."""
+    sealed = dict[Path, SealedFile]()
+    for place in _places_of_file(path):
+        sealed |= _files_at(place, {path}, path)
+    return sealed.get(path)
 
 
 def _seal_files_in(folder: Path) -> list[Path]:
