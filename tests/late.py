@@ -12,4 +12,6 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for marks and wrappers in all that a file of tests has
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name), attribute)

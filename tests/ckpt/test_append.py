@@ -29,6 +29,7 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.checked import StateDiffers
 from damage import ckpt
+from effort import TIMES
 from held import checkpoint, contents, flip, parameter
 
 ENDINGS = {"torch": ".pt", "one file": ".ucp"}
@@ -312,7 +313,7 @@ class Work:
     "lengths",
     [
         pytest.param((3, 9), id="short"),
-        pytest.param((5, 50, 500), id="long", marks=pytest.mark.slow),  # acceptance: 500 states are appended
+        pytest.param((5, 20, 80 * TIMES), id="long", marks=pytest.mark.slow),  # campaigns append 1,600
     ],
 )
 def test_the_length_of_the_chain_changes_nothing(

@@ -15,7 +15,7 @@ SEALED = ("zero1", "zero3", "pipeline", "universal", "model.pt")
 """Sources whose files hold checksums: safetensors and the legacy files of torch have none."""
 
 REFUSED = {10, 20, 21, 22, 23}
-TRIALS = 25 * TIMES
+TRIALS = 12 * TIMES
 
 
 @pytest.fixture(scope="module")
