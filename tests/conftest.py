@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 import durations
 import megatron_jobs.launch
 from ckpt_cli import notes
-from effort import EXAMPLES, QUICK_EXAMPLES, TIMES
+from effort import EXAMPLES, QUICK_CASES, QUICK_EXAMPLES, TIMES
 from engines import launch
 from engines.kinds import KINDS
 from trained import alone_in
@@ -61,11 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_some_cases(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `quick(n)`, n are left to `make quick`, evenly spread; the others are slow."""
+    """Leave some cases of each test to `make quick`, evenly spread; the others are slow. A mark `quick(n)` says how many."""
     cases: defaultdict[tuple[Path, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        for mark in item.iter_markers("quick"):
-            cases[item.path, item.nodeid.partition("[")[0], mark.args[0]].append(item)
+        mark = item.get_closest_marker("quick")
+        if (count := mark.args[0] if mark else QUICK_CASES) and not item.get_closest_marker("slow"):
+            cases[item.path, item.nodeid.partition("[")[0], count].append(item)
     for (_, _, count), of_one in cases.items():
         quick = {i * len(of_one) // count for i in range(count)}
         for number, item in enumerate(of_one):

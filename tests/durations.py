@@ -31,12 +31,12 @@ from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("slow_tests.txt")
-LIMIT = 0.5
+LIMIT = 0.3
 """Processor seconds that a quick test may take."""
 TOLERANCE = 3
 """Times above the limit at which a quick test fails: machines differ, and so do moments."""
-WORK = 0.030
-"""Processor seconds that `_work` takes on the machine of the list, when it does nothing else."""
+WORK = 0.013
+"""Processor seconds that `_work` takes on the machine of the list, when it does nothing else; others took 0.030."""
 COLLECTED = pytest.StashKey[list[str]]()
 """In pytest's configuration: the names of all collected tests, also of those that their marks then leave out."""
 QUICK = "not engines and not slow"

@@ -98,7 +98,7 @@ def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", STORABLE, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("shape", [(DEFAULT_ELEMENTS + 5,), (600, 700), (3, 100_003), (7, 3, 3, 9001)], ids=str)
 def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def refused(target: Path, tmp_path: Path) -> CkptError:
     return caught.value
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("place", ["first", "middle", "last", "filling"])
 def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(

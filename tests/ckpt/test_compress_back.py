@@ -159,7 +159,7 @@ def lying(value: Any) -> list[tuple[int, int]]:
     return places(value)
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_of_torch_is_what_it_was(kind: str, legacy: bool, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_undamaged_the_sources_are_well(source: str, sources: Path, tmp_path: Pa
     assert ckpt("convert", sources / source, tmp_path / "out").code == 0
 
 
-@pytest.mark.quick(190)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_named_by_every_command_that_reads_it(name: str, broken: Path, tmp_path: Path) -> None:
     damage, target = DAMAGES[name], tmp_path / "out" / "target"

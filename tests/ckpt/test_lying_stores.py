@@ -126,7 +126,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Operation]
     }
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize(
     "name", ["convert", "convert to a file", "copy", "append to nothing", "append", "clean a complete one"]

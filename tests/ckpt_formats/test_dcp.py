@@ -163,7 +163,7 @@ def test_names_stay_flat_where_no_paths_are_saved(tmp_path: Path) -> None:
     assert set(restored.parameters) == set(model)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("keys", [*STYLES, None], ids=str)
 def test_what_is_written_torch_loads_as_what_it_saved(keys: str | None, mesh: tuple[int, int], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from ckpt_formats.core.values import Record
 from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, read_metadata
 from ckpt_formats.registry.opening import open_checkpoint
 from dcp_states import save
+from durations import slowness
 from held import folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -230,5 +231,5 @@ def test_fifty_thousand_chunks_take_little_time_and_memory(tensors: int, ranks: 
     count, seconds, megabytes = map(float, done.stdout.split())
     assert count == tensors * ranks
     # Half of it on an idle machine; tests run beside others.
-    assert seconds < 2
+    assert seconds / slowness() < 2
     assert megabytes < 150
