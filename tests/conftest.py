@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_some_cases(items: list[pytest.Item]) -> None:
-    """Leave some cases of each test to `make quick`, evenly spread; the others are slow. A mark `quick(n)` says how many."""
+    """Leave some cases of each test to `make quick`, evenly spread: `quick(n)` says how many. The others are slow."""
     cases: defaultdict[tuple[Path, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("quick")
