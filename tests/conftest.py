@@ -1,5 +1,6 @@
 """Settings of all tests, and the zoo of real checkpoints. Shared arrays, checkpoints and strategies are in `held`."""
 
+import gc
 import os
 import signal
 import sys
@@ -75,9 +76,10 @@ def _keep_some_cases(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_notes_of_other_commands() -> None:
+def _nothing_of_other_commands() -> None:
     """A process runs one command; tests run many in one."""
     notes.begin(as_json=False, verbose=False)
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -129,9 +129,8 @@ def test_changed_metadata_are_read_or_refused_as_without_forms(seed: int) -> Non
 
 
 def test_what_was_made_while_the_collector_paused_counts_as_old() -> None:
-    gc.unfreeze()  # the command line, in earlier tests of this process, froze its objects
     with gc_paused():
-        lists = [[i] for i in range(1000)]
+        lists = [[i] for i in range(20_000)]
     young = {id(one) for one in gc.get_objects(generation=0)}
     assert not young & set(map(id, lists))
 
@@ -145,3 +144,11 @@ def test_what_a_program_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() == frozen
     finally:
         gc.unfreeze()
+
+
+def test_what_a_program_froze_is_not_counted_for_a_few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count it takes as long as the program is large."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted"))
+    gc.collect()
+    with gc_paused():
+        assert len([[i] for i in range(1000)]) == 1000
