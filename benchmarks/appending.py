@@ -26,7 +26,7 @@ from ckpt.chains.append import append
 from ckpt.chains.tip import write_tip
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import load_kernels, save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
@@ -105,7 +105,7 @@ def prepared(run: Path, way: str, last: Path, scratch: Path) -> Path:
         chain = replace(chain, appended_from=AppendedFrom(member.content, os.path.relpath(last, scratch)))
     if way == "tip":
         state = open_checkpoint(last)
-        chain = replace(chain, tip=write_tip(scratch, member, state, state, Resources()))
+        chain = replace(chain, tip=write_tip(scratch, member, state, state, Execution()))
     (scratch / index.NAME).unlink()
     (scratch / index.NAME).write_bytes(index.dump(chain))
     return scratch
@@ -125,7 +125,7 @@ def measured(run: Path, last: Path, after: Path, scratch: Path, rounds: int) -> 
             source, parent = open_checkpoint(after), open_checkpoint(last) if way == "given" else None
             with counting() as counted:
                 began = time.process_time()
-                append(target, source, None, DeltaPolicy(), Resources(), None, parent)
+                append(target, source, None, DeltaPolicy(), Execution(), None, parent)
                 seconds[way].append(time.process_time() - began)
             work[way] = counted.nbytes, counted.indexes
             written.append(packs(target))
@@ -164,7 +164,7 @@ def main() -> None:
                     )
                 shutil.rmtree(at / "last")
                 shutil.rmtree(at / "after")
-            append(at / "run", state, None, DeltaPolicy(check=False), Resources(), None, before)
+            append(at / "run", state, None, DeltaPolicy(check=False), Execution(), None, before)
             before = state
 
 

@@ -27,7 +27,7 @@ from measure import Run, measure, medians, warm
 from ckpt.chains.append import append
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
@@ -84,7 +84,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
         step = state.origin.step or 0
         began = time.monotonic()
         if there < step <= deltas + 1:
-            append(run, state, None, DeltaPolicy(), Resources())
+            append(run, state, None, DeltaPolicy(), Execution())
             seconds += time.monotonic() - began if step != 1 else 0.0
         whole = kept / {deltas + 1: "saved", deltas + 2: "next"}.get(step, "")
         if not whole.exists():

@@ -20,7 +20,7 @@ from measure import measure
 
 from ckpt.chains.append import folder_name
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 
@@ -34,7 +34,7 @@ def grow(run: Path, gb: float, length: int) -> None:
     run.mkdir(parents=True)
     members: list[Member] = []
     earlier: Checkpoint | None = None
-    policy, resources = DeltaPolicy(), Resources()
+    policy, resources = DeltaPolicy(), Execution()
     for step, state in enumerate(states(gb, length), 1):
         held = _copied(state)
         target = run / folder_name(step)

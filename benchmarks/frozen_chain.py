@@ -19,7 +19,7 @@ from ckpt.chains.restore import open_step, restore
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import load_kernels
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.format import ReadOptions
@@ -74,7 +74,7 @@ def main() -> None:
     load_kernels()
     policy = DeltaPolicy(base_every=None if options.deltas else 1)
     with tempfile.TemporaryDirectory() as folder:
-        run, resources, total = Path(folder) / "run", Resources(), 0.0
+        run, resources, total = Path(folder) / "run", Execution(), 0.0
         for state in states(options.bases, options.matrices, round(options.matrices * options.frozen)):
             begin = cpu()
             member = append(run, state, None, policy, resources).member

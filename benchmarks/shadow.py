@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress, parse_address
@@ -107,10 +107,10 @@ def follow(run: Path, start: int, address: NetworkAddress | None = None) -> floa
     os.truncate(path, start)
     with ExitStack() as stack:
         if address is None:
-            shadow = Shadow(run, resources=Resources(workers=1))
+            shadow = Shadow(run, resources=Execution(workers=1))
         else:
             shadow = Shadow(
-                stack.enter_context(LogMirror(address, place=run.parent / "mirror")), resources=Resources(workers=1)
+                stack.enter_context(LogMirror(address, place=run.parent / "mirror")), resources=Execution(workers=1)
             )
         while shadow.step is None:
             shadow.poll()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor
@@ -142,7 +142,7 @@ def main() -> None:
     origin = Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
     source = Checkpoint(HERE / "made", origin, parameters, groups, extras(), aliases)
     shutil.rmtree(HERE / NAME, ignore_errors=True)
-    save(source, HERE / NAME, Universal(), resources=Resources(1))
+    save(source, HERE / NAME, Universal(), resources=Execution(1))
 
     tensors = {
         f"{name}/{state}": _torch(values) for name, (_, arrays, _) in cases.items() for state, values in arrays.items()

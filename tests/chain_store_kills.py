@@ -29,7 +29,7 @@ from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.copying.copy import copy
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError, LockedError, UnsupportedError
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
@@ -55,12 +55,12 @@ def work(name: str, folder: str) -> None:
     run = source_path(f"s3://{BUCKET}/{CHAIN}")
     at = Path(folder)
     if name == "compact":
-        compact(run, Retention(KEPT), DeltaPolicy(), Resources(workers=1))
+        compact(run, Retention(KEPT), DeltaPolicy(), Execution(workers=1))
     elif name == "copy":
-        copy(run, f"s3://{BUCKET}/{COPY}", resources=Resources(workers=2))
+        copy(run, f"s3://{BUCKET}/{COPY}", resources=Execution(workers=2))
     else:
         policy = DeltaPolicy(tip=name == "tip", base_every=1 if name == "base" else None)
-        append(run, open_checkpoint(at / f"state{STEPS}"), None, policy, Resources(workers=1))
+        append(run, open_checkpoint(at / f"state{STEPS}"), None, policy, Execution(workers=1))
 
 
 LOCKED, LATE = 11, 22
@@ -86,7 +86,7 @@ class Campaign:
             run = source_path(f"s3://{BUCKET}/{CHAIN}")
             self.chains = dict[int, dict[str, bytes]]()
             for step in range(1, STEPS + 1):
-                append(run, open_checkpoint(folder / f"state{step}"), None, DeltaPolicy(), Resources(workers=1))
+                append(run, open_checkpoint(folder / f"state{step}"), None, DeltaPolicy(), Execution(workers=1))
                 self.chains[step] = objects(server)
         self.expected = {name: self._without_kill(name) for name in WORKS}
 
@@ -156,7 +156,7 @@ class Campaign:
         """What is left beside a chain that has changed already, the next command removes."""
         run = source_path(f"s3://{BUCKET}/{CHAIN}")
         chain = index.read(run)
-        result = compact(run, Retention(), DeltaPolicy(), Resources(workers=1))
+        result = compact(run, Retention(), DeltaPolicy(), Execution(workers=1))
         assert result.after == chain
         named = {*(one.folder for one in chain.members), index.NAME, *([chain.tip.folder] if chain.tip else [])}
         assert {key[len(CHAIN) + 1 :].partition("/")[0] for key in objects(self.server)} == named
@@ -186,7 +186,7 @@ class Campaign:
 
 def _damage(run: Path) -> list[object]:
     """What is wrong with a chain, but for copies that are not their masters rounded: one state has such a copy."""
-    return [one for one in verify_chain(run, Resources(workers=1)).findings if one.kind != "copy"]
+    return [one for one in verify_chain(run, Execution(workers=1)).findings if one.kind != "copy"]
 
 
 def _appending(folder: str, pause: float, step: int) -> None:
@@ -194,7 +194,7 @@ def _appending(folder: str, pause: float, step: int) -> None:
     time.sleep(pause)
     state = open_checkpoint(Path(folder) / f"state{STEPS}")
     try:
-        append(source_path(f"s3://{BUCKET}/{CHAIN}"), state, step, DeltaPolicy(), Resources(workers=1))
+        append(source_path(f"s3://{BUCKET}/{CHAIN}"), state, step, DeltaPolicy(), Execution(workers=1))
     except LockedError:
         os._exit(LOCKED)
     except UnsupportedError:  # the other one has appended a later step

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
@@ -22,7 +22,7 @@ from ckpt_formats.universal.gradients.record import Kind
 
 WAYS = ("files", "socket", "parts")
 HERE = NetworkAddress("127.0.0.1", 0)
-ONE = Resources(workers=1)
+ONE = Execution(workers=1)
 
 
 class Stopped(Exception):

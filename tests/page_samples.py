@@ -12,7 +12,7 @@ import ckpt
 from ckpt.compare import compare, pair_tensors
 from ckpt.compare.pairs import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums, Histogram
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.planning.simulate import exponential, simulate
 from ckpt_cli.views import chain_log, diff_page, inspect_page, log_page, plan_page
 from ckpt_cli.views.plan import PlanReport
@@ -88,12 +88,12 @@ def inspect(source: Checkpoint) -> str:
 
 def diff(first: Checkpoint, second: Checkpoint) -> str:
     first, second = (replace(one, path=DEEPSPEED) for one in (first, second))
-    return diff_page.page_of(first, second, compare(pair_tensors(first, second), Resources()))
+    return diff_page.page_of(first, second, compare(pair_tensors(first, second), Execution()))
 
 
 def notebook(first: Checkpoint, second: Checkpoint, chain: Path) -> str:
     """What a notebook shows of a checkpoint, a parameter, a difference and a chain, each in the output of a cell."""
-    difference = compare(pair_tensors(first, second), Resources())
+    difference = compare(pair_tensors(first, second), Execution())
     shown = [first, next(iter(first.parameters.values())), difference, ckpt.Chain(chain)]
     outputs = "".join(f"<section aria-label='output {i}'>{one._repr_html_()}</section>" for i, one in enumerate(shown))
     head = "<!doctype html><html lang=en><meta name=viewport content='width=device-width'><title>notebook</title>"

@@ -13,6 +13,7 @@ PUBLIC: dict[str, Any] = {
     **{
         f"{space}.{name}": getattr(module, name)
         for space, module in NAMESPACES.items()
+        if space != "ext"  # for authors of formats: docs/adding-a-format.md
         for name in module.__all__
         if name not in ckpt.__all__  # errors that are at the top, too
     },

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow import listener, log_server
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
@@ -83,9 +83,9 @@ def kill_shadows(rounds: int, place: Path, seed: int) -> dict[str, int]:
         _finish(run, finished)
         if server is not None:
             with LogMirror(server.address, place=place / "mirror") as mirror:
-                _follow_to_the_end(Shadow(mirror, resources=Resources(workers=1)), truth)
+                _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
             server.close()
-        _follow_to_the_end(Shadow(run, resources=Resources(workers=1), base_every=3), truth)
+        _follow_to_the_end(Shadow(run, resources=Execution(workers=1), base_every=3), truth)
         _check_run(run, finished, truth)
         assert not chain_folder.leftovers(run, index.load(run / index.NAME))
         shutil.rmtree(run)
@@ -129,7 +129,7 @@ def send_noise(peers: int, place: Path, seed: int) -> dict[str, int]:
     server_module.WAIT_SECONDS = 5.0
     run = place / "listening.chain"
     log_with_fingerprints(STEPS, 3).write(run)
-    shadow = Shadow(run, resources=Resources(workers=1))
+    shadow = Shadow(run, resources=Execution(workers=1))
     while shadow.step != 7:
         shadow.poll(upto=7)
     listening = Server(shadow, NetworkAddress("127.0.0.1", 0))
@@ -162,7 +162,7 @@ def send_noise_to_logs(peers: int, place: Path, seed: int) -> dict[str, int]:
 
     def honest() -> None:
         with LogMirror(serving.address, place=place / "mirror") as mirror:
-            _follow_to_the_end(Shadow(mirror, resources=Resources(workers=1)), truth)
+            _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
 
     acts = [*LOG_HOSTILE.values(), *(log_noise(seed + n) for n in range(peers - len(LOG_HOSTILE)))]
     counts = _attack(serving.address, acts, honest)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import ckpt as library
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.pipeline.shard import COMMIT, Shard
 from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.format import WritableFormat
@@ -47,14 +47,14 @@ class Campaign:
         self.counts = Counter[str]()
         self.folder.mkdir()
         started = time.monotonic()
-        library.Job(library.open(self.source), folder / f"{name}-local", self.format).run(resources=Resources(1))
+        library.Job(library.open(self.source), folder / f"{name}-local", self.format).run(resources=Execution(1))
         self.seconds = time.monotonic() - started
         self.expected = files(folder / f"{name}-local")
         self.points = 60
 
     def write(self, shard: Shard) -> None:
         """What a process does."""
-        library.Job(library.open(self.source), self.target, self.format).run(resources=Resources(1, shard=shard))
+        library.Job(library.open(self.source), self.target, self.format).run(resources=Execution(1, shard=shard))
 
     def round(self, generator: random.Random) -> None:
         shutil.rmtree(self.folder)

@@ -54,7 +54,7 @@ class Work:
         return f"s3://{BUCKET}/run/{self.name}"
 
     def run(self, target: Path | str) -> None:
-        library.save(library.open(self.source), target, self.format, library.Resources(workers=2))
+        library.save(library.open(self.source), target, self.format, resources=library.Resources(workers=2))
 
 
 def _nothing(number: int) -> None:

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.registry.opening import open_checkpoint
@@ -37,7 +37,7 @@ from damage import SAMPLES, ckpt
 from forged import Forged, forge
 from held import contents
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 
 

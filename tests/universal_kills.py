@@ -30,7 +30,7 @@ from ckpt.chains.places import FolderPlace
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources, folder_staging
+from ckpt.pipeline import Execution, folder_staging
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
@@ -116,7 +116,7 @@ class Written(Work):
         self.folder.mkdir()
 
     def do(self, workers: int) -> None:
-        result = save(open_checkpoint(self.source), self.target, self.format, resources=Resources(workers, 1 << 20))
+        result = save(open_checkpoint(self.source), self.target, self.format, resources=Execution(workers, 1 << 20))
         self.resumed += result.resumed
 
     def is_done(self) -> bool:
@@ -154,14 +154,14 @@ class Chained(Work):
 
     def is_done(self) -> bool:
         """The chain is whole, whether old or new, and everything in it can be read."""
-        report = verify_chain(self.run, Resources())
+        report = verify_chain(self.run, Execution())
         assert {finding.kind for finding in report.findings} <= {"copy"}, report.findings
         steps, old = self.steps(), [member.step for member in self.before.members]
         assert steps in (old, self.after()), steps
         return steps == self.after()
 
     def sweep(self) -> None:
-        FolderPlace(self.run, index.read(self.run), Resources()).remove_leftovers()
+        FolderPlace(self.run, index.read(self.run), Execution()).remove_leftovers()
 
     @abstractmethod
     def after(self) -> list[int]: ...
@@ -180,7 +180,7 @@ class Appended(Chained):
         self.state = state
 
     def do(self, workers: int) -> None:
-        append(self.run, open_checkpoint(self.state), None, DeltaPolicy(tip=True), Resources(workers, 1 << 20))
+        append(self.run, open_checkpoint(self.state), None, DeltaPolicy(tip=True), Execution(workers, 1 << 20))
 
     def after(self) -> list[int]:
         return list(range(1, STEPS + 1))
@@ -191,7 +191,7 @@ class Compacted(Chained):
 
     def do(self, workers: int) -> None:
         keep = Retention((",".join(map(str, KEPT)),))
-        compact(self.run, keep, DeltaPolicy(), Resources(workers, 1 << 20))
+        compact(self.run, keep, DeltaPolicy(), Execution(workers, 1 << 20))
 
     def after(self) -> list[int]:
         return list(KEPT)
@@ -205,9 +205,9 @@ def works(folder: Path) -> dict[str, Work]:
         save(state, saved[-1], Universal())
     chain, longer = folder / "chain", folder / "longer"
     for path in saved[:-1]:
-        append(chain, open_checkpoint(path), None, DeltaPolicy(tip=True), Resources())
+        append(chain, open_checkpoint(path), None, DeltaPolicy(tip=True), Execution())
     shutil.copytree(chain, longer)
-    append(longer, open_checkpoint(saved[-1]), None, DeltaPolicy(tip=True), Resources())
+    append(longer, open_checkpoint(saved[-1]), None, DeltaPolicy(tip=True), Execution())
     (targets := folder / "made").mkdir()
     return {
         "folder": Written(saved[0], targets / "folder", "out", None),

@@ -11,7 +11,7 @@ from ckpt_cli.options.source import source
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.delta import AppendOptions
     from ckpt_formats.core.checkpoint import Checkpoint
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @append_options
 @resources()
 def append(
-    chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Resources", as_json: bool
+    chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Execution", as_json: bool
 ) -> None:
     from ckpt_cli.views import append
     from ckpt_formats.stores.location import target_path

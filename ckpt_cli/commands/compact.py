@@ -9,7 +9,7 @@ from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
 
 
 @command("compact")
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Show what would happen to each state, write nothing.")
 @resources()
 def compact(
-    chain: str, retention: Any, base_every: int | None, dry_run: bool, resources: "Resources", as_json: bool
+    chain: str, retention: Any, base_every: int | None, dry_run: bool, resources: "Execution", as_json: bool
 ) -> None:
     from ckpt.chains.compact import plan
     from ckpt.chains.write import DeltaPolicy

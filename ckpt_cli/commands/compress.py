@@ -10,7 +10,7 @@ from ckpt_cli.options.source import source
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_formats.core.checkpoint import Checkpoint
 
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
 @resources(scales_out=True)
 def compress(
-    source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Resources", as_json: bool
+    source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Execution", as_json: bool
 ) -> None:
     from ckpt.job import Job
     from ckpt.original import compressed_path

@@ -7,7 +7,7 @@ from ckpt_cli.options.source import edits, renames, source
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.target import Target
     from ckpt_formats.core.checkpoint import Checkpoint
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @renames
 @dry_run
 @resources(scales_out=True)
-def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
+def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import job
 

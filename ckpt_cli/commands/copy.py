@@ -9,7 +9,7 @@ from ckpt_cli.options.copy import copied
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.copy import Copied
 
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.argument("target", type=CheckpointPath())
 @copied
 @resources()
-def copy(source: str, target: str, copied: "Copied", resources: "Resources", as_json: bool) -> None:
+def copy(source: str, target: str, copied: "Copied", resources: "Execution", as_json: bool) -> None:
     from ckpt.copying.copy import Copy
     from ckpt_cli.views import copy
 

@@ -7,7 +7,7 @@ from ckpt_cli.options.source import source
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.target import Target
     from ckpt_formats.core.checkpoint import Checkpoint
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @target("the one that it was in")
 @dry_run
 @resources(scales_out=True)
-def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
+def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt.original import original_format, original_path
     from ckpt_cli import notes

@@ -8,7 +8,7 @@ from ckpt_cli.options.report import report_options
 from ckpt_cli.options.source import source
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_formats.core.checkpoint import Checkpoint
 
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @source("first", "second")
 @resources(writes=False)
 def diff(
-    first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Resources", as_json: bool
+    first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Execution", as_json: bool
 ) -> None:
     import click
 

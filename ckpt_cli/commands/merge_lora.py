@@ -7,7 +7,7 @@ from ckpt_cli.options.command import command, dry_run, resources
 from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.target import Target
     from ckpt_formats.core.checkpoint import Checkpoint
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @target("universal")
 @dry_run
 @resources(scales_out=True)
-def merge_lora(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
+def merge_lora(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from ckpt.job import Job
     from ckpt_cli.views import job
 

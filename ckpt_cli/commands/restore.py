@@ -9,7 +9,7 @@ from ckpt_cli.options.target import target
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.target import Target
 
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @target("universal")
 @dry_run
 @resources(scales_out=True)
-def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Resources", as_json: bool) -> None:
+def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from ckpt_cli.views import restore
 
     format = target.format("universal")

@@ -8,14 +8,14 @@ from ckpt_cli.options.command import command, dry_run, resources
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
 
 
 @command("seal")
 @click.argument("path", type=CheckpointPath())
 @dry_run
 @resources(locks=False)
-def seal(path: str, dry_run: bool, resources: "Resources", as_json: bool) -> None:
+def seal(path: str, dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from ckpt.copying.sealing import plan_seal
     from ckpt_cli.views.seal import seal, show_plan
 

@@ -9,7 +9,7 @@ from ckpt_cli.options.shadow import shadow_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_cli.options.shadow import ShadowOptions
 
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @shadow_options
 @resources(locks=False)
-def shadow(chain: str, options: "ShadowOptions", resources: "Resources", as_json: bool) -> None:
+def shadow(chain: str, options: "ShadowOptions", resources: "Execution", as_json: bool) -> None:
     from ckpt_cli.views import shadow
 
     if options.once:

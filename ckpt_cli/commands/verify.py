@@ -9,7 +9,7 @@ from ckpt_cli.options.source import opening, place_of, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
-    from ckpt.pipeline import Resources
+    from ckpt.pipeline import Execution
     from ckpt_formats.core.format import ReadOptions
 
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @resources(locks=False)
 @read_options
 def verify(
-    path: str, replay: bool, quick: bool, values: bool, resources: "Resources", options: "ReadOptions", as_json: bool
+    path: str, replay: bool, quick: bool, values: bool, resources: "Execution", options: "ReadOptions", as_json: bool
 ) -> None:
     from ckpt_cli.views.verify import How, verify
 

@@ -135,12 +135,13 @@ def resources(locks: bool = True, scales_out: bool = False, writes: bool = True)
         ) -> Any:
             from pathlib import Path
 
-            from ckpt.pipeline import Resources
+            from ckpt.pipeline.resources import Execution, Resources
 
             if executor is not None and shard is not None:
                 raise click.UsageError("--executor and --shard are two ways to do the same: give one of them.")
             folder = Path(scratch) if scratch else None
-            given = Resources.of_machine(workers, memory, not no_lock, folder, executor, shard, read_back)
+            machine = Resources.of_machine(workers, memory, folder)
+            given = Execution.of(machine, locks=not no_lock, executor=executor, shard=shard, read_back=read_back)
             return function(*args, resources=given, **arguments)
 
         of_target = (_NO_LOCK, *((_READ_BACK,) if writes else ()), _SCRATCH) if locks else ()

@@ -11,7 +11,7 @@ from ckpt.chains.estimate import stored_nbytes
 from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult, DeltaPolicy, parent_folder
 from ckpt.chains.write import write_delta as write_delta_file
-from ckpt.pipeline import Resources, plan
+from ckpt.pipeline import Execution, plan
 from ckpt_cli import notes
 from ckpt_cli.options.delta import AppendOptions, DeltaFile
 from ckpt_cli.progress import doing, progress_bar
@@ -22,7 +22,7 @@ from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.universal import Universal
 
 
-def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
+def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Execution, as_json: bool) -> None:
     """Append to a chain, or create one, with a progress bar; show what was written."""
     notes.flush()
     with progress_bar("appending") as progress:
@@ -31,7 +31,7 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: R
     _show(result, chain, as_json)
 
 
-def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Resources, as_json: bool) -> None:
+def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Execution, as_json: bool) -> None:
     """Show what would be appended, and about how many bytes it would take."""
     policy = options.policy
     with doing(f"reading the chain {printable(str(chain))}"):
@@ -41,7 +41,7 @@ def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
 
 
-def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resources: Resources, as_json: bool) -> None:
+def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resources: Execution, as_json: bool) -> None:
     """Write the second checkpoint as a delta against the first, or only plan this; show the result."""
     note_warnings(delta.policy, second)
     parent, target = parent_folder(first), Path(delta.output)
@@ -134,7 +134,7 @@ def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
 
 
 def _estimate(
-    policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, resources: Resources
+    policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, resources: Execution
 ) -> dict[str, Any]:
     raw = sum(parameter.nbytes for parameter in source.parameters.values())
     with doing("encoding some chunks of each kind of state"):

@@ -29,7 +29,7 @@ def check_repeats(command: click.Command | None, target: str) -> None:
         raise UnsupportedError(
             "no command of ckpt has written these shards",
             where=printable(target),
-            hint="A program did: let it run the job with Resources(shard=COMMIT).",
+            hint="A program did: let it call `commit` of the job.",
         )
 
 

@@ -7,7 +7,7 @@ import click
 
 from ckpt.chains.compact import CompactPlan, CompactResult, Retention, compact
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
@@ -23,7 +23,7 @@ _FATES = {
 }
 
 
-def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, as_json: bool) -> None:
+def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, as_json: bool) -> None:
     """Compact a chain with a bar, and show what was done."""
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)

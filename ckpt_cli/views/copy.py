@@ -6,7 +6,7 @@ from dataclasses import asdict
 import click
 
 from ckpt.copying.copy import Copy
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import job, report
@@ -15,7 +15,7 @@ from ckpt_formats.core.text import format_nbytes, printable
 _MAX_ROWS = 20
 
 
-def run(work: Copy, resources: Resources, as_json: bool) -> None:
+def run(work: Copy, resources: Execution, as_json: bool) -> None:
     """Copy with a bar, and show what was written."""
     notes.note(*work.plan().notes)
     notes.flush()
@@ -25,7 +25,7 @@ def run(work: Copy, resources: Resources, as_json: bool) -> None:
     job.show_result(result, as_json)
 
 
-def update(source: str, target: str, every: float | None, resources: Resources, as_json: bool) -> None:
+def update(source: str, target: str, every: float | None, resources: Execution, as_json: bool) -> None:
     """Bring a copy to what its chain is now: once, or each `every` seconds. With JSON, an object on each line."""
     from ckpt.copying.follow import Brought, follow_copy, update_copy
     from ckpt_cli.views.shadow import stopped_by_signals

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckpt.job import Job
-from ckpt.pipeline import Resources, Result, complete_before, space_needed
+from ckpt.pipeline import Execution, Result, complete_before, space_needed
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
@@ -25,7 +25,7 @@ _NAMED = 8
 """So many shards, at most, are named in a message."""
 
 
-def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = ()) -> Result:
+def run(label: str, job: Job, resources: Execution, notices: Sequence[Notice] = ()) -> Result:
     """Run a job with a progress bar. The notes of its plan, and further ones, come first."""
     if resources.shard is not None and job.is_published():
         return complete_before(job.path)
@@ -48,7 +48,7 @@ def run(label: str, job: Job, resources: Resources, notices: Sequence[Notice] = 
     return result
 
 
-def write(label: str, job: Job, dry_run: bool, resources: Resources, as_json: bool, seal: bool = False) -> None:
+def write(label: str, job: Job, dry_run: bool, resources: Execution, as_json: bool, seal: bool = False) -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write.
 
     With `seal`, what was written is sealed.
@@ -122,7 +122,7 @@ def _reads_json(reads: StoreReads | None) -> dict[str, Any]:
 
 
 def show_result(
-    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seal_with: Resources | None = None
+    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seal_with: Execution | None = None
 ) -> None:
     """Show what a job wrote. `more`: further fields of the JSON. `seal_with`: seal it first, with these resources."""
     if seal_with is not None and result.status != "pending":

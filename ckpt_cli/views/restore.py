@@ -6,7 +6,7 @@ from typing import Any
 from ckpt.chains import restore as chain_restore
 from ckpt.chains.restore import ChainState
 from ckpt.partial.recovery import is_mixed
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import job
@@ -16,7 +16,7 @@ from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.text import printable
 
 
-def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool) -> None:
+def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Execution, as_json: bool) -> None:
     """Show what would be replayed and written."""
     with doing(f"planning the files of {printable(str(target))}"):
         plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
@@ -24,7 +24,7 @@ def show_plan(state: ChainState, target: Path, format: WritableFormat, resources
 
 
 def restore(
-    state: ChainState, target: Path, format: WritableFormat, resources: Resources, as_json: bool, seal: bool = False
+    state: ChainState, target: Path, format: WritableFormat, resources: Execution, as_json: bool, seal: bool = False
 ) -> None:
     """Restore with a progress bar, and show what was written."""
     with doing(f"planning the files of {printable(str(target))}"):
@@ -38,7 +38,7 @@ def restore(
         conclude("exact: every bit is as it was saved")
 
 
-def _work_json(state: ChainState, resources: Resources) -> dict[str, Any]:
+def _work_json(state: ChainState, resources: Execution) -> dict[str, Any]:
     work = chain_restore.replay_work(state.checkpoint)
     return {
         "deltas": work.deltas,

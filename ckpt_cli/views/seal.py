@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.copying.sealing import Sealed, SealPlan, plan_seal, run_seal
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views.job import file_count
@@ -24,7 +24,7 @@ def show_plan(plan: SealPlan, as_json: bool) -> None:
         )
 
 
-def seal(plan: SealPlan, resources: Resources, as_json: bool) -> None:
+def seal(plan: SealPlan, resources: Execution, as_json: bool) -> None:
     """Seal a checkpoint, and show what was sealed."""
     notes.note(*plan.checkpoint.notices)
     done = _run(plan, resources)
@@ -37,12 +37,12 @@ def seal(plan: SealPlan, resources: Resources, as_json: bool) -> None:
         )
 
 
-def seal_target(target: Path, resources: Resources) -> str:
+def seal_target(target: Path, resources: Execution) -> str:
     """Seal what a command has just written. Returns the path of the seal file."""
     return str(_run(plan_seal(target), resources).seal_file)
 
 
-def _run(plan: SealPlan, resources: Resources) -> Sealed:
+def _run(plan: SealPlan, resources: Execution) -> Sealed:
     notes.flush()
     with progress_bar("sealing") as progress:
         return run_seal(plan, resources=resources, progress=progress)

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import errors, partial, planning, types
+    from ckpt import errors, ext, partial, planning, types
     from ckpt.chains.chain import Chain
     from ckpt.chains.compact import Retention
     from ckpt.chains.trials import Evaluation
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckpt.opening import open
     from ckpt.pipeline import Resources
     from ckpt.pipeline.clean import clean
-    from ckpt.pipeline.shard import COMMIT
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from ckpt_formats.engines.torch_save import Torch
     from ckpt_formats.universal import Universal
 
-_NAMESPACES = ("errors", "partial", "planning", "types")
+_NAMESPACES = ("errors", "ext", "partial", "planning", "types")
 """Modules with further names."""
 _NAMES = {
     "ckpt.chains.chain": ("Chain",),
@@ -71,7 +70,6 @@ _NAMES = {
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.clean": ("clean",),
-    "ckpt.pipeline.shard": ("COMMIT",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint",),
@@ -103,7 +101,6 @@ _WHERE = {
 }
 
 __all__ = [
-    "COMMIT",
     "DCP",
     "Chain",
     "Checkpoint",
@@ -137,6 +134,7 @@ __all__ = [
     "diff",
     "ema_weights",
     "errors",
+    "ext",
     "follow_copy",
     "merge_lora",
     "open",

@@ -10,7 +10,6 @@ from ckpt.findings.report import Finding, Report
 from ckpt.job import Progress
 from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
-from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.notices import Notice
@@ -29,6 +28,5 @@ __all__ = [
     "Report",
     "Result",
     "Sealed",
-    "Shard",
     "Tensor",
 ]

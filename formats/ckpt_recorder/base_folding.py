@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.chains.replay_check import check_state
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow.bases import add_base
 from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ class FoldedReplay(SegmentReplay):
 
 
 def fold(
-    run: Path, segment: str, pieces: Path, step: int, seconds: Callable[[], float], resources: Resources
+    run: Path, segment: str, pieces: Path, step: int, seconds: Callable[[], float], resources: Execution
 ) -> Member:
     """Make a base of the pieces in a folder, and add it to the chain. Returns the new member.
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.universal.gradients.layout import RankLayout
@@ -36,7 +36,7 @@ _ORPHAN_SECONDS = 10.0
 """How long to wait for the pieces of other ranks after the trainer has ended."""
 _NICE = 10
 """Added to the priority of the trainer. With 19, a process makes no progress where all cores are busy."""
-_RESOURCES = Resources(workers=1, memory=64 << 20)
+_RESOURCES = Execution(workers=1, memory=64 << 20)
 
 
 def piece_values(

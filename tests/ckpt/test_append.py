@@ -16,7 +16,7 @@ from ckpt.chains.restore import open_step, restore
 from ckpt.chains.write import DeltaPolicy
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
@@ -65,7 +65,7 @@ def saved_states(at: Path, count: int, form: str = "universal", elements: int = 
     return paths
 
 
-ONE = Resources(workers=1)
+ONE = Execution(workers=1)
 
 
 def add(run: Path, path: Path, parent: Path | None = None, policy: DeltaPolicy | None = None) -> object:
@@ -138,7 +138,7 @@ def test_a_source_that_was_replaced_is_noticed_and_the_chain_is_replayed(tmp_pat
         replace(state, parameters={**state.parameters, "b": parameter("b", {**kept, "fp32": changed}, step=2)}),
         tmp_path / "changed",
         writable("universal"),
-        resources=Resources(),
+        resources=Execution(),
     )
     shutil.rmtree(saved[1])
     (tmp_path / "changed").rename(saved[1])
@@ -157,7 +157,7 @@ def test_states_that_the_parent_lacks_are_replayed(tmp_path: Path) -> None:
     add(expected, saved[2])
     save(open_checkpoint(saved[1]).select(only=["a"]), tmp_path / "part", writable("universal"))
     written = append(
-        run, open_checkpoint(saved[2]), None, DeltaPolicy(), Resources(), None, open_checkpoint(tmp_path / "part")
+        run, open_checkpoint(saved[2]), None, DeltaPolicy(), Execution(), None, open_checkpoint(tmp_path / "part")
     )
     assert "4 of 8 states are not in" in str(written.notes[0])
     assert last_member(run) == last_member(expected)
@@ -165,7 +165,7 @@ def test_states_that_the_parent_lacks_are_replayed(tmp_path: Path) -> None:
         open_checkpoint(saved[1]).rename({"a": "c", "b": "d"}),
         tmp_path / "none",
         writable("universal"),
-        resources=Resources(),
+        resources=Execution(),
     )
     (tmp_path / "more").mkdir()
     with pytest.raises(UnsupportedError, match="none of the states"):
@@ -226,7 +226,7 @@ def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
     pack = run / tips(run)[0] / "packs/00000.safetensors"
     flip(pack, pack.stat().st_size // 2)
     tip_state, _ = tip.opened(run, index.read(run))
-    assert [finding.kind for finding in find_problems(tip_state[0], Resources(), lambda nbytes: None)] != []
+    assert [finding.kind for finding in find_problems(tip_state[0], Execution(), lambda nbytes: None)] != []
     done = ckpt("restore", run, tmp_path / "out")
     assert done.code == 20
     assert f"Remove the folder {tips(run)[0]}" in done.err

@@ -89,7 +89,6 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "Schedule": plan.bases,
         "Result": result,
         "Sealed": ckpt.types.Sealed(target, 1, 1),
-        "Shard": ckpt.types.Shard(3, 8),
         "RankSet": ckpt.partial.RankSet((1,)),
         "ClusterStatus": ckpt.types.ClusterStatus(40, 12, 8, 8),
         "BlockChange": ckpt.partial.BlockChange("head.weight", (Box((0,), (1,)),), 0.5, 4),
@@ -114,7 +113,6 @@ def test_every_public_dataclass_is_tried() -> None:
     assert {
         "DeepSpeed",
         "Resources",
-        "Shard",
         "BlockChange",
         "RunCosts",
         "DeltaPolicy",
@@ -173,6 +171,8 @@ def _with(name: str, field: str, value: object, usual: dict[str, Any]) -> Any:
     return DATACLASSES[name](**{field: value})
 
 
+JOB = ckpt.Job(checkpoint([parameter("head.weight", {"fp32": np.zeros((2, 2), np.float32)})]), "no-such", "torch")
+
 FAULTS = {
     "DeepSpeed(dp=0)": lambda: ckpt.DeepSpeed(dp=0),
     "DeepSpeed(tp=-1)": lambda: ckpt.DeepSpeed(tp=-1),
@@ -183,8 +183,9 @@ FAULTS = {
     "Universal(pack_nbytes=0)": lambda: ckpt.Universal(pack_nbytes=0),
     "Universal(codec='nought')": lambda: ckpt.Universal(codec="nought"),
     "Universal(content='x')": lambda: ckpt.Universal(content="x"),
-    "Shard(9, 8)": lambda: ckpt.types.Shard(9, 8),
-    "Shard(0, 0.5)": lambda: ckpt.types.Shard(0, 0.5),  # type: ignore[arg-type]
+    "run_shard(9, 8)": lambda: JOB.run_shard(9, 8),
+    "run_shard(0, 0)": lambda: JOB.run_shard(0, 0),
+    "run_shard(0, 0.5)": lambda: JOB.run_shard(0, 0.5),  # type: ignore[arg-type]
     "Resources(memory='1G')": lambda: ckpt.Resources(memory="1G"),  # type: ignore[arg-type]
     "Resources(workers=0)": lambda: ckpt.Resources(workers=0),
     "Resources.of_machine(-1)": lambda: ckpt.Resources.of_machine(-1),
@@ -266,6 +267,7 @@ def test_resources_and_progress_are_keywords_whose_default_is_none() -> None:
         for one in (parameters[name] for name in ("resources", "progress") if name in parameters):
             assert (one.kind, one.default) == (one.KEYWORD_ONLY, None), call.__qualname__
     assert ckpt.Resources() == ckpt.Resources.of_machine()
+    assert [one.name for one in fields(ckpt.Resources)] == ["workers", "memory", "scratch"]
 
 
 class Place:

@@ -18,7 +18,7 @@ from ckpt.chains.append import append
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import NotApplicable, from_config
 from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes
@@ -79,7 +79,7 @@ def chain_of(run: Path, states: Iterator[Checkpoint], codec: str = "auto", **pol
     """Append all; what was appended."""
     checkpoints = list(states)
     for state in checkpoints:
-        append(run, state, None, DeltaPolicy(codec, **policy), Resources())
+        append(run, state, None, DeltaPolicy(codec, **policy), Execution())
     return checkpoints
 
 
@@ -202,7 +202,7 @@ def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
     chain_of(tmp_path / "run", iter([state]))
     Refusing.encoded.clear()
     later = checkpoint(state.parameters.values(), state.groups, origin=Origin("held", None, 2))
-    append(tmp_path / "run", later, None, DeltaPolicy(f"{Refusing.name}:holds={holds}"), Resources(1))
+    append(tmp_path / "run", later, None, DeltaPolicy(f"{Refusing.name}:holds={holds}"), Execution(1))
     assert index.read(tmp_path / "run").members[1].kind == "base"
     assert_same_state(open_checkpoint(tmp_path / "run"), later)
 
@@ -219,7 +219,7 @@ def test_deltas_without_bytes_are_at_one_place_and_are_not_taken_for_each_other(
     held = [parameter("one", values), parameter("two", opposite), parameter("three", opposite)]
     for step in (1, 2):
         same = checkpoint(held, origin=Origin("held", None, step))
-        append(tmp_path / "run", same, None, DeltaPolicy(f"{Refusing.name}:holds=99"), Resources(1))
+        append(tmp_path / "run", same, None, DeltaPolicy(f"{Refusing.name}:holds=99"), Execution(1))
     restored = open_checkpoint(tmp_path / "run")
     entries = manifest.load(tmp_path / "run" / "step-0000000002" / manifest.NAME).entries
     assert len({(entry.delta.extent.offset, entry.delta.extent.nbytes) for entry in entries}) == 1
@@ -301,7 +301,7 @@ def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, 
         )
     run = tmp_path / "run"
     for state in checkpoints:
-        append(run, state, None, DeltaPolicy(coarse, ("^kept",)), Resources())
+        append(run, state, None, DeltaPolicy(coarse, ("^kept",)), Execution())
     restored = open_checkpoint(run)
     assert {name for name, _ in restored.errors} == {"lossy"}
     assert contents(restored) != contents(checkpoints[1])

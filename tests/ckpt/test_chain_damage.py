@@ -13,7 +13,7 @@ import xxhash
 
 from ckpt.chains.append import append
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.registry.opening import open_checkpoint
@@ -466,7 +466,7 @@ def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) ->
     states = {"fp32": values, **{f"moment {number}": values for number in range(39)}}
     for step in (1, 2):
         source = checkpoint([parameter("w", states)], origin=Origin("held", None, step))
-        append(tmp_path / "run", source, None, DeltaPolicy("difference"), Resources(1))
+        append(tmp_path / "run", source, None, DeltaPolicy("difference"), Execution(1))
     assert ckpt("verify", tmp_path / "run").code == 0
     forge(member(tmp_path / "run", 2), put("dtypes", value=["float64"]))
     done = ckpt("restore", tmp_path / "run", tmp_path / "out")

@@ -19,7 +19,7 @@ from ckpt.chains.append import append
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs.base import Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
@@ -140,7 +140,7 @@ def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path
     for step, states in enumerate(training((700, 400), 3), 1):
         held = {**states, "param": states["fp32"].astype(BF16)}
         state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
-        append(run, state, None, DeltaPolicy(f"subspace:max_abs_err={bound}"), Resources())
+        append(run, state, None, DeltaPolicy(f"subspace:max_abs_err={bound}"), Execution())
         restored = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
         off = np.abs(restored["fp32"].astype(np.float64) - states["fp32"]).max()
         assert off <= bound
@@ -224,7 +224,7 @@ def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypa
     for step in (1, 2):
         states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
-        append(tmp_path / "run", state, None, DeltaPolicy(Zeroing.name), Resources())
+        append(tmp_path / "run", state, None, DeltaPolicy(Zeroing.name), Execution())
     scale_states = open_checkpoint(tmp_path / "run").parameters["scale"].states
     assert {state: set(read(tensor)) for state, tensor in scale_states.items()} == {
         state: {2 if state == "step" else 0} for state in states

@@ -14,7 +14,7 @@ from ckpt.chains.append import append
 from ckpt.chains.compact import Retention, compact
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
@@ -47,7 +47,7 @@ def drifting(steps: int, elements: int = CHUNK + 100, rounded: bool = True) -> I
 
 def chain_of(run: Path, steps: int, rounded: bool = True, base_every: int | None = None) -> Path:
     for state in drifting(steps, rounded=rounded):
-        append(run, state, None, DeltaPolicy(base_every=base_every), Resources())
+        append(run, state, None, DeltaPolicy(base_every=base_every), Execution())
     return run
 
 
@@ -79,7 +79,7 @@ def test_verify_loads_each_manifest_once_and_decodes_each_delta_once(
     """Also where copies are stored, and every member's copy is compared with its master."""
     run = chain_of(tmp_path / "run", 5, rounded)
     counted = Counted(monkeypatch)
-    report = verify_chain(run, Resources(2))
+    report = verify_chain(run, Execution(2))
     findings = [(one.kind, one.what) for one in report.findings]
     differ = ("copy", "1 of 262,244 weights differ from their rounded masters")
     assert findings == ([] if rounded else [differ])
@@ -91,7 +91,7 @@ def test_verify_loads_each_manifest_once_and_decodes_each_delta_once(
 
 def test_verify_counts_all_bytes_that_it_announced(tmp_path: Path) -> None:
     run, seen = chain_of(tmp_path / "run", 3, rounded=False), list[tuple[int, int]]()
-    verify_chain(run, Resources(2), lambda done, total: seen.append((done, total)))
+    verify_chain(run, Execution(2), lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
 
 
@@ -101,7 +101,7 @@ def test_a_copy_before_damage_is_compared_and_a_state_after_it_is_not(tmp_path: 
     folder = run / index.read(run).members[2].folder
     entry = manifest.load(folder / manifest.NAME).entries[0]
     flip(folder / manifest.pack_file(0), entry.delta.extent.offset + int(entry.delta.chunks.starts[1]) + 9)
-    report = verify_chain(run, Resources(2))
+    report = verify_chain(run, Execution(2))
     assert report.bad_steps == (3, 4)
     assert [one.kind for one in report.findings] == ["checksum", "unreadable", "copy"]
     assert "(chunk 1 of 2)" in report.findings[0].what
@@ -116,7 +116,7 @@ def test_compact_decodes_each_delta_once_and_leaves_no_values_behind(
     run = chain_of(tmp_path / "run", 7, rounded=False)
     steps = {member.step: contents(open_member(run, index.read(run), member)) for member in index.read(run).members}
     counted = Counted(monkeypatch)
-    result = compact(run, Retention((keep,)), DeltaPolicy(), Resources(2))
+    result = compact(run, Retention((keep,)), DeltaPolicy(), Execution(2))
     assert set(counted.chunks.values()) == {1}
     assert len({path for path, *_ in counted.chunks}) == deltas
     names = {"chain.json", "chain.lock", *(member.folder for member in result.after.members)}
@@ -129,10 +129,10 @@ def test_without_room_for_values_compact_writes_the_same(tmp_path: Path, monkeyp
     """Then each state is replayed from its base, and no file is needed for values."""
     run = chain_of(tmp_path / "run", 5)
     other = shutil.copytree(run, tmp_path / "other")
-    assert compact(run, Retention(("2,4",)), DeltaPolicy(), Resources(2)).after.members
+    assert compact(run, Retention(("2,4",)), DeltaPolicy(), Execution(2)).after.members
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     monkeypatch.setattr("ckpt.chains.compact.carry", None)
-    compact(other, Retention(("2,4",)), DeltaPolicy(), Resources(2))
+    compact(other, Retention(("2,4",)), DeltaPolicy(), Execution(2))
     files = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
     assert all((run / file).read_bytes() == (other / file).read_bytes() for file in files)
 
@@ -140,7 +140,7 @@ def test_without_room_for_values_compact_writes_the_same(tmp_path: Path, monkeyp
 def test_what_a_killed_compact_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = chain_of(tmp_path / "run", 3)
     (run / folder.REPLAYED.format(4)).write_bytes(b"values")
-    compact(run, Retention(("last:1",)), DeltaPolicy(), Resources(2))
+    compact(run, Retention(("last:1",)), DeltaPolicy(), Execution(2))
     assert {path.name for path in run.iterdir()} == {"chain.json", "chain.lock", "step-0000000003.1"}
 
 

@@ -17,7 +17,7 @@ from ckpt.chains.trials import Evaluation
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import from_config
 from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.containers import typed_json
@@ -34,7 +34,7 @@ from forged import Change, Forged, forge, number, put, signed
 from held import checkpoint, contents, flip, parameter
 from universal_decoder import ChainReader, UniversalDecoder
 
-TWO = Resources(workers=2)
+TWO = Execution(workers=2)
 BASES = DeltaPolicy(base_every=1)
 FROZEN = 9
 """Of ten matrices, so many do not change."""

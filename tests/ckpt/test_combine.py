@@ -22,7 +22,7 @@ from ckpt.combine import average, ema_weights, merge_lora
 from ckpt.combine.merged_blob import matmul_in_order, merged_blob
 from ckpt.combine.rounding import round_once
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import (
@@ -886,13 +886,13 @@ def test_results_are_written_like_any_checkpoint(trained: Build, tmp_path: Path)
     base, adapter = trained(llama(tie_word_embeddings=True), torch.bfloat16, r=4, target_modules=["q_proj", "lm_head"])
     result = merge_lora(base, adapter)
     target = tmp_path / "merged"
-    save(result, target, writable("hf"), resources=Resources(2, 1 << 20))
+    save(result, target, writable("hf"), resources=Execution(2, 1 << 20))
     model, info = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     compare(result, {name: array(tensor) for name, tensor in model.state_dict().items()})
     half = average([open_checkpoint(target), result, result])
-    save(half, tmp_path / "mean.safetensors", writable("safetensors"), resources=Resources(2, 1 << 16))
+    save(half, tmp_path / "mean.safetensors", writable("safetensors"), resources=Execution(2, 1 << 16))
     again = open_checkpoint(tmp_path / "mean.safetensors")
     assert {name: bits(values(again, name)) for name in again.parameters} == {
         name: bits(values(result, name)) for name in result.parameters

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckpt import sizes as savings
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import candidate_codecs
 from ckpt_formats.core import chunking
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
@@ -39,7 +39,7 @@ from damage import SAMPLES
 from forged import Change, Forged, codec, forge
 from held import STORABLE, array, bits, boxes, checkpoint, contents, everything, flip, folder, parameter, tensor
 
-EFFORT = Resources(2, 1 << 22)
+EFFORT = Execution(2, 1 << 22)
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 REAL = sorted(p for p in SAMPLES.iterdir() if p.is_dir() and p.name not in ("damaged",))
 
@@ -171,7 +171,7 @@ def test_a_pack_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path) -
 
 def test_workers_memory_and_checks_do_not_show_in_the_files(tmp_path: Path) -> None:
     source = checkpoint([trained(), trained((300, 1000), 1)][:1] + list(everything().parameters.values()))
-    for i, (effort, check) in enumerate([(Resources(1, 1 << 30), True), (Resources(3, 1), False)]):
+    for i, (effort, check) in enumerate([(Execution(1, 1 << 30), True), (Execution(3, 1), False)]):
         save(source, tmp_path / str(i), Universal(codec="auto", check=check), resources=effort)
     assert files(tmp_path / "0") == files(tmp_path / "1")
 

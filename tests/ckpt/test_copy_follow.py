@@ -17,7 +17,7 @@ import ckpt as library
 import growing_log
 from ckpt.chains.places import changed
 from ckpt.copying import follow
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined, part_name, parts_of
@@ -84,7 +84,7 @@ def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> Non
 
     def note(brought: follow.Brought) -> None:
         seen.append(brought)
-        with pytest.raises(LockedError), changed(source_path(THERE), Resources()):
+        with pytest.raises(LockedError), changed(source_path(THERE), Execution()):
             pass  # nobody else changes it
         if len(seen) == 1:
             grow(run)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import ckpt as library
-from ckpt.pipeline import Resources
 from ckpt.pipeline.attempts import SharedFolder
 from ckpt.pipeline.cluster import connect, distribute
 from ckpt.pipeline.cluster.worker import WorkerJob, write_task
@@ -86,7 +85,7 @@ def test_a_worker_that_is_killed_does_not_show_in_the_bytes(
     cluster: DaskProcesses, model: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     kill = At(0.25, cluster.workers[1].kill)
-    result = job(model, tmp_path / "out").run(resources=Resources(executor=cluster.url), progress=kill)
+    result = job(model, tmp_path / "out").run(executor=cluster.url, progress=kill)
     assert kill.happened
     assert result.checksums == 200
     assert files(tmp_path / "out") == expected
@@ -103,7 +102,7 @@ def test_a_worker_that_hangs_does_not_hold_up_the_others(
 ) -> None:
     monkeypatch.setattr(distribute, "_MIN_SLOW", 1.0)
     stop = At(0.25, lambda: cluster.workers[0].send_signal(signal.SIGSTOP))
-    job(model, tmp_path / "out").run(resources=Resources(executor=cluster.url), progress=stop)
+    job(model, tmp_path / "out").run(executor=cluster.url, progress=stop)
     assert stop.happened
     assert files(tmp_path / "out") == expected
     cluster.workers[0].send_signal(signal.SIGCONT)
@@ -120,7 +119,7 @@ def test_an_error_on_a_worker_is_that_of_a_local_run(cluster: DaskProcesses, mod
     with pytest.raises(CorruptError) as local:
         job(damaged, tmp_path / "out").run()
     with pytest.raises(CorruptError) as remote:
-        job(damaged, tmp_path / "out").run(resources=Resources(executor=cluster.url))
+        job(damaged, tmp_path / "out").run(executor=cluster.url)
     assert vars(remote.value) == vars(local.value)
     damaged.rename(tmp_path / "elsewhere.pt")
     source = library.open(model)
@@ -129,7 +128,7 @@ def test_an_error_on_a_worker_is_that_of_a_local_run(cluster: DaskProcesses, mod
     os.utime(model)  # workers notice that it is not the file that was opened
     try:
         with pytest.raises(CorruptError, match="was changed or replaced while it was read"):
-            broken.run(resources=Resources(executor=cluster.url))
+            broken.run(executor=cluster.url)
     finally:
         assert sorted(os.listdir(tmp_path)) == ["elsewhere.pt"]
 
@@ -141,7 +140,7 @@ def test_another_version_is_refused_by_name(cluster: DaskProcesses, model: Path,
     cluster.workers.append(cluster.start_worker(FIRST=str(tmp_path)))
     cluster.wait_for(WORKERS + 1)
     with pytest.raises(UnsupportedError, match=r"a worker has ckpt 0\.0\.1, and this machine ckpt"):
-        job(model, tmp_path / "out" / "new").run(resources=Resources(executor=cluster.url))
+        job(model, tmp_path / "out" / "new").run(executor=cluster.url)
     assert os.listdir(tmp_path / "out") == []
     cluster.workers[-1].kill()
     cluster.workers.pop().wait()
@@ -155,7 +154,7 @@ def test_worker_without_ckpt_is_named(cluster: DaskProcesses, model: Path, tmp_p
     cluster.workers.append(cluster.start_worker(FIRST=str(tmp_path)))
     cluster.wait_for(WORKERS + 1)
     with pytest.raises(UnsupportedError, match="a worker cannot import ckpt") as refused:
-        job(model, tmp_path / "new").run(resources=Resources(executor=cluster.url))
+        job(model, tmp_path / "new").run(executor=cluster.url)
     assert "on all workers" in str(refused.value.hint)
     cluster.workers[-1].kill()
     cluster.workers.pop().wait()
@@ -193,7 +192,7 @@ def test_it_is_said_what_runs_where_and_a_task_is_small(
             statuses.append(status)
 
     monkeypatch.setattr(distribute, "_STATUS_EVERY", 0.0)
-    job(model, tmp_path / "out").run(resources=Resources(executor=cluster.url), progress=Shown(2, lambda: None))
+    job(model, tmp_path / "out").run(executor=cluster.url, progress=Shown(2, lambda: None))
     running = [status for status in statuses if status.running]
     assert running
     assert all(status.workers == WORKERS and status.files == 200 for status in running)
@@ -247,7 +246,7 @@ def test_a_scheduler_that_is_lost_ends_the_command_which_can_go_on(
     with dask_processes(1, place) as cluster:
         kill = At(0.25, cluster.scheduler.kill)
         with pytest.raises(OutputError, match="the cluster was lost") as lost:
-            job(model, folder / "out").run(resources=Resources(executor=cluster.url), progress=kill)
+            job(model, folder / "out").run(executor=cluster.url, progress=kill)
         assert "with a cluster or without" in str(lost.value.hint)
         monkeypatch.setattr(dask_cluster, "_CONNECT", 1)
         with pytest.raises(OutputError, match="does not answer"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt.compare import Diff, DiffSums, Histogram, Selection, TensorDiff, compare, diff_sums, pair_tensors, select_both
 from ckpt.compare.groups import grouped, layer_of, role_of
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NoMatchError
@@ -23,7 +23,7 @@ from damage import SAMPLES, ckpt
 from held import FLOATS, SHAPES, array, checkpoint, everything, parameter
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 
 
 def written(source: Checkpoint, target: Path, to: str = "universal") -> Path:

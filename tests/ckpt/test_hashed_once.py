@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
@@ -19,7 +19,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import checkpoint, parameter
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 AROUND = 60_000
 """Bytes of headers, indexes and manifests, which are hashed too."""
 KINDS = ("xxh3_128", "xxh3_64")

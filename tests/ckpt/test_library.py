@@ -20,7 +20,7 @@ import pytest
 
 import ckpt
 from ckpt.job import Job, load_kernels, save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_cli.options.target import FORMAT_OPTIONS
 from ckpt_codecs.native import library
 from ckpt_formats import registry
@@ -611,6 +611,6 @@ def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(
 @pytest.mark.parametrize("codec", [None, "planes"])
 def test_kernels_are_asked_for_where_the_source_is_compressed(codec: str | None, tmp_path: Path) -> None:
     w = held_parameter("w", {"param": np.arange(4096, dtype=np.float32)})
-    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), resources=Resources(1))
+    save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), resources=Execution(1))
     job = Job(ckpt.open(tmp_path / "source"), tmp_path / "target", registry.writable("dcp"))
     assert job.needs_kernels == (codec is not None)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ckpt.job import save
-from ckpt.pipeline import Resources, Result, check_complete, plan
+from ckpt.pipeline import Execution, Result, check_complete, plan
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.folder_staging import open_folder
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group
@@ -36,7 +36,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import checkpoint, contents, everything, flip, lay, parameter
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 SMALL_PACKS = 4000
 """Bytes of a pack, so that each parameter of `many` has one of its own."""
 FORMATS: dict[str, WritableFormat] = {
@@ -72,7 +72,7 @@ def test_workers_and_memory_do_not_show_in_the_bytes(name: str, tmp_path: Path) 
             folder.mkdir()
             target = target_of(name, folder)
             format = replace(FORMATS[name], shard_nbytes=100) if name == "safetensors" else FORMATS[name]
-            save(source, target, format, resources=Resources(workers, memory))
+            save(source, target, format, resources=Execution(workers, memory))
             written.append(tree(target))
             assert [path.name for path in folder.iterdir()] == [target.name], "nothing is left behind"
     assert all(one == written[0] for one in written)
@@ -139,7 +139,7 @@ class Counting(Universal):
 
 def interrupted(target: Path, after: int, error: BaseException | None = None) -> None:
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
-        save(many(), target, Dying(after, error or RuntimeError("killed")), resources=Resources(1, 1 << 20))
+        save(many(), target, Dying(after, error or RuntimeError("killed")), resources=Execution(1, 1 << 20))
     assert not target.exists()
 
 
@@ -151,7 +151,7 @@ def test_a_second_run_does_only_the_rest(after: int, error: BaseException, tmp_p
         interrupted(target, after, error)
     format, sums = Counting(), []
     outcome = save(
-        many(), target, format, resources=Resources(1, 1 << 20), progress=lambda done, total: sums.append((done, total))
+        many(), target, format, resources=Execution(1, 1 << 20), progress=lambda done, total: sums.append((done, total))
     )
     done = after if after < 6 else 0
     assert outcome == Result(target, 6, outcome.nbytes, done, 0, outcome.seconds)
@@ -204,7 +204,7 @@ def test_a_journal_cut_at_any_byte_loses_only_its_end(tmp_path: Path) -> None:
     for cut in range(0, len(journal), 41):
         shutil.copytree(kept, stage)
         os.truncate(stage / "journal.jsonl", cut)
-        outcome = save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
+        outcome = save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=Execution(1, 1 << 20))
         assert outcome.resumed >= max(0, journal[:cut].count(b"\n") - 1)
         assert contents(open_checkpoint(target)) == contents(many())
         shutil.rmtree(target)
@@ -222,7 +222,7 @@ def test_another_source_starts_anew(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save(many(), source, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     with pytest.raises(RuntimeError):
-        save(open_checkpoint(source), tmp_path / "target", Dying(3, RuntimeError()), resources=Resources(1))
+        save(open_checkpoint(source), tmp_path / "target", Dying(3, RuntimeError()), resources=Execution(1))
     changed = next((source / "packs").iterdir())
     os.utime(changed, ns=(0, 0))
     assert (
@@ -241,10 +241,10 @@ def test_evidence_of_the_first_run_counts_in_the_second(tmp_path: Path) -> None:
     flip(largest, largest.stat().st_size - 1)
     os.utime(largest, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(RuntimeError):
-        save(opened, target, Dying(2, RuntimeError()), resources=Resources(1))
+        save(opened, target, Dying(2, RuntimeError()), resources=Execution(1))
     format = Counting()
     with pytest.raises(CorruptError, match="checksum"):
-        save(opened, target, format, resources=Resources(1))
+        save(opened, target, format, resources=Execution(1))
     assert len(format.files) == 4, "the damaged part itself was not written again"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -266,7 +266,7 @@ import sys, os, signal, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.universal import Universal
 from ckpt_formats.registry.opening import open_checkpoint
 moves = int(sys.argv[3])
@@ -276,7 +276,7 @@ def moved(done, total):
     if moves < 0:
         {act}
 format = Universal(pack_nbytes=4000)
-save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], format, resources=Resources(2, 1), progress=moved)
+save(open_checkpoint(Path(sys.argv[1])), sys.argv[2], format, resources=Execution(2, 1), progress=moved)
 """
 
 
@@ -355,13 +355,13 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
     source, ballast = many(8, 8_000), small_disk / "ballast"
     ballast.write_bytes(bytes(400 << 10))
     with pytest.raises(NoSpaceError, match="target: no space left"):
-        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
+        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Execution(1, 1 << 20))
     assert not (small_disk / "target").exists()
     ballast.unlink()
     with pytest.raises(NoSpaceError):  # it is still too large; but the journal survives a full disk
-        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
+        save(source, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Execution(1, 1 << 20))
     half = source.select(["p[567]"])
-    save(half, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Resources(1, 1 << 20))
+    save(half, small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=Execution(1, 1 << 20))
     assert contents(open_checkpoint(small_disk / "target")) == contents(half)
 
 
@@ -448,7 +448,7 @@ def test_an_error_that_names_no_place_is_given_its_tensor(tmp_path: Path) -> Non
             raise RulesError("no")
 
     with pytest.raises(RulesError, match="tensor p0: no"):
-        save(many(), tmp_path / "target", Refusing(), resources=Resources(1))
+        save(many(), tmp_path / "target", Refusing(), resources=Execution(1))
     assert not list(tmp_path.iterdir())
 
 
@@ -578,8 +578,8 @@ def test_a_consumer_that_stops_leaves_nothing_running() -> None:
 def test_the_slabs_of_all_workers_fit_the_memory() -> None:
     for workers in (1, 2, 8, 64):
         for memory in (1 << 26, 1 << 28, 1 << 33):
-            assert 4 * workers * Resources(workers, memory).slab <= memory
-    assert Resources(1, 1).slab > 0
+            assert 4 * workers * Execution(workers, memory).slab <= memory
+    assert Execution(1, 1).slab > 0
 
 
 def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
@@ -31,7 +31,7 @@ from ckpt_formats.universal import Universal
 from ckpt_formats.universal.pack_file import PackFile
 from held import checkpoint, parameter
 
-EFFORT = Resources(2)
+EFFORT = Execution(2)
 NBYTES = 10**9 // 4
 BLOCK, KEPT = 8 << 20, 4
 """Bytes of a block, and the blocks that a worker keeps."""

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt import pipeline
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, NoSpaceError
 from ckpt_formats.core.files import crc32
@@ -30,7 +30,7 @@ from megatron_models import args_of, model
 
 UNIT = 48
 """Degrees of tensor parallelism divide it; matrices have 80 to 280 KB, more than a band of `EFFORT`."""
-EFFORT = Resources(2, 1 << 19)
+EFFORT = Execution(2, 1 << 19)
 LLAMA = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.job import save as save_checkpoint
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
@@ -40,7 +40,7 @@ DTYPE = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": F32}
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 ZERO3 = next(SAMPLES.glob("deepspeed-*-zero3-bf16-dp4-tied-frozen"))
 PIPELINE = next(SAMPLES.glob("deepspeed-*-bf16opt-tp2-pp2"))
-EFFORT = Resources(1, 1 << 20)
+EFFORT = Execution(1, 1 << 20)
 
 
 def reshard(source: Checkpoint, target: Path, to: str = "deepspeed", **goal: Any) -> Checkpoint:

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 import ckpt as library
-from ckpt.pipeline.shard import COMMIT
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer, moto, reached
@@ -103,9 +102,13 @@ def test_the_commands_for_dask_and_for_python(place: Path, expected: dict[str, b
         assert done.code == 0, done.err
         assert files(Path("step-1000-hf")) == expected
         (Path("step-1000-hf")).rename(tmp_path / "first")
-        first, second, *_ = block("python", "Resources(executor").splitlines()
+        first, second, *_ = block("python", "executor=").splitlines()
         names = {"ckpt": library}
         first = first.replace("/shared/run/step-1000", str(Path("run/step-1000").absolute()))
         exec(first + "\n" + second.replace("dask://HOST:8786", cluster.url), names)
         assert files(Path("step-1000-hf")) == expected
-    assert library.COMMIT is COMMIT
+        Path("step-1000-hf").rename(tmp_path / "second")
+        assert names["job"].run_shard(0, 2).status == "pending"
+        assert names["job"].run_shard(1, 2).status == "written"
+        assert names["job"].commit().status == "already complete"
+        assert files(Path("step-1000-hf")) == expected

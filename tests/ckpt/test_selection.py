@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.job import save
-from ckpt.pipeline import Resources, check_complete
+from ckpt.pipeline import Execution, check_complete
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
 from ckpt_formats.core.edits import cast, select, weights_only
@@ -131,13 +131,13 @@ def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) 
     if alone:
         changed = weights_only(changed)
     with folder() as at:
-        save(changed, at / "target", Universal(), resources=Resources(1, 1 << 16))
+        save(changed, at / "target", Universal(), resources=Execution(1, 1 << 16))
         assert contents(Universal().read(at / "target", ReadOptions())) == contents(changed)
 
 
 def test_no_data_is_read(tmp_path: Path) -> None:
     """The files may be noise of the right size."""
-    save(SOURCE, tmp_path / "source", Universal(), resources=Resources(1))
+    save(SOURCE, tmp_path / "source", Universal(), resources=Execution(1))
     opened = Universal().read(tmp_path / "source", ReadOptions())
     for shard in opened.files:
         shard.path.unlink()

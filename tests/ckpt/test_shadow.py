@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow import turns
 from ckpt.shadow.follow import ShadowEvent, follow
 from ckpt.shadow.shadow import Shadow
@@ -30,7 +30,7 @@ from growing_log import State, bits, grow, log_with_fingerprints
 from killing import killed, points, spread
 
 GOLDEN = SAMPLES / "recorded-1" / "run.chain"
-ONE = Resources(workers=1)
+ONE = Execution(workers=1)
 
 
 def settle(shadow: Shadow) -> list[tuple[int, State]]:
@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, golden: dict[int, State], tmp_path: Path) -> None:
-    shadow = Shadow(tmp_path / "run.chain", resources=Resources(workers=1 + seed % 2))
+    shadow = Shadow(tmp_path / "run.chain", resources=Execution(workers=1 + seed % 2))
     seen: list[int] = []
     for _ in grow(GOLDEN, tmp_path / "run.chain", seed):
         for step, state in settle(shadow):
@@ -256,7 +256,7 @@ def test_nobody_reads_while_a_step_is_applied(run: Path, monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(turns, "JOIN_SECONDS", 0.0)
     wanted = {step: bits(restored(run, step)) for step in range(13)}
-    shadow = Shadow(run, resources=Resources(workers=2))
+    shadow = Shadow(run, resources=Execution(workers=2))
     problems: list[object] = []
     stop = threading.Event()
     shadow.poll()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow import connection as connection_module
 from ckpt.shadow import described, listener, server, wire
 from ckpt.shadow.client import ShadowConnection
@@ -60,7 +60,7 @@ class Listening:
 def listening(tmp_path: Path) -> Iterator[Listening]:
     run = tmp_path / "run.chain"
     log_with_fingerprints(12, 3).write(run)
-    shadow = Shadow(run, resources=Resources(workers=1))
+    shadow = Shadow(run, resources=Execution(workers=1))
     one = Listening(run, shadow, Server(shadow, HERE))
     one.go_to(7)
     yield one

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow import joined as joined_module
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
@@ -26,7 +26,7 @@ from gradient_logs import restored, small_layout
 from growing_log import bits, log_with_fingerprints
 
 HERE = NetworkAddress("127.0.0.1", 0)
-ONE = Resources(workers=1)
+ONE = Execution(workers=1)
 GOLDEN = SAMPLES / "recorded-1" / "run.chain"
 
 

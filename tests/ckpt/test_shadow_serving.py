@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.shadow import listener, log_server, mirror
 from ckpt.shadow.connection import Connection, Credentials
 from ckpt.shadow.listener import tls_of
@@ -44,7 +44,7 @@ from shadow_peers import LOG_HOSTILE
 
 GOLDEN = SAMPLES / "recorded-1" / "run.chain"
 HERE = NetworkAddress("127.0.0.1", 0)
-ONE = Resources(workers=1)
+ONE = Execution(workers=1)
 SEGMENT = "gradients-0000000000"
 TOKEN = b"a token that is long enough"
 

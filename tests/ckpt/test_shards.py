@@ -154,7 +154,7 @@ def test_shards_say_what_is_missing_and_the_last_one_publishes(local: dict[str, 
     assert committed.code == 20
     assert "files are not written yet" in committed.err
     job = library.Job(library.open(ZERO3), "out", library.Universal(pack_nbytes=1))
-    again = job.run(resources=library.Resources(shard=Shard(0, 3)))
+    again = job.run_shard(0, 3)
     expected = {one.file for group in deal(job.plan().files, Shard(1, 3)) for one in group}
     assert (again.status, again.missing.keys(), set(again.missing[1])) == ("pending", {1}, expected)
     repeated = ckpt(*COMMAND, "--shard", "0/3", "--json")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.registry import writable
 from damage import NOT_FOUND, OUTPUT, SAMPLES, ckpt
@@ -146,7 +146,7 @@ def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
     source = everything()
     lossy = replace(source, path=pair[1], errors={("layers.0.w", "fp32"): {"largest": 1e-3}})
     exact = replace(source, path=pair[0])
-    facts = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Resources()))).facts()
+    facts = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Execution()))).facts()
     assert facts["approximate"] == [0, 1]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Parameter
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
@@ -14,7 +14,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor
 from ckpt_formats.universal import Universal
 from held import checkpoint, everything, flip, parameter
 
-EFFORT = Resources(1, 1 << 20)
+EFFORT = Execution(1, 1 << 20)
 
 
 def test_every_flaw_is_found_with_its_tensor() -> None:

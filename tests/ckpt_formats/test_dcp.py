@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt.job import save as save_checkpoint
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.containers.torchfile import open_item
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
@@ -40,7 +40,7 @@ from ckpt_formats.universal import Universal
 from dcp_states import MESHES, NAMES, State, exact, flat, loaded, raw, save, state
 from held import array, bits, checkpoint, contents, everything, folder, parameter, plain, tensor
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

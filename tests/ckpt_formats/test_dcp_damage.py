@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from ckpt.job import save as save_checkpoint
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.dcp import DCP
 from ckpt_formats.registry.opening import open_checkpoint
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     source = open_checkpoint(save(state(), folder / "one"))
-    save_checkpoint(source, folder / "two", DCP(dp=2), Resources(1))
+    save_checkpoint(source, folder / "two", DCP(dp=2), Execution(1))
     return folder / "two"
 
 

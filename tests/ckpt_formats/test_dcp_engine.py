@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.edits import cast
 from ckpt_formats.core.errors import CorruptError, IncompleteError
@@ -255,7 +255,7 @@ def test_it_verifies(kind: Kind, checkpoint: Checkpoint) -> None:
     assert checkpoint.seals or kind.way.zstd, (
         "torch writes a CRC-32 of everything; of what is compressed it lies inside"
     )
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 def test_universal_holds_the_same(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_universal_holds_the_same(kind: Kind, checkpoint: Checkpoint, truth: dic
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
     assert again.groups == checkpoint.groups
-    assert find_problems(again, Resources()) == []
+    assert find_problems(again, Execution()) == []
 
 
 @dataclass(frozen=True)
@@ -447,7 +447,7 @@ def flip(file: Path, place: int) -> None:
 def test_a_flipped_bit_that_torch_takes_is_refused_by_name(broken: Broken, tmp_path: Path) -> None:
     assert (broken.merged["flipped"] != broken.truth).sum() == 1
     source = open_checkpoint(broken.flipped)
-    assert [VICTIM in str(finding) for finding in find_problems(source, Resources())] == [True]
+    assert [VICTIM in str(finding) for finding in find_problems(source, Execution())] == [True]
     with pytest.raises(CorruptError, match=re.escape(VICTIM)):
         save(source, tmp_path / "u", writable("universal"))
     assert list(tmp_path.iterdir()) == []
@@ -460,7 +460,7 @@ def test_a_flipped_bit_in_what_was_compressed_is_refused_by_name(zoo: Path, tmp_
     place = next(place for index, place in stored_at.items() if index.fqn == VICTIM)
     flip(folder / place.relative_path, place.offset + place.length // 2)
     source = open_checkpoint(folder)
-    assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Resources()))
+    assert any(VICTIM.removeprefix("model.") in str(finding) for finding in find_problems(source, Execution()))
     with pytest.raises((CorruptError, IncompleteError), match=re.escape(VICTIM.removeprefix("model."))):
         save(source, tmp_path / "u", writable("universal"))
     assert not (tmp_path / "u").exists()

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
@@ -48,7 +48,7 @@ def test_it_is_what_the_run_held(sample: Path) -> None:
     checkpoint = open_checkpoint(sample)
     assert_is_the_truth(checkpoint, sample / "truth.safetensors")
     assert [str(notice) for notice in checkpoint.notices] == [f"{UNREAD}: truth.safetensors"]
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:

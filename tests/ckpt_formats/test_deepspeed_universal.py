@@ -12,7 +12,7 @@ import torch
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
@@ -126,7 +126,7 @@ def test_what_their_converter_made_is_read_as_its_source(name: str) -> None:
     actual, expected = open_checkpoint(theirs(name)), source(name)
     assert_same(actual, expected)
     assert actual.origin == expected.origin
-    assert find_problems(actual, Resources()) == []
+    assert find_problems(actual, Execution()) == []
 
 
 def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
     assert_same(reopened, expected)
     assert reopened.origin.layout["dp"] == expected.origin.layout["dp"]
     assert reopened.origin.layout.get("pipeline") == expected.origin.layout.get("pipeline")
-    assert find_problems(reopened, Resources()) == []
+    assert find_problems(reopened, Execution()) == []
     assert (tmp_path / "u" / "latest_universal").read_text() == step_in(tmp_path / "u").name
 
 
@@ -385,7 +385,7 @@ def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> N
 def test_a_few_masters_that_differ_are_for_verify_to_tell(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     exchange(folder, "norm1")
-    findings = find_problems(open_checkpoint(folder), Resources())
+    findings = find_problems(open_checkpoint(folder), Execution())
     assert {(f.kind, f.tensors[0]) for f in findings} == {
         ("copy", "blocks.0.norm1.weight"),
         ("copy", "blocks.1.norm1.weight"),

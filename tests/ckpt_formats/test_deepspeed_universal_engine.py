@@ -13,7 +13,7 @@ import torch
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
@@ -80,7 +80,7 @@ def test_what_their_converter_made_is_what_the_engine_held(
         lost = states.pop("max_exp_avg_sq", None)
         assert (lost is not None) == any("max_exp_avg_sq" in notice for notice in restored.notices)
     assert_is_the_truth(restored, truth)
-    assert find_problems(restored, Resources()) == []
+    assert find_problems(restored, Execution()) == []
 
 
 @pytest.mark.parametrize("kind", CONVERTED)

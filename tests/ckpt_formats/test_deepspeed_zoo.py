@@ -7,7 +7,7 @@ import torch
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
@@ -50,8 +50,8 @@ def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
     save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, truth)
-    assert find_problems(checkpoint, Resources()) == []
-    assert find_problems(open_checkpoint(kind / "ckpt"), Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
+    assert find_problems(open_checkpoint(kind / "ckpt"), Execution()) == []
     for name in truth["params"]:  # copies are not stored twice
         states = checkpoint.parameters[name].states
         assert [raw.path for raw in states[MODEL].sources()] == [raw.path for raw in states[MASTER].sources()]

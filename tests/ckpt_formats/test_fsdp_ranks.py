@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.findings import find_problems
-from ckpt.pipeline import Resources, check_complete
+from ckpt.pipeline import Execution, check_complete
 from ckpt_cli.main import cli
 from ckpt_formats.containers.torchfile import TensorRef, open_file
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -128,7 +128,7 @@ def test_whatever_torch_distributes_we_put_together(tmp_path_factory, cut):
     write(folder, mesh.size, model=lambda rank: {"w": spread(tensor, mesh.tolist(), placements)})
     checkpoint = open_checkpoint(folder)
     assert np.array_equal(value(checkpoint), tensor.numpy())
-    assert find_problems(checkpoint, Resources(1)) == []
+    assert find_problems(checkpoint, Execution(1)) == []
     whole_on = prod(n for n, placement in zip(mesh.shape, placements, strict=True) if placement.is_replicate())
     assert len(checkpoint.parameters["w"].weight.replicas) == whole_on - 1
     shutil.rmtree(folder)
@@ -151,7 +151,7 @@ def test_a_slice_of_a_mesh_is_the_mesh_of_the_ranks_that_are_in_it(tmp_path):
     for name, copies in {"pp": 6, "dp": 6, "tp": 4, "two": 2, "both": 2}.items():
         assert is_weight(checkpoint, name)
         assert len(checkpoint.parameters[name].weight.replicas) == copies - 1
-        assert find_problems(checkpoint, Resources(1)) == []
+        assert find_problems(checkpoint, Execution(1)) == []
 
 
 def spread_on(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
@@ -490,7 +490,7 @@ def test_replicas_are_never_joined_and_differences_are_found(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "b": torch.full((4,), float(rank))})
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.parameters["b"].weight.shape == (4,)
-    assert [(finding.kind, finding.tensors) for finding in find_problems(checkpoint, Resources(1))] == [
+    assert [(finding.kind, finding.tensors) for finding in find_problems(checkpoint, Execution(1))] == [
         ("replicas", ("b",))
     ]
     with pytest.raises(CorruptError, match="replicas"):
@@ -557,7 +557,7 @@ def test_a_flipped_bit_is_found(folder):
     data = bytearray(raw.path.read_bytes())
     data[raw.offset] ^= 1
     raw.path.write_bytes(data)
-    (finding,) = find_problems(open_checkpoint(folder), Resources(1))
+    (finding,) = find_problems(open_checkpoint(folder), Execution(1))
     assert (finding.kind, finding.tensors) == ("checksum", ("w",))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
@@ -109,14 +109,14 @@ def test_what_we_read_is_what_the_job_held(job):
     checkpoint = job.open()
     assert_is_the_truth(checkpoint, job)
     assert checkpoint.origin.layout["world"] == job.kind.world
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 def test_what_we_convert_is_the_same(job, tmp_path):
     save(job.open(), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, job)
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 def test_torch_loads_what_we_convert(job, tmp_path):

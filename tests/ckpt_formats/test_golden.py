@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.tensor import DerivedBlob, read
@@ -184,12 +184,12 @@ def test_its_content_id_is_as_it_was() -> None:
 
 
 def test_it_is_undamaged(golden: Checkpoint) -> None:
-    assert [(f.kind, f.tensors) for f in find_problems(golden, Resources(2))] == [("copy", ("differing",))]
+    assert [(f.kind, f.tensors) for f in find_problems(golden, Execution(2))] == [("copy", ("differing",))]
 
 
 def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
     """Today's writer gives the same bytes, except for its version in the manifest, and spaces there."""
-    save(golden, tmp_path / "again", Universal(), resources=Resources(2))
+    save(golden, tmp_path / "again", Universal(), resources=Execution(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):
         assert (tmp_path / "again" / path.relative_to(GOLDEN)).read_bytes() == path.read_bytes()
     written, stored = (json.loads((f / manifest.NAME).read_bytes()) for f in (tmp_path / "again", GOLDEN))

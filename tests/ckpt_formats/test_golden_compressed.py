@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from ckpt.findings import find_problems
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import CODECS
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
@@ -46,7 +46,7 @@ def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Che
 
 
 def test_it_is_undamaged(golden: Checkpoint) -> None:
-    assert {finding.kind for finding in find_problems(golden, Resources(2))} <= {"copy"}
+    assert {finding.kind for finding in find_problems(golden, Execution(2))} <= {"copy"}
 
 
 def test_its_content_id_is_as_it_was() -> None:

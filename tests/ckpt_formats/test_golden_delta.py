@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from ckpt.findings import find_problems
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import from_config
 from ckpt_codecs.registry import DELTA_CODECS, delta_from_config
 from ckpt_formats.containers import typed_json
@@ -84,6 +84,6 @@ def test_it_has_one_of_everything() -> None:
 
 
 def test_it_is_undamaged() -> None:
-    assert [finding for finding in find_problems(open_checkpoint(GOLDEN), Resources(2)) if finding.kind != "copy"] == []
+    assert [finding for finding in find_problems(open_checkpoint(GOLDEN), Execution(2)) if finding.kind != "copy"] == []
     done = ckpt("verify", GOLDEN)
     assert done.code == 0, done

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ckpt.findings import find_problems
 from ckpt.job import Job
 from ckpt.job import save as save_checkpoint
-from ckpt.pipeline import Resources, check_complete
+from ckpt.pipeline import Execution, check_complete
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.edits import Select
 from ckpt_formats.core.errors import (
@@ -43,7 +43,7 @@ from held import bits, checkpoint, flip, parameter
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "float32"}
 TIED = LLAMA | {"tie_word_embeddings": True}
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 
 
 def names(layers: int = 2, head: bool = True) -> list[str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ckpt.findings import find_problems
 from ckpt.job import Job, save
-from ckpt.pipeline import Resources, check_complete
+from ckpt.pipeline import Execution, check_complete
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.edits import cast
 from ckpt_formats.core.format import ReadOptions
@@ -108,7 +108,7 @@ def test_shards_of_torch_are_read_by_their_index(samples: Path) -> None:
     assert checkpoint.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     assert weights(checkpoint) == stored({n: t for n, t in state.items() if n != "lm_head.weight"})
     assert len(checkpoint.seals) > len(checkpoint.parameters)
-    assert not list(find_problems(checkpoint, Resources(2)))
+    assert not list(find_problems(checkpoint, Execution(2)))
 
 
 # Runs
@@ -144,7 +144,7 @@ def test_the_trainers_optimizer_is_told_to_the_names_of_the_model(name: str, sam
     random = checkpoint.extras["hf/rng_state.pth"]
     assert isinstance(random["cpu"], TensorName)
     assert held(checkpoint, random["cpu"].name) == raw(torch.load(folder / "rng_state.pth", weights_only=False)["cpu"])
-    assert not list(find_problems(checkpoint, Resources(2)))
+    assert not list(find_problems(checkpoint, Execution(2)))
 
 
 def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(samples: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(sample
     around = ("config.json", "generation_config.json", "trainer_state.json", "scheduler.pt", "rng_state.pth")
     assert {f"hf/{name}" for name in (*around, "training_args.bin")} <= set(checkpoint.extras)
     assert not checkpoint.notices
-    assert not list(find_problems(checkpoint, Resources(2)))
+    assert not list(find_problems(checkpoint, Execution(2)))
 
 
 @pytest.mark.parametrize("name", ["ranks", "consolidated", "consolidated/sharded"])
@@ -250,7 +250,7 @@ def test_a_trainers_folder_goes_into_the_universal_format_and_back(samples: Path
 def write(source: Checkpoint, target: Path, **options: Any) -> list[str]:
     """Write a folder; the notes of its plan."""
     job = Job(source, target, writable("hf", **options))
-    job.run(resources=Resources())
+    job.run(resources=Execution())
     return [str(note) for note in job.plan().notes]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.findings import find_problems
-from ckpt.pipeline import Resources, check_complete, check_not_suspicious
+from ckpt.pipeline import Execution, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
@@ -63,7 +63,7 @@ def test_everything_is_as_megatron_itself_reads_it(megatron_folder: Path, name: 
         assert values.shape == tuple(truth[place].shape), place
         assert values.dtype.name == str(truth[place].dtype).removeprefix("torch."), place
         assert values.tobytes() == bytes_of(truth[place]), place
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 def bytes_of(tensor: Any) -> bytes:
@@ -131,7 +131,7 @@ def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_f
     assert f"masters of {len(wrong)} of " in checkpoint.suspicions[0]
     with pytest.raises(CorruptError, match="shifted"):
         check_not_suspicious(checkpoint)
-    assert any(finding.kind == "suspicious" for finding in find_problems(checkpoint, Resources()))
+    assert any(finding.kind == "suspicious" for finding in find_problems(checkpoint, Execution()))
 
 
 def _copied(megatron_folder: Path, tmp_path: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
@@ -102,7 +102,7 @@ def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path,
     checkpoint = open_checkpoint(source)
     # How large buckets are is no matter of the layout: the run's arguments say it.
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, "args": open_checkpoint(want).extras["args"]})
-    save(checkpoint, tmp_path / "made", writable("megatron-legacy", **PAIRS[pair]), resources=Resources(1, 1 << 20))
+    save(checkpoint, tmp_path / "made", writable("megatron-legacy", **PAIRS[pair]), resources=Execution(1, 1 << 20))
     assert_same_files(tmp_path / "made", want)
 
 

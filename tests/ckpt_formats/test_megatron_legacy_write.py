@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, RulesError, UnsupportedError
 from ckpt_formats.core.tensor import read
@@ -23,7 +23,7 @@ from held import contents, folder, parameter, plain
 from megatron_files import loaded, write
 from megatron_models import EACH_FAMILY, args_of, model
 
-EFFORT = Resources(1, 1 << 20)
+EFFORT = Execution(1, 1 << 20)
 UNIT = 12
 """Degrees of tensor parallelism divide it."""
 

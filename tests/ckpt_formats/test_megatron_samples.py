@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from ckpt.findings import find_problems
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
@@ -40,7 +40,7 @@ def assert_is_the_truth(actual: Checkpoint, sample: Path) -> None:
 def test_it_is_what_the_run_held(sample: Path) -> None:
     checkpoint = open_checkpoint(sample)
     assert_is_the_truth(checkpoint, sample)
-    assert find_problems(checkpoint, Resources()) == []
+    assert find_problems(checkpoint, Execution()) == []
 
 
 @pytest.mark.quick(1)

@@ -15,7 +15,7 @@ from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -23,7 +23,7 @@ from damage import SAMPLES
 from forged import Forged, forge
 from held import checkpoint, everything, parameter
 
-TWO = Resources(workers=2)
+TWO = Execution(workers=2)
 Entries = dict[str, Any]
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from torch import nn
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
@@ -28,7 +28,7 @@ from ckpt_formats.universal import Universal
 from held import SHAPES, array, checkpoint, contents, everything, folder, parameter, plain, tensor
 from typed_values import values
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 TORCH_TYPES = [d for d in DTYPES.values() if hasattr(torch, d.name)]
 
 

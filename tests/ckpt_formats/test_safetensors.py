@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
 from ckpt.job import save
-from ckpt.pipeline import Resources, plan
+from ckpt.pipeline import Execution, plan
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes, read_header
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
@@ -36,7 +36,7 @@ from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from held import SHAPES, STORABLE, array, arrays, checkpoint, contents, everything, folder, parameter
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 
 
 def write(source: Checkpoint, target: Path, shard_nbytes: int = 5 << 30) -> Checkpoint:

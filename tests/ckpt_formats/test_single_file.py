@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
@@ -30,7 +30,7 @@ from ckpt_formats.universal.single_file import last_entries
 from damage import BROKEN, SAMPLES, UNSUPPORTED, ckpt
 from held import array, checkpoint, contents, everything, flip, parameter
 
-EFFORT = Resources(2, 1 << 20)
+EFFORT = Execution(2, 1 << 20)
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 
 
@@ -69,7 +69,7 @@ def test_workers_and_packs_do_not_show_in_it(tmp_path: Path) -> None:
             source(),
             tmp_path / f"{number}.ucp",
             Universal(pack_nbytes=300),
-            resources=Resources(workers, 1 << (10 + number)),
+            resources=Execution(workers, 1 << (10 + number)),
         )
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
@@ -233,7 +233,7 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=Resources(1, 1 << 20), progress=stop)
+        save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=Execution(1, 1 << 20), progress=stop)
     assert not (tmp_path / "one.ucp").exists()
     assert save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=EFFORT).resumed > 0
     assert (tmp_path / "one.ucp").read_bytes() == (tmp_path / "good.ucp").read_bytes()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ckpt.findings import find_problems
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_codecs import Rounded
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, Parameter
@@ -33,11 +33,11 @@ from ckpt_formats.universal.index import TYPES
 from forged import Change, Forged, both, codec, drop, forge, number, put
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
 
-EFFORT = Resources(1, 1 << 20)
+EFFORT = Execution(1, 1 << 20)
 PACK = "packs/00000.safetensors"
 
 
-def write(source: Checkpoint, target: Path, effort: Resources = EFFORT) -> Checkpoint:
+def write(source: Checkpoint, target: Path, effort: Execution = EFFORT) -> Checkpoint:
     save(source, target, Universal(), resources=effort)
     return Universal().read(target, ReadOptions())
 
@@ -206,7 +206,7 @@ def test_a_copy_that_differs_in_one_bit_is_stored(data: st.DataObject) -> None:
     flat[bit // 8] ^= 1 << bit % 8
     source = checkpoint([parameter("w", {"fp32": master, "param": differing})])
     with folder() as at:
-        reopened = write(source, at / "target", Resources(1, 1))
+        reopened = write(source, at / "target", Execution(1, 1))
         assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, FileBlob)
         assert contents(reopened) == contents(source)
 
@@ -217,7 +217,7 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
     differing = master.astype(DTYPES["bfloat16"])
     differing[-1] = 1
     source = checkpoint([parameter("w", {"fp32": master, "param": differing, "exp_avg": master})])
-    reopened = write(source, tmp_path / "target", Resources(1, 1))
+    reopened = write(source, tmp_path / "target", Execution(1, 1))
     assert contents(reopened) == contents(source)
     assert find_problems(reopened, EFFORT)[0].kind == "copy"
 
@@ -288,7 +288,7 @@ def test_the_content_id_does_not_depend_on_order_origin_or_storage(source: Check
     with folder() as at:
         first = write(source, at / "first")
         write(other, at / "second")
-        write(first, at / "third", Resources(2, 1))
+        write(first, at / "third", Execution(2, 1))
         assert content(at / "first") == content(at / "second") == content(at / "third")
 
 
@@ -778,7 +778,7 @@ def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_pa
 def test_slabs_and_workers_do_not_show_in_the_files(data: st.DataObject) -> None:
     source = data.draw(checkpoints())
     with folder() as at:
-        for i, effort in enumerate([Resources(1, 1 << 30), Resources(3, 1)]):
+        for i, effort in enumerate([Execution(1, 1 << 30), Execution(3, 1)]):
             write(source, at / str(i), effort)
         files = [{f.relative_to(at / i): f.read_bytes() for f in (at / i).rglob("*") if f.is_file()} for i in "01"]
         assert files[0] == files[1]

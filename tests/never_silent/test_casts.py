@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.combine import average, merge_lora
 from ckpt.job import Job, save
-from ckpt.pipeline import Resources, Result
+from ckpt.pipeline import Execution, Result
 from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt.pipeline.shard import Shard
 from ckpt_formats.core import transfer
@@ -84,7 +84,7 @@ def test_a_cast_counts_what_it_makes_infinite_and_what_it_makes_zero(name: str) 
 def test_every_format_counts_each_value_once(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer.Transfer.__init__, "__defaults__", (1 << 13, lambda nbytes: None))
     format = writable(target) if "." not in target and target != "universal" else None
-    result = save(model().cast("fp16"), tmp_path / target, format, resources=Resources(workers=2))
+    result = save(model().cast("fp16"), tmp_path / target, format, resources=Execution(workers=2))
     assert counts(result) == [("w", 7, 5)]
     (over, under) = result.notes
     assert str(over) == "7 values of 1 tensor too large for float16: now infinite or NaN: w (7)"
@@ -144,7 +144,7 @@ def test_shards_say_their_own_counts_and_the_last_one_all(tmp_path: Path) -> Non
     values[5, :3] = values[595, :4] = 1e5
     path = save(checkpoint([parameter("w", {"param": values})]), tmp_path / "source.safetensors").target
     job = Job(open_checkpoint(path).cast("fp16"), tmp_path / "t", DCP(dp=2))
-    first, last = (job.run(resources=Resources(workers=1, shard=Shard(number, 2))) for number in range(2))
+    first, last = (job.run(resources=Execution(workers=1, shard=Shard(number, 2))) for number in range(2))
     assert first.status == "pending"
     assert counts(first) in ([("w", 3, 0)], [("w", 4, 0)])
     assert counts(last) == [("w", 7, 0)]

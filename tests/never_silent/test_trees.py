@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed.tensor import Replicate
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import Tensor, read
@@ -751,11 +751,11 @@ def test_every_tensor_of_a_tree_is_a_weight_a_state_or_an_extra_there_and_back(s
         except CkptError:
             return  # no model in it, or names that meet
         assert lost(tree, checkpoint) == []
-        save(checkpoint, Path(folder) / "universal", Universal(), resources=Resources(1, 1 << 20))
+        save(checkpoint, Path(folder) / "universal", Universal(), resources=Execution(1, 1 << 20))
         universal = open_checkpoint(Path(folder) / "universal")
         assert lost(tree, universal) == []
-        save(universal, Path(folder) / "ours.pt", Torch(), resources=Resources(1, 1 << 20))
+        save(universal, Path(folder) / "ours.pt", Torch(), resources=Execution(1, 1 << 20))
         assert lost(tree, open_checkpoint(Path(folder) / "ours.pt")) == []
-        save(universal, Path(folder) / "back.pt", Torch(original=True), resources=Resources(1, 1 << 20))
+        save(universal, Path(folder) / "back.pt", Torch(original=True), resources=Execution(1, 1 << 20))
         back = torch.load(Path(folder) / "back.pt")
         assert {(place, raw(t)) for place, t in tensors_in(back)} == {(place, raw(t)) for place, t in tensors_in(tree)}

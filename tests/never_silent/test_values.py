@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import read
@@ -537,7 +537,7 @@ def test_an_unknown_element_type_is_named_with_its_tensor(tmp_path: Path) -> Non
 def test_a_master_that_is_not_rounded_to_its_copy_is_no_fault(tmp_path: Path) -> None:
     """8-bit floats that are scales have no place among those that are values."""
     states = {"fp32": np.ones(3, DTYPES["float8_e4m3fn"]), "param": np.ones(3, DTYPES["float8_e8m0fnu"])}
-    save(checkpoint([parameter("w", states)]), tmp_path / "target", Universal(), resources=Resources(1, 1 << 20))
+    save(checkpoint([parameter("w", states)]), tmp_path / "target", Universal(), resources=Execution(1, 1 << 20))
     assert ckpt("verify", tmp_path / "target").code == 0
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 from ckpt.job import save
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.format import Receipt
@@ -120,7 +120,7 @@ def test_an_optimizer_of_zeros_is_noted_after_many_steps(
 def test_the_last_shard_notes_zeros_that_others_have_read(half: Path, tmp_path: Path) -> None:
     source, format = open_checkpoint(half), Safetensors(shard_nbytes=1 << 20)
     results = [
-        save(source, tmp_path / "out", format, resources=Resources(shard=Shard(number, 2))) for number in range(2)
+        save(source, tmp_path / "out", format, resources=Execution(shard=Shard(number, 2))) for number in range(2)
     ]
     assert results[0].status == "pending"
     assert not results[0].zeros

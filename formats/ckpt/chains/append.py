@@ -11,7 +11,7 @@ from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress
 from ckpt.partial.changes import apply_changes
 from ckpt.partial.recovery import is_mixed
-from ckpt.pipeline import Resources, check_complete, check_not_suspicious
+from ckpt.pipeline import Execution, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
@@ -26,7 +26,7 @@ def append(
     source: Checkpoint,
     step: int | None,
     policy: DeltaPolicy,
-    resources: Resources,
+    resources: Execution,
     progress: AnyProgress | None = None,
     parent: Checkpoint | None = None,
 ) -> AppendResult:
@@ -76,7 +76,7 @@ def _write_delta(
     run: Path,
     chain: ChainIndex,
     policy: DeltaPolicy,
-    resources: Resources,
+    resources: Execution,
     progress: AnyProgress | None,
     parent: Checkpoint | None,
 ) -> tuple[AppendResult, Checkpoint]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.chains.verify_deltas import DeltaKey, delta_key
-from ckpt.pipeline import Resources, seals_error
+from ckpt.pipeline import Execution, seals_error
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
@@ -38,7 +38,7 @@ class CarriedState:
     """Of each delta, the values of its states."""
 
 
-def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resources: Resources) -> CarriedState:
+def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resources: Execution) -> CarriedState:
     """Replay a state to a file at `path`, from the one `before` where that is on the way. Each value is checked.
 
     Raises `CorruptError` for damaged deltas, `OutputError` if the file cannot be written.
@@ -76,7 +76,7 @@ def _write(
     tasks: list[tuple[StoredDelta, Mapping[str, FileBlob]]],
     known: Mapping[DeltaKey, Mapping[str, FileBlob]],
     checkpoint: Checkpoint,
-    resources: Resources,
+    resources: Execution,
 ) -> None:
     checks = SealChecks()
     with (

@@ -10,7 +10,7 @@ from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import AppendResult, DeltaPolicy
 from ckpt.findings.report import Report
 from ckpt.job import AnyProgress, format_for
-from ckpt.pipeline import Resources, Result
+from ckpt.pipeline import Execution, Resources, Result
 from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NotFoundError
@@ -29,9 +29,10 @@ class Chain(Mapping[int, Checkpoint]):
     """
 
     @checked
-    def __init__(self, path: StrPath, *, anonymous: bool = False) -> None:
-        """`anonymous`: ask a store without credentials, for what is public."""
+    def __init__(self, path: StrPath, *, anonymous: bool = False, locks: bool = True, read_back: bool = False) -> None:
+        """`anonymous`: ask a store without credentials, for what is public. `locks`, `read_back`: as in `Job.run`."""
         self._path = source_path(path, anonymous)
+        self._locks, self._read_back = locks, read_back
 
     @property
     def path(self) -> Path:
@@ -46,6 +47,9 @@ class Chain(Mapping[int, Checkpoint]):
         from ckpt.chains.notebook import of_chain
 
         return of_chain(self.path, self.index, len(self), self.last)
+
+    def _execution(self, resources: Resources | None) -> Execution:
+        return Execution.of(resources, locks=self._locks, read_back=self._read_back)
 
     @property
     def index(self) -> ChainIndex:
@@ -95,9 +99,7 @@ class Chain(Mapping[int, Checkpoint]):
         there, and compared. None: they are read from where the last state was appended from, or replayed.
         If this fails, the chain is unchanged. Raises `CkptError` of the kind that fits.
         """
-        return append(
-            self.path, state, step, policy or DeltaPolicy(), resources or Resources.of_machine(), progress, parent
-        )
+        return append(self.path, state, step, policy or DeltaPolicy(), self._execution(resources), progress, parent)
 
     @checked
     def restore(
@@ -121,7 +123,7 @@ class Chain(Mapping[int, Checkpoint]):
             open_step(path, step, ReadOptions()),
             place,
             format_for(format, place),
-            resources or Resources.of_machine(),
+            self._execution(resources),
             progress,
         )
 
@@ -133,7 +135,7 @@ class Chain(Mapping[int, Checkpoint]):
 
         Reads all of the chain. The report is empty if nothing is wrong; `bad_steps` cannot be restored.
         """
-        return verify_chain(self.path, resources or Resources.of_machine(), progress, replay).report
+        return verify_chain(self.path, self._execution(resources), progress, replay).report
 
     @checked
     def compact(
@@ -145,7 +147,7 @@ class Chain(Mapping[int, Checkpoint]):
         progress: AnyProgress | None = None,
     ) -> CompactResult:
         """Remove states, and write states again that depend on them. A state that stays keeps all its bits."""
-        return compact(self.path, retention, policy or DeltaPolicy(), resources or Resources.of_machine(), progress)
+        return compact(self.path, retention, policy or DeltaPolicy(), self._execution(resources), progress)
 
 
 def _index(path: Path) -> ChainIndex:

@@ -12,7 +12,7 @@ from ckpt.chains.carried import CarriedState, carry
 from ckpt.chains.places import ChainPlace, changed
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress, load_kernels
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
@@ -118,7 +118,7 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
 
 
 def compact(
-    run: Path, retention: Retention, policy: DeltaPolicy, resources: Resources, progress: AnyProgress | None = None
+    run: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, progress: AnyProgress | None = None
 ) -> CompactResult:
     """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
     with changed(run, resources) as place:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from ckpt import sizes as savings
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import load_kernels
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.pipeline.executors import run_tasks
 from ckpt.sizes import estimate as alone
 from ckpt_codecs.delta import DeltaCodec
@@ -30,7 +30,7 @@ Sample = tuple[Parameter, int]
 
 
 def stored_nbytes(
-    source: Checkpoint, earlier: Checkpoint | None, coded: bool, policy: DeltaPolicy, resources: Resources
+    source: Checkpoint, earlier: Checkpoint | None, coded: bool, policy: DeltaPolicy, resources: Execution
 ) -> int:
     """About how many bytes would be stored; `coded`: whether a state without a parent gets the policy's codec."""
     overhead = _OVERHEAD * sum(len(parameter.states) for parameter in source.parameters.values())

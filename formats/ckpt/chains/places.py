@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
@@ -42,7 +42,7 @@ class ChainPlace(ABC):
     """The chain as it was when somebody looked last."""
     chain: ChainIndex | None
     """The list; None if there is none yet."""
-    resources: Resources
+    resources: Execution
     """What the jobs may use that write members."""
 
     @property
@@ -99,7 +99,7 @@ class FolderPlace(ChainPlace):
 
     run: Path
     chain: ChainIndex | None
-    resources: Resources
+    resources: Execution
 
     @property
     def temporary(self) -> Path:
@@ -127,7 +127,7 @@ class StorePlace(ChainPlace):
 
     run: StorePath
     chain: ChainIndex | None
-    resources: Resources
+    resources: Execution
     bucket: "Bucket"
     lease: "Lease"
     scratch: Path
@@ -216,7 +216,7 @@ class StorePlace(ChainPlace):
 
 
 @contextmanager
-def changed(run: Path, resources: Resources, create: bool = False) -> Iterator[ChainPlace]:
+def changed(run: Path, resources: Execution, create: bool = False) -> Iterator[ChainPlace]:
     """Within, this process alone changes the chain at a path; with `create`, one may begin there.
 
     Raises `LockedError`, `NotFoundError` if there is no chain, `OutputError` if something else is there.
@@ -230,7 +230,7 @@ def changed(run: Path, resources: Resources, create: bool = False) -> Iterator[C
 
 
 @contextmanager
-def _in_store(run: StorePath, resources: Resources, create: bool) -> Iterator[StorePlace]:
+def _in_store(run: StorePath, resources: Execution, create: bool) -> Iterator[StorePlace]:
     from ckpt.pipeline.lease import hold_lease
     from ckpt.pipeline.scratch import scratch_folder
     from ckpt_formats.stores.bucket import Bucket

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt.chains import tip
 from ckpt.job import AnyProgress, Job
 from ckpt.job.replay_first import with_content
-from ckpt.pipeline import Resources, Result
+from ckpt.pipeline import Execution, Result
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
@@ -90,7 +90,7 @@ def replay_work(checkpoint: Checkpoint) -> ReplayWork:
     return ReplayWork(len(folders), stored, decoded)
 
 
-def plan(state: ChainState, target: Path, format: WritableFormat, resources: Resources) -> Plan:
+def plan(state: ChainState, target: Path, format: WritableFormat, resources: Execution) -> Plan:
     """The files that `restore` writes, with notes about the deltas to replay and the temporary space that it needs."""
     job, work = Job(state.checkpoint, target, format), replay_work(state.checkpoint)
     planned, replay = job.plan(), () if job.replay_notice is None else (job.replay_notice,)
@@ -98,7 +98,7 @@ def plan(state: ChainState, target: Path, format: WritableFormat, resources: Res
     return replace(planned, notes=(*planned.notes, *replay, *deltas))
 
 
-def _replay_note(work: ReplayWork, resources: Resources) -> Notice:
+def _replay_note(work: ReplayWork, resources: Execution) -> Notice:
     seconds, workers = work.seconds(resources.workers), resources.workers
     return Notice(
         f"{work.deltas} delta{'s' * (work.deltas != 1)} to replay: {format_nbytes(work.nbytes)} of values from "
@@ -113,7 +113,7 @@ def _job(source: Checkpoint, target: Path, format: WritableFormat) -> Job:
 
 
 def restore(
-    state: ChainState, target: Path, format: WritableFormat, resources: Resources, progress: AnyProgress | None = None
+    state: ChainState, target: Path, format: WritableFormat, resources: Execution, progress: AnyProgress | None = None
 ) -> Result:
     """Write the state. The hint of an error names the last earlier step that can be restored, if there is one."""
     check_target(target, state.run)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt.findings.report import Finding
 from ckpt.job import Job
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CkptError, CorruptError
@@ -21,7 +21,7 @@ from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.stored import StoredParameters, StoredSeals, state_errors
 
 
-def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint, resources: Resources) -> Tip:
+def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint, resources: Execution) -> Tip:
     """Write the state of a member that was just written, and that is a delta against the state `earlier`.
 
     Of an exact member, the values are those of `source`; of an approximate one, they are what it decodes to.

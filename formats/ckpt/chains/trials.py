@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckpt.job import Job
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.pipeline.folder_staging import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
@@ -70,7 +70,7 @@ def search_step(
     target: Path,
     source: Checkpoint,
     write: Callable[[DeltaCodec, Path], object],
-    resources: Resources,
+    resources: Execution,
 ) -> tuple[Subspace, AcceptedStep]:
     """The codec at the coarsest step size that is accepted. `write` writes the source, with a codec, as a folder.
 
@@ -122,7 +122,7 @@ def _trial_folder(target: Path, locks: bool) -> Iterator[Path]:
 
 
 def _evaluate(
-    state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, resources: Resources
+    state: Checkpoint, format: Universal, evaluation: Evaluation, folder: Path, resources: Execution
 ) -> float:
     """The loss of a state by the command; the state is written for it, and removed."""
     target = folder / "state"

@@ -13,7 +13,7 @@ from ckpt import pipeline
 from ckpt.chains import costs
 from ckpt.chains.trials import AcceptedStep, Evaluation, search_step
 from ckpt.job import AnyProgress, Job
-from ckpt.pipeline import Resources, Result
+from ckpt.pipeline import Execution, Result
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
@@ -147,7 +147,7 @@ def write_base(
     target: Path,
     step: int,
     policy: DeltaPolicy,
-    resources: Resources,
+    resources: Execution,
     progress: AnyProgress | None = None,
     content: str | None = None,
     unchanged: EarlierMember | None = None,
@@ -172,7 +172,7 @@ def write_delta(
     earlier: Checkpoint,
     parent: Path,
     policy: DeltaPolicy,
-    resources: Resources,
+    resources: Execution,
     progress: AnyProgress | None = None,
     content: str | None = None,
     parent_content: str | None = None,
@@ -194,7 +194,7 @@ def _write_coded(
     earlier: Checkpoint | None,
     parent: tuple[Path, str] | None,
     policy: DeltaPolicy,
-    resources: Resources,
+    resources: Execution,
     progress: AnyProgress | None,
     content: str | None = None,
     unchanged: EarlierMember | None = None,
@@ -250,7 +250,7 @@ def _parent(folder: Path, content: str, target: Path) -> Parent:
 
 
 def _write(
-    source: Checkpoint, format: Universal, target: Path, step: int, resources: Resources, progress: AnyProgress | None
+    source: Checkpoint, format: Universal, target: Path, step: int, resources: Execution, progress: AnyProgress | None
 ) -> AppendResult:
     result = Job(source, target, format).run(resources=resources, progress=progress)
     written = listed_again(target)

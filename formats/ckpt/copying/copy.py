@@ -12,7 +12,7 @@ from ckpt.copying.sealing import remove_seal_file, write_seal_file
 from ckpt.copying.selection import ChosenFile, ChosenFiles, select
 from ckpt.copying.verbatim import Verbatim
 from ckpt.job import AnyProgress, count_to
-from ckpt.pipeline import Resources, Result
+from ckpt.pipeline import Execution, Resources, Result
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.claims import MAX_LIST
@@ -40,16 +40,24 @@ class Copy(Checked):
         """The files that will be written, with notes. Raises `CkptError` if the copy cannot succeed."""
         return self._plan
 
-    def run(self, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Result:
+    def run(
+        self,
+        *,
+        resources: Resources | None = None,
+        locks: bool = True,
+        read_back: bool = False,
+        progress: AnyProgress | None = None,
+    ) -> Result:
         """Write the target, which appears when it is complete. `checksums` of the result are those of the source.
 
-        Raises `CkptError`: `CorruptError` if the source is damaged, or if the target is found to have other bytes.
+        `locks` and `read_back`: as in `Job.run`. Raises `CkptError`: `CorruptError` if the source is damaged, or if the
+        target is found to have other bytes.
         """
-        resources = resources or Resources.of_machine()
+        execution = Execution.of(resources, locks=locks, read_back=read_back)
         plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[], zeros=[])
         count_bytes = count_to(selection.nbytes, progress)
         with self._sealed() as seal_files:
-            result = pipeline.write(plan, selection.source, self._target, format, resources, count_bytes)
+            result = pipeline.write(plan, selection.source, self._target, format, execution, count_bytes)
         if isinstance(self._target, StorePath):
             compare_objects(self._target, _in_store(self._target, format.unseen))
         checksums = sum(map(len, selection.seals.values()))
@@ -116,13 +124,17 @@ def copy(
     *,
     everything: bool = False,
     resources: Resources | None = None,
+    locks: bool = True,
+    read_back: bool = False,
     progress: AnyProgress | None = None,
 ) -> Result:
     """Copy a checkpoint or a chain as it is: equal files with equal names, between folders and stores.
 
     `everything`: also files of the folder that are not part of it. Raises as `Copy`, which can also return the plan.
     """
-    return Copy(source, target, everything).run(resources=resources, progress=progress)
+    return Copy(source, target, everything).run(
+        resources=resources, locks=locks, read_back=read_back, progress=progress
+    )
 
 
 def _in_store(target: StorePath, receipts: list[Receipt]) -> list[Receipt]:

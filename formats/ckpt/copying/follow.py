@@ -18,7 +18,7 @@ import xxhash
 from ckpt.chains.places import StorePlace, changed
 from ckpt.copying.compare import digest_of
 from ckpt.copying.selection import below
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution, Resources
 from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader, write_all
@@ -55,7 +55,14 @@ class Brought:
 
 
 @checked
-def update_copy(source: StrPath, target: StrPath, *, resources: Resources | None = None) -> Brought:
+def update_copy(
+    source: StrPath,
+    target: StrPath,
+    *,
+    resources: Resources | None = None,
+    locks: bool = True,
+    read_back: bool = False,
+) -> Brought:
     """Bring a copy of a chain, which is in a store, to what the chain is now. There need not be one yet.
 
     Raises:
@@ -64,7 +71,7 @@ def update_copy(source: StrPath, target: StrPath, *, resources: Resources | None
         OutputError: At `target` is another chain, or something else.
         UnsupportedError: `target` is not in a store.
     """
-    with _copy_of(target, resources or Resources.of_machine()) as copy:
+    with _copy_of(target, Execution.of(resources, locks=locks, read_back=read_back)) as copy:
         return copy.bring(source_path(source))
 
 
@@ -76,6 +83,8 @@ def follow_copy(
     every: float = 30.0,
     stop: threading.Event | None = None,
     resources: Resources | None = None,
+    locks: bool = True,
+    read_back: bool = False,
     on_update: Callable[[Brought], None] = lambda brought: None,
 ) -> None:
     """Do so each `every` seconds, until the run has ended that records into the chain, or `stop` is set.
@@ -83,7 +92,7 @@ def follow_copy(
     No other process can change the copy meanwhile. Raises as `update_copy`.
     """
     path, stop, grew = source_path(source), stop or threading.Event(), False
-    with _copy_of(target, resources or Resources.of_machine()) as copy:
+    with _copy_of(target, Execution.of(resources, locks=locks, read_back=read_back)) as copy:
         while True:
             brought = copy.bring(listed_again(path))
             on_update(brought)
@@ -226,7 +235,7 @@ class _ChainCopy:
 
 
 @contextmanager
-def _copy_of(target: StrPath, resources: Resources) -> Iterator[_ChainCopy]:
+def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
     path = target_path(target)
     if not isinstance(path, StorePath):
         raise UnsupportedError(

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckpt import pipeline
-from ckpt.pipeline import CountBytes, Resources, Result
+from ckpt.pipeline import CountBytes, Execution, Resources, Result
 from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
+from ckpt.pipeline.shard import COMMIT, Shard
 from ckpt.pipeline.shared_plan import SharedPlan
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.errors import InvalidArgumentError, OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.publish import FlushError
@@ -87,13 +88,63 @@ class Job(Checked):
         own = resources or Resources.of_machine()
         return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), own)
 
-    def run(self, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Result:
+    def run(
+        self,
+        *,
+        resources: Resources | None = None,
+        executor: str | None = None,
+        locks: bool = True,
+        read_back: bool = False,
+        progress: AnyProgress | None = None,
+    ) -> Result:
         """Write the target, which appears when it is complete.
+
+        `executor`: `dask://HOST:PORT` or `ray://HOST:PORT`, a cluster whose workers write the files, each with one
+        thread and the memory of `resources` for itself; None: threads of this process. `locks` False: you guarantee
+        that nothing else writes the target. `read_back`: read back all that is written into a store.
 
         After an interrupt or a full disk, an equal job continues where this one stopped. Raises `CkptError`; after
         Ctrl-C, `KeyboardInterrupt`, between two slabs.
         """
-        resources = resources or Resources.of_machine()
+        execution = Execution.of(resources, executor=executor, locks=locks, read_back=read_back)
+        return self._execute(execution, progress)
+
+    def run_shard(
+        self,
+        number: int,
+        count: int,
+        *,
+        resources: Resources | None = None,
+        locks: bool = True,
+        read_back: bool = False,
+        progress: AnyProgress | None = None,
+    ) -> Result:
+        """Write the share `number` of `count` of the files, counted from 0, as one process of a job array.
+
+        All processes of an array write one target together. The last one publishes it; for the others, `status` of the
+        result is "pending", and `missing` has the files that the others have yet to write. Raises as `run`, and
+        `InvalidArgumentError` for a share that does not exist.
+        """
+        if count == 0:
+            raise InvalidArgumentError("a job has at least one shard", hint="Shards are counted from 0 to N-1.")
+        shard = Shard(number, count)
+        return self._execute(Execution.of(resources, shard=shard, locks=locks, read_back=read_back), progress)
+
+    def commit(
+        self,
+        *,
+        resources: Resources | None = None,
+        locks: bool = True,
+        read_back: bool = False,
+        progress: AnyProgress | None = None,
+    ) -> Result:
+        """Publish what all shards of this job have written, if the last of them did not.
+
+        Writes no file of tensors. Raises `IncompleteError` if files are missing; else as `run`.
+        """
+        return self._execute(Execution.of(resources, shard=COMMIT, locks=locks, read_back=read_back), progress)
+
+    def _execute(self, resources: Execution, progress: AnyProgress | None) -> Result:
         if self.needs_kernels:
             load_kernels()
         if self.replay_notice is None or resources.shard is not None:
@@ -107,7 +158,7 @@ class Job(Checked):
         with replayed(self.source, self.path, needed, resources, write) as state:
             return Job(state, self.path, self.format)._run(resources, progress)
 
-    def _run(self, resources: Resources, progress: AnyProgress | None) -> Result:
+    def _run(self, resources: Execution, progress: AnyProgress | None) -> Result:
         try:
             count_bytes = count_to(self._plan.nbytes, progress)
             show_status = progress.show_status if isinstance(progress, Progress) else None
@@ -167,16 +218,19 @@ def save(
     format: WritableFormat | str | None = None,
     *,
     resources: Resources | None = None,
+    locks: bool = True,
+    read_back: bool = False,
     progress: AnyProgress | None = None,
 ) -> Result:
     """Write a checkpoint. `Job` does the same, and can return the plan before.
 
     `format` is a format with its options, or the name of a format, such as "hf". Without it, the target's ending says
     it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other names are in the universal format.
-    `resources` None: those of `Resources.of_machine()`. Raises `CkptError` of the kind that fits; the target is then
-    unchanged.
+    `resources` None: those of `Resources.of_machine()`. `locks` and `read_back`: as in `Job.run`.
+
+    Raises `CkptError` of the kind that fits; the target is then unchanged.
     """
-    return Job(source, target, format).run(resources=resources, progress=progress)
+    return Job(source, target, format).run(resources=resources, locks=locks, read_back=read_back, progress=progress)
 
 
 def format_for(format: WritableFormat | str | None, target: StrPath) -> WritableFormat:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt import pipeline
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
@@ -51,7 +51,7 @@ def with_content(source: Checkpoint, format: Universal) -> Universal:
 
 
 @contextmanager
-def replayed(source: Checkpoint, target: Path, needed: int, resources: Resources, write: Write) -> Iterator[Checkpoint]:
+def replayed(source: Checkpoint, target: Path, needed: int, resources: Execution, write: Write) -> Iterator[Checkpoint]:
     """Within, the state without deltas. It is in the staging folder of the target, and is removed with it.
 
     What an interrupted run replayed there is used. Raises `NoSpaceError` unless there is space for it, and for `needed`

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
-from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.resources import Execution, Resources
 from ckpt.pipeline.targets import check_target, open_staging
 from ckpt.pipeline.write_files import CountBytes
 from ckpt.pipeline.writers import FileWork, check_absolute, check_scales_out, connected, write_missing
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CountBytes",
+    "Execution",
     "Resources",
     "Result",
     "check_complete",
@@ -126,7 +127,7 @@ def write(
     source: Checkpoint,
     target: Path,
     format: WritableFormat,
-    resources: Resources,
+    resources: Execution,
     count_bytes: CountBytes,
     show_status: "Callable[[ClusterStatus], None] | None" = None,
 ) -> Result:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.pipeline.shard import Shard
-from ckpt_formats.core.arguments import Checked, Positive, Workers
+from ckpt_formats.core.arguments import Checked, LocalPath, Positive, Workers
 from ckpt_formats.core.bands import BAND
 from ckpt_formats.core.files import files_each, max_workers
 from ckpt_formats.core.transfer import SLAB
@@ -16,38 +16,22 @@ _MAX_GROUP = 64
 
 @dataclass(frozen=True)
 class Resources(Checked):
-    """How much of the machine to use, or which other machines."""
+    """How much of a machine to use."""
 
     workers: Workers = field(default_factory=lambda: _workers(None))
     """Threads that read, encode and write; by default one for each core, up to 8."""
     memory: Positive = 256 << 20
     """Bytes of tensor data that all workers together hold in memory. Of what is read from stores, half of it is for
     ranges that were requested before they are read, and a quarter for blocks that small reads share."""
-    locks: bool = True
-    """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
-    scratch: Path | None = None
+    scratch: LocalPath | None = None
     """The folder for files on their way to a store; None: where the system has temporary files."""
-    executor: str | None = None
-    """Who writes the files of a job: None, threads of this process; `dask://HOST:PORT` or `ray://HOST:PORT`, workers of
-    a cluster, each with one thread and `memory` for itself."""
-    shard: Shard | None = None
-    """Which files of a job this process writes, if several processes of a job array share them; None: all."""
-    read_back: bool = False
-    """Whether all that is written into a store is read back; False: only where the store does not state an MD5."""
 
     @classmethod
     def of_machine(
-        cls,
-        workers: int | None = None,
-        memory: int = 256 << 20,
-        locks: bool = True,
-        scratch: Path | None = None,
-        executor: str | None = None,
-        shard: Shard | None = None,
-        read_back: bool = False,
+        cls, workers: int | None = None, memory: int = 256 << 20, scratch: LocalPath | None = None
     ) -> "Resources":
         """Resources limited to the cores and open files of this process; `workers` None: one for each core, up to 8."""
-        return cls(_workers(workers), memory, locks, scratch, executor, shard, read_back)
+        return Resources(_workers(workers), memory, scratch)
 
     @property
     def files(self) -> int:
@@ -90,6 +74,39 @@ class Resources(Checked):
     def group(self) -> int:
         """Files that may be written in step."""
         return max(1, min(_MAX_GROUP, max_workers() // self.workers))
+
+
+@dataclass(frozen=True)
+class Execution(Resources):
+    """The resources of a piece of work, who does it, and how it writes: what users state one by one."""
+
+    scratch: Path | None = None
+    locks: bool = True
+    """True: refuse a target on a file system that cannot lock files. False: assume that no other process writes it."""
+    executor: str | None = None
+    """Who writes the files of a job: None, threads of this process; `dask://HOST:PORT` or `ray://HOST:PORT`, workers of
+    a cluster, each with one thread and `memory` for itself."""
+    shard: Shard | None = None
+    """Which files of a job this process writes, if several processes of a job array share them; None: all."""
+    read_back: bool = False
+    """Whether all that is written into a store is read back; False: only where the store does not state an MD5."""
+
+    @staticmethod
+    def of(
+        resources: Resources | None,
+        *,
+        locks: bool = True,
+        executor: str | None = None,
+        shard: Shard | None = None,
+        read_back: bool = False,
+    ) -> "Execution":
+        """With these resources; None: those of the machine. What `resources` states of an execution holds, too."""
+        base = resources or Resources.of_machine()
+        if isinstance(base, Execution):
+            locks, executor = locks and base.locks, executor or base.executor
+            shard, read_back = shard or base.shard, read_back or base.read_back
+        scratch = None if base.scratch is None else Path(base.scratch)
+        return Execution(base.workers, base.memory, scratch, locks, executor, shard, read_back)
 
 
 def _workers(most: int | None) -> int:

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt.pipeline import folder_staging
-from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.staging import Staging
 from ckpt_formats.core.store_path import StorePath
 
 
 @contextmanager
-def open_staging(target: Path, resources: Resources, single_file: bool) -> Iterator[Staging]:
+def open_staging(target: Path, resources: Execution, single_file: bool) -> Iterator[Staging]:
     """The staging of a target, which no other process uses meanwhile. Raises `LockedError`, `OutputError`."""
     if isinstance(target, StorePath):
         from ckpt.pipeline.store_staging import open_store

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline.groups import Group, in_step
-from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def connected(resources: Resources) -> Iterator["Cluster | None"]:
+def connected(resources: Execution) -> Iterator["Cluster | None"]:
     """The cluster that the resources name, which is left at the end; None if threads write. Raises `CkptError`."""
     if resources.executor is None:
         yield None
@@ -61,7 +61,7 @@ class FileWork:
     source: Checkpoint
     format: WritableFormat
     plan: Plan
-    resources: Resources
+    resources: Execution
     identities: Identities
     """Of all files that are read."""
     listed: ListedSeals

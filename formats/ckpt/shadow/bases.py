@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt.chains.append import folder_name
 from ckpt.chains.places import FolderPlace
 from ckpt.chains.write import DeltaPolicy, write_base
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import LockedError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
@@ -31,7 +31,7 @@ def bases_of(chain: ChainIndex, logged: LoggedSteps) -> list[Member]:
 
 
 def add_base(
-    run: Path, source: Checkpoint, step: int, segment: str, check: Callable[[Checkpoint], None], resources: Resources
+    run: Path, source: Checkpoint, step: int, segment: str, check: Callable[[Checkpoint], None], resources: Execution
 ) -> Member:
     """Write the state of a step of a segment as a base, and add it to the chain. Returns the new member.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.pipeline import Resources
+from ckpt.pipeline import Execution, Resources
 from ckpt.shadow.bases import add_base, bases_of
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
@@ -93,7 +93,7 @@ class Shadow:
         """
         self.mirror = None if isinstance(chain, (str, os.PathLike)) else chain
         self.path = local_path(chain) if isinstance(chain, (str, os.PathLike)) else chain.path
-        self.resources = resources or Resources.of_machine()
+        self.resources = Execution.of(resources)
         self.part = part
         if base_every is not None and part is not None:
             raise UnsupportedError(

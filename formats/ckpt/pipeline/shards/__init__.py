@@ -16,7 +16,7 @@ from ckpt.pipeline import staging
 from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.groups import Group, in_step, nbytes
 from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
-from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards import folder
 from ckpt.pipeline.shards.job import ShardJob
@@ -45,7 +45,7 @@ def write_shard(
     source: Checkpoint,
     target: Path,
     format: WritableFormat,
-    resources: Resources,
+    resources: Execution,
     shard: Shard,
     count_bytes: CountBytes,
 ) -> "pipeline.Result":
@@ -160,7 +160,7 @@ def unfinished_job(target: Path) -> ShardJob | None:
     return objects.unfinished_job(target)
 
 
-def _open(target: Path, job: ShardJob, shard: Shard, format: WritableFormat, resources: Resources) -> ShardStaging:
+def _open(target: Path, job: ShardJob, shard: Shard, format: WritableFormat, resources: Execution) -> ShardStaging:
     if isinstance(target, StorePath):
         from ckpt.pipeline.shards import objects
 

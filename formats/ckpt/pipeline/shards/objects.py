@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from ckpt.pipeline.lease import check_conditions
 from ckpt.pipeline.object_journal import ObjectJournal
-from ckpt.pipeline.resources import Resources
+from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.shard import Shard
 from ckpt.pipeline.shards.folder import SHARDS, no_shards
 from ckpt.pipeline.shards.job import ShardJob
@@ -48,7 +48,7 @@ class ShardObjects(ShardStaging):
     job: ShardJob
     shard: Shard
     format: WritableFormat
-    resources: Resources
+    resources: Execution
     _stage: StoreStaging | None = None
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ def remove_notes(target: StorePath, is_complete: Callable[[], bool]) -> None:
 
 
 def open_objects(
-    target: StorePath, job: ShardJob, shard: Shard, format: WritableFormat, resources: Resources
+    target: StorePath, job: ShardJob, shard: Shard, format: WritableFormat, resources: Execution
 ) -> ShardObjects:
     """What there is of a target in a store. Raises `OutputError` if another job writes it."""
     stage = ShardObjects(target, job, shard, format, resources)
