@@ -46,7 +46,7 @@ EFFORT = Execution(1, 1 << 20)
 def reshard(source: Checkpoint, target: Path, to: str = "deepspeed", **goal: Any) -> Checkpoint:
     """Write and read again; rules count for both."""
     degrees = {key: goal.pop(key) for key in ("dp", "tp", "pp", "zero", "stages") if key in goal}
-    save_checkpoint(source, target, writable(to, **degrees, **goal), EFFORT)
+    save_checkpoint(source, target, writable(to, **degrees, **goal), resources=EFFORT)
     return open_checkpoint(target, ReadOptions(goal.get("rules", ())))
 
 
@@ -178,7 +178,7 @@ def test_stage_0_is_what_is_read_where_the_user_says_the_order(source: Checkpoin
     """Also with tensors that are alike, and with names of parameters that this rank does not have."""
     order = ("of.another.stage", *(name for group in source.groups for name in group.names))
     with folder() as at:
-        save_checkpoint(source, at / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
+        save_checkpoint(source, at / "out", writable("deepspeed", dp=1, zero=0), resources=EFFORT)
         assert_same(open_checkpoint(at / "out", ReadOptions(order=order)), source)
 
 
@@ -201,7 +201,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     groups = tuple(Group({"lr": 0.1}, tuple(members)) for members in names)
     frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
-    save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), EFFORT)
+    save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), resources=EFFORT)
     with pytest.raises(RulesError, match=re.escape(message)):
         open_checkpoint(tmp_path / "out", ReadOptions(order=tuple(change([*names[0], *names[1]]))))
 

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def write(source: Checkpoint, target: Path, dp: int = 1, tp: int = 1, **goal: Any) -> Path:
-    save_checkpoint(source, target, DCP(dp=dp, tp=tp, **goal), EFFORT)
+    save_checkpoint(source, target, DCP(dp=dp, tp=tp, **goal), resources=EFFORT)
     return target
 
 
@@ -209,7 +209,7 @@ def test_the_metadata_is_what_torch_writes_itself(tmp_path: Path) -> None:
 def test_universal_and_back_changes_nothing(tmp_path: Path) -> None:
     saved = state()
     save(saved, tmp_path / "saved")
-    save_checkpoint(open_checkpoint(tmp_path / "saved"), tmp_path / "universal", Universal(), EFFORT)
+    save_checkpoint(open_checkpoint(tmp_path / "saved"), tmp_path / "universal", Universal(), resources=EFFORT)
     assert exact(loaded(write(open_checkpoint(tmp_path / "universal"), tmp_path / "written", 4))) == exact(saved)
 
 

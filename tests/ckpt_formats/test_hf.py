@@ -79,7 +79,7 @@ def write(source: Checkpoint, target: Path, **options: Any) -> tuple[str, str]:
     """Write it; what is dropped, and the notes, as texts."""
     job = Job(source, target, writable("hf", **options))
     plan = job.plan()
-    job.run(EFFORT)
+    job.run(resources=EFFORT)
     return " ".join(map(str, plan.dropped)), " ".join(map(str, plan.notes))
 
 
@@ -862,7 +862,7 @@ def test_a_flipped_bit_in_the_optimizer_is_found(tmp_path: Path) -> None:
     (problem,) = find_problems(open_checkpoint(tmp_path / "run"), EFFORT)
     assert problem.where.endswith("optimizer.pt")
     with pytest.raises(CorruptError):
-        save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), EFFORT)
+        save_checkpoint(open_checkpoint(tmp_path / "run"), tmp_path / "out", writable("universal"), resources=EFFORT)
 
 
 TOKENS = [b"-1", b"null", b"[]", b"{}", b"1e999", b'"x"', b"99999999999999999999", b"true", b"\0", b"\xff\xff"]
