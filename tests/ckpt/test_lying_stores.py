@@ -9,7 +9,7 @@ import pytest
 
 import ckpt as library
 from ckpt.pipeline.clean import clean
-from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import file as chain_list
@@ -233,3 +233,60 @@ def test_read_back_finds_what_the_e_tag_hides(store: LyingStore, tmp_path: Path)
     store.be_honest()
     assert codes == [0, OUTPUT]
     assert not any("/checked/packs/" in key for key in store.truth.objects)
+
+
+def begun(operation: Operation, store: LyingStore, lie: Lie) -> None:
+    """The bucket as it is before an operation, in a store that lies."""
+    store.be_honest()
+    store.truth.objects.clear()
+    store.truth.objects.update({key: Object.of(data) for key, data in operation.before.items()})
+    store.tell(lie)
+
+
+@pytest.mark.parametrize("name", ["convert", "append"])
+def test_store_that_ignores_if_match_is_refused_by_this_name(
+    name: str, store: LyingStore, operations: dict[str, Operation]
+) -> None:
+    begun(operations[name], store, LIES["ignores If-Match"])
+    with pytest.raises(OutputError, match="If-Match"):
+        operations[name].run()
+    assert is_as_before(operations[name], store)
+
+
+@pytest.mark.parametrize("name", ["convert", "append"])
+def test_target_is_complete_with_a_note_without_the_right_to_delete(
+    name: str, store: LyingStore, operations: dict[str, Operation]
+) -> None:
+    operation = operations[name]
+    begun(operation, store, LIES["gives no right to delete"])
+    done = operation.run()
+    store.be_honest()
+    assert is_whole(operation, store)
+    assert any("could not be removed" in one.text for one in done.notes)  # type: ignore[attr-defined]
+
+
+def test_list_that_is_read_as_it_was_removes_no_step(store: LyingStore, operations: dict[str, Operation]) -> None:
+    """Two steps are published; the list is read with one of them, under the e_tag of the list that there is."""
+    operation = operations["append"]
+    begun(operation, store, lambda truth: truth.answer)
+    operation.run()
+    files = files_there(operation, store)
+    key = f"{operation.target}/chain.json"
+    old, now = Object.of(operation.before[key]), store.truth.objects[key]
+
+    def tell(truth: MemoryStore) -> Handler:
+        def answer(request: Request) -> Answer:
+            given = truth.answer(request)
+            if (request.kind, request.key) != ("get", key) or given.status not in (200, 206):
+                return given
+            whole = {name: value for name, value in given.headers.items() if name != "content-range"}
+            return Answer(200, {**whole, "etag": old.e_tag}, old.data)
+
+        return answer
+
+    store.tell(tell)
+    with pytest.raises(CkptError):
+        operation.run()
+    store.be_honest()
+    assert store.truth.objects[key].e_tag == now.e_tag
+    assert normal(files_there(operation, store)) == normal(files)

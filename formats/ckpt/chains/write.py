@@ -162,7 +162,8 @@ def write_base(
     if policy.evaluation is not None:
         notes = (Notice("this state is stored as an exact base, so there is nothing to evaluate"),)
     exact = ChainMember(codec=AUTO, check=policy.check, content=content, unchanged=unchanged)
-    return replace(_write(source, exact, target, step, resources, progress), notes=notes)
+    written = _write(source, exact, target, step, resources, progress)
+    return replace(written, notes=(*notes, *written.notes))
 
 
 def write_delta(
@@ -254,7 +255,7 @@ def _write(
 ) -> AppendResult:
     result = Job(source, target, format).run(resources=resources, progress=progress)
     written = listed_again(target)
-    return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result)
+    return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result, notes=result.notes)
 
 
 def _member(folder: Path, written: Manifest, step: int) -> Member:
