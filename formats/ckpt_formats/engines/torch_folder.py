@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.dtypes import is_float
@@ -26,6 +28,8 @@ from ckpt_formats.engines.hf.side_files import read_side_files
 from ckpt_formats.engines.meta_ranks import rank_of, read_ranks
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
+from ckpt_formats.state_dicts.modules import is_module
+from ckpt_formats.state_dicts.objects import as_root
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import RESERVED, training_state
 from ckpt_formats.state_dicts.run_files import PREFIX
@@ -164,6 +168,9 @@ def _model(path: Path, models: Sequence[_File], files: Sequence[_File]) -> _File
     Raises `NotFoundError` or `UnsupportedError` if there are several, `IncompleteError` if there is none.
     """
     if not models:
+        arrays = [file for file in files if file.kind == "other" and _has_arrays(file.content.root)]
+        if len(arrays) == 1:
+            return arrays[0]  # as RLlib saves policies
         raise IncompleteError(
             f"no file contains a model, only {_listed([file.path for file in files])}",
             where=path,
@@ -187,6 +194,8 @@ def _kind_of(file: TorchFile) -> Kind:
     root = file.root
     if is_optimizer(_inner(root)):
         return "optimizer"
+    if is_module(root):
+        return "model"
     if not isinstance(root, dict) or _NO_MODEL.search(file.path.stem):
         return "other"
     return "model" if _has_weights(root) else "other"
@@ -220,9 +229,17 @@ def _has_weights(root: Value) -> bool:
     return bool(waiting)
 
 
+def _has_arrays(root: Value) -> bool:
+    """Whether a file has weights as arrays of NumPy, at its top or in one of its dicts."""
+    inner = (root, *root.values()) if isinstance(root, dict) else ()
+    values = [value for one in inner if isinstance(one, dict) for value in islice(one.values(), _MAX_TREE_VALUES)]
+    return any(isinstance(value, np.ndarray) and value.ndim > 0 and is_float(value.dtype) for value in values)
+
+
 def _tree(file: TorchFile) -> dict[str, Value]:
-    tree = {str(key): value for key, value in file.root.items()}
-    if len(tree) < len(file.root):
+    root, _ = as_root(file.root)
+    tree = {str(key): value for key, value in root.items()}
+    if len(tree) < len(root):
         raise CorruptError("two keys of the file differ only in their type", where=file.path)
     return tree
 

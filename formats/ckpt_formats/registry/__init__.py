@@ -22,6 +22,7 @@ FORMATS: dict[str, str] = {
     "megatron-legacy": "ckpt_formats.engines.megatron:MegatronLegacy",
     "deepspeed": "ckpt_formats.engines.deepspeed:DeepSpeed",
     "torchtune": "ckpt_formats.engines.torchtune:Torchtune",
+    "fairseq2": "ckpt_formats.engines.fairseq2:Fairseq2",
     "hf": "ckpt_formats.engines.hf:HuggingFace",
     "fsdp-ranks": "ckpt_formats.engines.fsdp_ranks:FsdpRanks",
     "dcp": "ckpt_formats.engines.dcp:DCP",
@@ -30,7 +31,7 @@ FORMATS: dict[str, str] = {
     "torch": "ckpt_formats.engines.torch_save:Torch",
     "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }
-ONLY_READ = ("chain", "fsdp-ranks", "torchtune", "torch-folder")
+ONLY_READ = ("chain", "fairseq2", "fsdp-ranks", "torchtune", "torch-folder")
 """Formats that cannot be written. `writable` knows them too, but imports the format to find out."""
 
 

@@ -47,6 +47,10 @@ def locate(path: Path) -> Located:
     provided, notices = detected(path)
     if provided is not None:
         return Located(path, provided, notices)
+    if failure is None and (path / _RLLIB).is_file() and (path / _POLICIES).is_dir():
+        further = locate(path / _POLICIES)
+        text = "RLlib's policies are read, not the state of the algorithm around them"
+        return Located(further.path, further.format, (Notice(text, weight=Weight.LOST), *further.notices))
     inside = find_inside(path, _is_checkpoint) if failure is None else None
     if inside is not None:
         chosen, notice = inside
@@ -92,6 +96,8 @@ def checkpoints_in(path: Path) -> list[Path]:
     return [] if is_one else inside
 
 
+_RLLIB, _POLICIES = "rllib_checkpoint.json", "policies"
+"""In the folder of an algorithm of Ray's RLlib: its mark, and the folder with one folder for each policy."""
 _OF_FILES = ("hf", "safetensors", "torch-folder")
 """Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
 _STEP = re.compile(
@@ -179,6 +185,8 @@ def _of_file(path: Path) -> Format:
 def _of_folder(path: Path) -> Format | None:
     """The format of a folder; None if it has none. Raises `IncompleteError` if it is the rest of another checkpoint."""
     format, names = _first(path), set(names_in(path))
+    if format is not None and format.name == "torch-folder" and {_RLLIB, _POLICIES} <= names:
+        return None  # the pickle here is the state of the algorithm
     check_traces(path, names, None if format is None else format.name)
     if format is not None:
         check_around(path, names, format.name)

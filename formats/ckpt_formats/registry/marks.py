@@ -42,6 +42,7 @@ MARKS: dict[str, Marks] = {
     "megatron-legacy": Marks((_POINTER_OF_MEGATRON,), ("mp_rank_*/model_optim_rng.pt",)),
     "deepspeed": Marks(("latest",), ("*_model_states.pt", "*_optim_states.pt")),
     "torchtune": Marks(("recipe_state/recipe_state.pt",)),
+    "fairseq2": Marks(("model/pp_00", "pp_00")),
     "hf": Marks(
         ("model_index.json", "modules.json", "sharded"),
         ("*.bin", "*.bin.index.json", *_SAFETENSORS, "pytorch_model_fsdp_*"),
