@@ -68,6 +68,8 @@ NAMES = [
     "training_args.bin",
     "random_states_0.pkl",
     "adapter_config.json",
+    "model/pp_00/tp_00/sdp_00.pt",
+    "pp_00/tp_00/sdp_00.pt",
 ]
 STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}")
 """How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON."""
