@@ -341,6 +341,7 @@ STRUCTURE = {
     "numpy array of negative shape": numpy_array(-1, "f8", b"C\x00"),
     "numpy array of objects of negative shape": numpy_array(-1, "O8", b"]"),
     "numpy array of no size": numpy_array(1 << 60, "S0", b"C\x00"),
+    "numpy array of text with no character": numpy_array(1, "U1", b"C\x04\xff\xff\xff\x7f"),
     "numpy array filled twice": numpy_array(1, "u1", b"C\x01x") + b"}b",
     "numpy array that is not one": call(named(NUMPY + "_reconstruct"), named("numpy.ndarray"), b"N", b"N") + b"}b",
     "numpy scalar of objects": numpy_scalar(numpy_type("O8"), b"N"),

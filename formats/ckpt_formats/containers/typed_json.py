@@ -16,7 +16,6 @@ import base64
 import json
 import re
 import struct
-import sys
 from collections.abc import Callable
 from math import isfinite, prod
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 
 from ckpt_formats.containers.keys import checked_keys
 from ckpt_formats.core.claims import MAX_DEPTH, MAX_DIGITS, MAX_NUMPY_AXES
-from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.dtypes import DTYPES, DType, is_text
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError, flaw
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
@@ -276,8 +275,8 @@ def _from_array(body: dict[str, Any], inner: Inner) -> Any:
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError("an array whose shape does not match its data")
     array = np.frombuffer(data, dtype).reshape(shape).copy()
-    if dtype.kind == "U" and array.size and dtype.itemsize:
-        if array.reshape(-1).view(np.dtype(np.uint32).newbyteorder(dtype.byteorder)).max() > sys.maxunicode:
+    if dtype.kind == "U":
+        if not is_text(array):
             raise ValueError("an array of text with what is no character")
         array.tolist()  # raises ValueError for other invalid characters
     return array if "shape" in body else array[()]

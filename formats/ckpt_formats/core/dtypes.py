@@ -1,5 +1,6 @@
 """Element types by name, in plain tables. The names are those of PyTorch and NumPy, which agree."""
 
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -58,3 +59,14 @@ SHORT_NAMES: dict[str, str] = {
 def is_float(dtype: DType) -> bool:
     """Whether it is an IEEE float, bfloat16 or an 8-bit float. NumPy gives the last two the kind 'V'."""
     return dtype.kind == "f" or dtype.name in _SHORT_FLOATS
+
+
+def is_text(values: "np.ndarray[Any, Any]") -> bool:
+    """Whether all elements of an array of NumPy's text are text: NumPy fails where one has a code beyond Unicode.
+
+    values: of any shape, dtype `U`, C-contiguous.
+    """
+    if not values.size or not values.dtype.itemsize:
+        return True
+    codes = values.reshape(-1).view(np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
+    return int(codes.max()) <= sys.maxunicode

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt_formats.core.claims import MAX_NUMPY_AXES
-from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.dtypes import DTYPES, DType, is_text
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Global, Record, Value
@@ -127,6 +127,8 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
     if not data:
         return np.zeros(shape, dtype)
     flat = np.frombuffer(bytes(data), dtype)
+    if dtype.kind == "U" and not is_text(flat):
+        raise CorruptError("a NumPy array of text with what is no character", where=where)
     if order == "F":
         return flat.reshape(shape[::-1]).T
     return flat.reshape(shape)
