@@ -24,7 +24,7 @@ import numpy as np
 import ckpt as library
 from ckpt.pipeline.clean import clean
 from ckpt.pipeline.lease import hold_lease
-from ckpt_formats.core.errors import CorruptError, LockedError, OutputError
+from ckpt_formats.core.errors import CorruptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.location import source_path, target_path
 from damage import SAMPLES
@@ -84,6 +84,26 @@ def check() -> None:
     print(f"clean: {clean(target_path(f'{URL}/nothing'))}")
 
 
+def check_connection_string(endpoint: str) -> None:
+    """With a connection string and nothing else, by the name that Hadoop has for the place; then with a wrong key."""
+    parts = {"AccountName": ACCOUNT, "AccountKey": KEY, "BlobEndpoint": f"{endpoint}/{ACCOUNT}"}
+    url = f"abfs://box@{ACCOUNT}.dfs.core.windows.net/connected"
+    for name in ("AZURE_STORAGE_USE_EMULATOR", "AZURITE_BLOB_STORAGE_URL"):
+        del os.environ[name]
+    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = ";".join(f"{name}={value}" for name, value in parts.items())
+    source = library.open(SOURCE)
+    library.save(source, url, library.Universal())
+    assert library.diff(library.open(url), source).same
+    assert library.open(f"{URL}/connected").path == library.open(url).path
+    parts["AccountKey"] = base64.b64encode(b"another key").decode()
+    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = ";".join(f"{name}={value}" for name, value in parts.items())
+    try:
+        library.open(url)
+        raise AssertionError("a wrong key was accepted")
+    except NotFoundError as error:
+        print(f"a connection string: written and read; a wrong key: {error}")
+
+
 def main(program: str) -> None:
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
@@ -97,6 +117,7 @@ def main(program: str) -> None:
                 break
             time.sleep(0.1)
         check()
+        check_connection_string(endpoint)
     finally:
         server.kill()
 

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.stores import location
@@ -148,6 +150,19 @@ def test_emulator_of_google_is_used(host: str, files: Callable[..., None], monke
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
     config = client_of("gs://bucket").config
     assert config.get("base_url") == "http://localhost:4443"
+
+
+def test_emulator_of_google_is_read(
+    store: LyingStore, files: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google's protocol for listing and reading is that of S3, without a signature here."""
+    save_file({"a": np.arange(12, dtype=np.float32)}, tmp_path / "model.safetensors")
+    store.truth.put("google/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.server.endpoint)
+    store.truth.seen.clear()
+    assert library.open("gs://bucket/google")["a"][3] == 3
+    assert store.truth.seen
+    assert not any("authorization" in request.headers for request in store.truth.seen)
 
 
 @pytest.mark.parametrize(
