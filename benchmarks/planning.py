@@ -141,7 +141,7 @@ def used() -> tuple[float, float]:
 
 def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
     """Print the figures of one case as JSON."""
-    from ckpt.job import Job
+    from ckpt.job import Job, shared_plan
     from ckpt_cli.views import inspect, job
 
     checkpoint, format = source(parameters, ranks, case), format_of(case, ranks)
@@ -154,7 +154,7 @@ def measure(case: str, ranks: int, parameters: int, views: bool) -> None:
         now, peak_now = used()
         figures["plan"], figures["peak"] = now - seconds, peak_now - peak
         figures |= {"files": len(plan.files), "nbytes": plan.nbytes}
-        shared = pickle.dumps(work.shared_plan(), 5)
+        shared = pickle.dumps(shared_plan(work), 5)
         figures["job"] = len(shared) / 1e6
         figures["task"] = len(pickle.dumps((len(plan.files) - 1,), 5))
         seconds, _ = used()

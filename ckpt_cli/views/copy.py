@@ -27,10 +27,10 @@ def run(work: Copy, resources: Execution, as_json: bool) -> None:
 
 def update(source: str, target: str, every: float | None, resources: Execution, as_json: bool) -> None:
     """Bring a copy to what its chain is now: once, or each `every` seconds. With JSON, an object on each line."""
-    from ckpt.copying.follow import Brought, follow_copy, update_copy
+    from ckpt.copying.follow import CopyUpdate, follow_copy, update_copy
     from ckpt_cli.views.shadow import stopped_by_signals
 
-    def show(brought: Brought) -> None:
+    def show(brought: CopyUpdate) -> None:
         if as_json:
             report.data({"target": target, **asdict(brought)})
             sys.stdout.flush()

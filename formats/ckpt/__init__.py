@@ -1,6 +1,7 @@
 """Checkpoints of distributed training: open, inspect, edit, compare and save them.
 
-Nothing in this package prints, exits or reads the environment. A module is imported at the first use of its names.
+Nothing in this package prints or exits. Only stores and compiled kernels read the environment. A module is imported at
+the first use of its names.
 """
 
 from importlib import import_module

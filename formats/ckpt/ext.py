@@ -8,8 +8,8 @@ from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Seal, open_regular, read_whole, unreadable, write_sealed
-from ckpt_formats.core.format import FilePlan, Format, Plan, ReadOptions, Receipt, WritableFormat
+from ckpt_formats.core.files import Reader, Seal, open_regular, read_whole, unreadable, write_sealed
+from ckpt_formats.core.format import FileLayouts, FilePlan, Format, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
@@ -26,6 +26,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "FileBlob",
+    "FileLayouts",
     "FilePlan",
     "Format",
     "Fragment",
@@ -36,6 +37,7 @@ __all__ = [
     "Parameter",
     "Plan",
     "ReadOptions",
+    "Reader",
     "Receipt",
     "Rule",
     "Seal",

@@ -1,32 +1,75 @@
-"""The classes of what the library returns and calls, for annotations: nobody constructs them.
+"""The classes of what the library returns and calls, for annotations."""
 
-`Progress` is the type of `progress=`.
-"""
-
+from ckpt.chains.compact import CompactResult
+from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult
-from ckpt.compare import Diff
+from ckpt.compare import Diff, DiffSums, Histogram, TensorDiff
+from ckpt.copying.follow import CopyUpdate
 from ckpt.copying.sealing import Sealed
+from ckpt.copying.selection import ChosenFile
 from ckpt.findings.report import Finding, Report
 from ckpt.job import Progress
 from ckpt.pipeline import Result
+from ckpt.pipeline.clean import Removed
 from ckpt.pipeline.cluster.distribute import ClusterStatus
-from ckpt_formats.core.checkpoint import Parameter
+from ckpt.pipeline.planned_reads import StoreReads
+from ckpt.shadow.described import PartOfState
+from ckpt.shadow.mirror import LogMirror
+from ckpt.shadow.shadow import ShadowStatus
+from ckpt_codecs import DeltaCodec
+from ckpt_formats.core.checkpoint import Edit, Group, Origin, OriginalForm, Parameter, SourceFile
 from ckpt_formats.core.format import FilePlan, Plan
+from ckpt_formats.core.identity import Identity
+from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.value_changes import ChangedTensor
+from ckpt_formats.state_dicts.keys import StateKeys
+from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, LoggedSteps, Member, SharedPacks, Tip
+from ckpt_formats.universal.gradients.parts import StatePart
 
 __all__ = [
+    "AcceptedStep",
     "AppendResult",
+    "AppendedFrom",
+    "ChainIndex",
+    "ChangedTensor",
+    "ChosenFile",
     "ClusterStatus",
+    "CompactResult",
+    "CopyUpdate",
+    "DeltaCodec",
     "Diff",
+    "DiffSums",
+    "Edit",
     "FilePlan",
     "Finding",
+    "Group",
+    "Histogram",
+    "Identity",
+    "LogMirror",
+    "LoggedSteps",
+    "Member",
     "Notice",
+    "Origin",
+    "OriginalForm",
     "Parameter",
+    "PartOfState",
     "Plan",
     "Progress",
+    "Removed",
     "Report",
     "Result",
     "Sealed",
+    "ShadowStatus",
+    "ShardBlock",
+    "SharedPacks",
+    "SourceFile",
+    "StateKeys",
+    "StatePart",
+    "StoreReads",
     "Tensor",
+    "TensorDiff",
+    "Tip",
+    "Trial",
 ]

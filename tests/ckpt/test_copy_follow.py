@@ -78,11 +78,11 @@ def test_a_log_is_followed_in_parts(
 
 
 def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:
-    seen: list[follow.Brought] = []
+    seen: list[follow.CopyUpdate] = []
     rank = (run / "gradients-0000000003" / "rank-00001.ckg").open("rb")
     fcntl.flock(rank, fcntl.LOCK_EX)  # as a recorder does
 
-    def note(brought: follow.Brought) -> None:
+    def note(brought: follow.CopyUpdate) -> None:
         seen.append(brought)
         with pytest.raises(LockedError), changed(source_path(THERE), Execution()):
             pass  # nobody else changes it

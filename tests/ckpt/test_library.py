@@ -1,5 +1,6 @@
 """The library as users have it: the page docs/library.md is true, and checkpoints are lazy mappings of arrays."""
 
+import ast
 import hashlib
 import json
 import re
@@ -596,6 +597,24 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(ckpt.NotFoundError):
         ckpt.open(tmp_path / "nothing")
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_only_stores_and_kernels_read_the_environment() -> None:
+    """The page says so. The recorder gives its own to the process that it starts."""
+    readers = set()
+    for path in [*(ROOT / "formats").rglob("*.py"), *(ROOT / "codecs").rglob("*.py")]:
+        text = path.read_text("utf-8")
+        if re.search(r"environ|getenv|\bprint\(|sys\.exit", text):
+            nodes = list(ast.walk(ast.parse(text)))
+            names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+            assert not {"print"} & names, path
+            assert not ("exit" in names and "sys" in names), path
+            if {"environ", "environb", "getenv"} & names:
+                readers.add(path.relative_to(ROOT).as_posix())
+    parts = ("formats/ckpt_formats/stores/", "codecs/ckpt_codecs/native/library.py", "formats/ckpt_recorder/link.py")
+    assert {path for path in readers if not path.startswith(parts)} == set()
+    assert any(path.startswith(parts[0]) for path in readers)
 
 
 def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(

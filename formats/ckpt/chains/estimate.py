@@ -14,6 +14,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.sizes import estimate as alone
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.delta_format import Delta, delta_base, fitted_to_checkpoint
@@ -36,7 +37,7 @@ def stored_nbytes(
     overhead = _OVERHEAD * sum(len(parameter.states) for parameter in source.parameters.values())
     if earlier is None and not coded:
         load_kernels()
-        return savings.total(alone.estimate(source, policy.encoding)).stored + overhead
+        return savings.total(alone.estimate(source, EncodingOptions(check=policy.check))).stored + overhead
     draft = Delta(earlier=earlier, delta_codecs=policy.codecs(source), check=policy.check)
     draft.plan(source)  # raises for jobs that cannot succeed
 
@@ -57,7 +58,7 @@ def stored_nbytes(
             transfer = Transfer(reader, resources.slab)
             delta = fitted.delta(parameter, source)
             base = None if delta is None else delta_base(parameter, delta, transfer)
-            return kind, predicted_ratio(parameter, base, policy.encoding, transfer, at)
+            return kind, predicted_ratio(parameter, base, EncodingOptions(check=policy.check), transfer, at)
 
     with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         for kind, share in run_tasks(pool, predict, samples, 2 * resources.workers):

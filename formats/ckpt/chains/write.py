@@ -21,7 +21,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.core.arguments import Checked, Positive, Range
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.encoding import AUTO, EncodingOptions
+from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.name_patterns import search
@@ -82,11 +82,6 @@ class DeltaPolicy(Checked):
             raise InvalidArgumentError(
                 f"codec {self.codec!r:.80}: {error}", hint="Without `codec` (--codec), nothing is lost."
             ) from None
-
-    @property
-    def encoding(self) -> EncodingOptions:
-        """The encoding of states that are stored without a parent."""
-        return EncodingOptions(check=self.check)
 
     def needs_base(self, chain: ChainIndex | None, raw_nbytes: int) -> bool:
         """Is the next member, with values of so many bytes, a base?"""

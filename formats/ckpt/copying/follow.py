@@ -43,7 +43,7 @@ _HINT = "Choose another target, or remove it first."
 
 
 @dataclass(frozen=True)
-class Brought:
+class CopyUpdate:
     """What was new of a chain, and is in its copy now."""
 
     objects: int
@@ -62,7 +62,7 @@ def update_copy(
     resources: Resources | None = None,
     locks: bool = True,
     read_back: bool = False,
-) -> Brought:
+) -> CopyUpdate:
     """Bring a copy of a chain, which is in a store, to what the chain is now. There need not be one yet.
 
     Raises:
@@ -85,7 +85,7 @@ def follow_copy(
     resources: Resources | None = None,
     locks: bool = True,
     read_back: bool = False,
-    on_update: Callable[[Brought], None] = lambda brought: None,
+    on_update: Callable[[CopyUpdate], None] = lambda brought: None,
 ) -> None:
     """Do so each `every` seconds, until the run has ended that records into the chain, or `stop` is set.
 
@@ -109,7 +109,7 @@ class _ChainCopy:
     done: set[str] = field(default_factory=set)
     """The keys of objects that this process has put or compared."""
 
-    def bring(self, run: Path) -> Brought:
+    def bring(self, run: Path) -> CopyUpdate:
         """Put what is new. If the chain is changed meanwhile so that files are gone, it is read again."""
         while True:
             chain = chain_list.read(run)
@@ -120,7 +120,7 @@ class _ChainCopy:
                 if chain_list.read(run) == chain:
                     raise
 
-    def _bring(self, run: Path, chain: ChainIndex) -> Brought:
+    def _bring(self, run: Path, chain: ChainIndex) -> CopyUpdate:
         self._check_same(chain)
         growing = [one for one in chain.segments if is_growing(run / one.folder)]
         there = self.place.bucket.list(self.place.run.key)
@@ -150,7 +150,7 @@ class _ChainCopy:
             self.place.look()
             self.place.remove_unneeded(self.place.leftovers(listed))
         new = [there[key].nbytes for key in there.keys() - before]
-        return Brought(len(new), sum(new), last, bool(growing))
+        return CopyUpdate(len(new), sum(new), last, bool(growing))
 
     @property
     def _listed_segments(self) -> set[str]:

@@ -79,10 +79,6 @@ class Job(Checked):
         """The files that will be written. No tensor is read. Raises `CkptError` if the job cannot succeed."""
         return self._plan
 
-    def shared_plan(self) -> SharedPlan:
-        """What other processes need to write its files. Raises `CkptError` if the job cannot succeed."""
-        return SharedPlan.of(self._plan, self._source, self._format)
-
     def store_reads(self, *, resources: Resources | None = None) -> StoreReads | None:
         """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
         own = resources or Resources.of_machine()
@@ -231,6 +227,11 @@ def save(
     Raises `CkptError` of the kind that fits; the target is then unchanged.
     """
     return Job(source, target, format).run(resources=resources, locks=locks, read_back=read_back, progress=progress)
+
+
+def shared_plan(job: Job) -> SharedPlan:
+    """What other processes need to write the files of a job. Raises `CkptError` if the job cannot succeed."""
+    return SharedPlan.of(job._plan, job._source, job._format)
 
 
 def format_for(format: WritableFormat | str | None, target: StrPath) -> WritableFormat:

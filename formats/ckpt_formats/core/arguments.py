@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.short_repr import ShortRepr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,7 +102,7 @@ class ArgumentKind(NamedTuple):
     """A class whose every object is taken as it is."""
 
 
-class Checked:
+class Checked(ShortRepr):
     """The base of dataclasses that check their fields when they are constructed.
 
     A class that also has conditions between its fields states them in its own `__post_init__`, after this one. The
@@ -110,11 +110,6 @@ class Checked:
     """
 
     __slots__ = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__repr__" not in vars(cls):
-            setattr(cls, "__repr__", short_repr)  # noqa: B010  # `dataclass` writes none where there is one
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -14,7 +14,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.short_repr import cut, short_repr
+from ckpt_formats.core.short_repr import ShortRepr, cut, short_repr
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
@@ -167,7 +167,7 @@ class OriginalForm:
 
 
 @dataclass(frozen=True)
-class Edit:
+class Edit(ShortRepr):
     """One step of a checkpoint's history: plain data, by which a job is recognised when it runs again."""
 
     def inputs(self) -> tuple[Path, ...]:

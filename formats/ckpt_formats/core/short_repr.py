@@ -10,6 +10,17 @@ _MAX_VALUE = 48
 _MAX_ITEMS = 8
 
 
+class ShortRepr:
+    """The base of dataclasses whose `repr` is a line, also of classes that are derived from them."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            setattr(cls, "__repr__", short_repr)  # noqa: B010  # `dataclass` writes none where there is one
+
+
 def short_repr(one: Any) -> str:
     """The class and its fields, but not those that have their defaults. Many items are given as their number.
 
