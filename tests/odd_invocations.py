@@ -47,7 +47,7 @@ def make_places(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "empty.pt").touch()
     (folder / "EMPTY").mkdir()
-    np.savez(folder / "weights.npz", w=np.ones(3))
+    np.savez_compressed(folder / "weights.npz", w=np.ones(3))
     (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(64))
     (folder / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
     (folder / "model.onnx").write_bytes(b"\x08\x07\x12\x07pytorch" + bytes(64))

@@ -117,7 +117,7 @@ def test_a_process_of_its_own_knows_the_format_of_a_package(npy: Path, small: Pa
 
 def test_a_shell_completes_the_name_of_a_package(npy: Path) -> None:
     (to,) = [option for option in cli.get_command(Context(cli), "convert").params if option.name == "format_name"]
-    assert [item.value for item in to.shell_complete(Context(cli), "n")] == ["npy"]
+    assert [item.value for item in to.shell_complete(Context(cli), "np")] == ["npy"]
 
 
 def test_a_name_that_no_package_provides_is_wrong_usage(npy: Path, small: Path, tmp_path: Path) -> None:

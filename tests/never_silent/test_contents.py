@@ -62,7 +62,6 @@ CONTENTS = {
     "GGUF": b"GGUF\3\0\0\0" + bytes(100),
     "ONNX": b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x10" + bytes(100),
     "array of NumPy": b"\x93NUMPY\1\0" + bytes(100),
-    ".npz": npz(np.savez),
     "arrays of NumPy": npz(np.savez_compressed),
     "Stable-Baselines3": zipped("data", "policy.pth", "policy.optimizer.pth", method=zipfile.ZIP_DEFLATED),
     "zip archive of other files": zipped("model.pt"),

@@ -472,7 +472,7 @@ def test_of_the_trainers_checkpoints_the_newest_is_read_with_a_note(tmp_path: Pa
 def test_checkpoints_of_other_frameworks_are_refused_for_what_they_are(file: str, message: str, tmp_path: Path) -> None:
     folder = put(tmp_path / "m", config__json=CONFIG)
     if file.endswith(".npz"):
-        np.savez(folder / file, a=np.ones(2))
+        np.savez_compressed(folder / file, a=np.ones(2))
     else:
         (folder / file).write_bytes(b"PK\3\4" if file.endswith("keras") else b"x")
     for path in (folder, folder / file):

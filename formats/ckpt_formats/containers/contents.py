@@ -124,17 +124,32 @@ def is_file_inside(head: bytes) -> bool:
     return holds_tensors(head) and (PICKLE.match(head) is None or _TORCH_BEFORE_ZIP.match(head) is not None)
 
 
-def archive_kind(names: Collection[str]) -> Content | None:
+def is_npz(names: Collection[str]) -> bool:
+    """Whether an archive with members of these names is one of `numpy.savez`."""
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def is_stable_baselines(names: Collection[str]) -> bool:
+    """Whether an archive with members of these names is a model of Stable-Baselines3."""
+    return "policy.pth" in names
+
+
+def archive_kind(names: Collection[str], compressed: bool = False) -> Content | None:
     """What a zip archive with members of these names is, if not a file of torch.save; None if that is unknown."""
     inner = {name.partition("/")[2] or name for name in names}
-    if names and all(name.endswith(".npy") for name in names):
-        return Content("holds arrays of NumPy (.npz), which are not read", _FROM_NUMPY)
+    if is_npz(names) and compressed:
+        return Content(
+            "holds arrays of NumPy that are compressed (savez_compressed), which are not read",
+            "Save them with numpy.savez, or as safetensors.",
+        )
+    if is_npz(names):
+        return Content("holds arrays of NumPy (.npz), and is no file of torch.save", "Name this file by itself.")
     if {".data/extern_modules", ".data/python_version"} & inner:
         return Content(
             "is a package of torch.package, which holds code, and is not read",
             "Load it with torch.package.PackageImporter, and save the model's state_dict() with torch.save.",
         )
-    if "policy.pth" in names:
+    if is_stable_baselines(names):
         return Content(
             "is a model of Stable-Baselines3, which is not read",
             "Unpack it (unzip), and name policy.pth: it is a file of torch.save.",

@@ -67,6 +67,8 @@ MAX_MANIFEST = 4 << 30
 """Bytes of the manifest of a universal checkpoint."""
 MAX_HEADER = 100_000_000
 """Bytes of a header of safetensors: the limit of the reference implementation."""
+MAX_NUMPY_HEADER = 10_000
+"""Bytes of a header of `.npy`: NumPy reads no longer ones either."""
 MAX_PICKLE = 512 << 20
 """Bytes of one pickle."""
 

@@ -4,7 +4,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, check_content
+from ckpt_formats.containers.contents import (
+    HEAD_NBYTES,
+    PICKLE,
+    SAFETENSORS,
+    ZIP,
+    check_content,
+    is_npz,
+    is_stable_baselines,
+)
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
@@ -15,7 +23,8 @@ _KINDS = (
     (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
     (r".*\.gguf|ggml-.*\.bin", "weights of llama.cpp (GGUF), most often quantised"),
     (r".*\.onnx|.*\.onnx_data", "a graph of ONNX"),
-    (r".*\.npz|.*\.npy", "arrays of NumPy, as MLX and others save weights"),
+    (r".*\.npz", "an archive of NumPy"),
+    (r".*\.npy", "an array of NumPy"),
     (r".*\.pdparams|.*\.pdopt|.*\.pdmodel", "a checkpoint of PaddlePaddle"),
     (r".*\.nemo", "an archive of NeMo"),
     (r".*\.ot", "weights of rust-bert"),
@@ -27,7 +36,8 @@ _KINDS = (
 _HINTS = {
     "an archive of NeMo": "It is a tar archive: unpack it, and name the folder of weights in it.",
     "an archive": "Unpack it, and name the folder of the checkpoint.",
-    "arrays of NumPy, as MLX and others save weights": "Save them as safetensors: safetensors.numpy.save_file.",
+    "an archive of NumPy": "Name the file: by itself, it is read.",
+    "an array of NumPy": "Save the arrays as safetensors: safetensors.numpy.save_file.",
 }
 _HINT = "Save them there as safetensors, which is read."
 _ARCHIVES = "an archive", "an archive of NeMo"
@@ -42,7 +52,7 @@ def check_file(path: Path) -> None:
     if ZIP.match(head):
         if kind is None or (error := _archive_error(path)) is None:
             return  # `model.pth.tar`, `model.zip` and `model.pickle` are names for files of torch.save, too
-        if kind in _ARCHIVES and isinstance(error, UnsupportedError):
+        if kind in (*_ARCHIVES, "an archive of NumPy") and isinstance(error, UnsupportedError):
             raise error
     if kind not in _ARCHIVES:
         check_content(head, path)
@@ -66,13 +76,15 @@ def _kind_of(name: str) -> str | None:
 
 
 def _archive_error(path: Path) -> CkptError | None:
-    """Why a zip archive is not one of torch.save, by its directory; None if it is."""
+    """Why a zip archive is none that is read, by its directory; None if it is."""
     from ckpt_formats.containers.torchfile.file_window import Window  # only a file with an unusual name needs them
-    from ckpt_formats.containers.torchfile.zip_archive import read_directory
+    from ckpt_formats.containers.torchfile.zip_archive import read_directory, read_members
 
     try:
         with Window(path) as window:
-            read_directory(window)
+            names = read_members(window).directory.names
+            if not (is_npz(names) or is_stable_baselines(names)):
+                read_directory(window)
     except CkptError as error:
         return error
     return None

@@ -28,7 +28,7 @@ class Marks(NamedTuple):
     """What the first bytes of a single file match."""
 
 
-_START_NBYTES = 16
+_START_NBYTES = 320
 _POINTER_OF_MEGATRON = "latest_checkpointed_iteration.txt"
 _DICT_OF_MSGPACK = re.compile(rb"[\x81-\x8f\xde\xdf]")
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
@@ -52,6 +52,8 @@ MARKS: dict[str, Marks] = {
     "dcp": Marks((".metadata", "pytorch_model_fsdp_0", "optimizer_0", "checkpoint"), ("*",), ("*.metadata", "__*")),
     "safetensors": Marks((), _SAFETENSORS, _SAFETENSORS, SAFETENSORS),
     "flax": Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
+    "numpy": Marks((), (), ("*.npz",), re.compile(rb"PK\x03\x04.{26}[^\0]{1,255}?\.npy", re.DOTALL)),
+    "stable-baselines3": Marks((), (), ("*.zip",), re.compile(rb"PK\x03\x04.{26}(data[^./]|\w+\.pth)", re.DOTALL)),
     "torch": Marks((), (), _TORCH, re.compile(rb"[P\x80]")),
     "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
 }

@@ -209,6 +209,11 @@ class Archive:
         """Offset of the data of a member in the file, in bytes."""
         return self._starts[member.number] or self._start(member.number)
 
+    def place(self, name: str) -> tuple[int, int]:
+        """Where the data of the member of this name are in the file, and their length, in bytes."""
+        number = self.index[name]
+        return self._starts[number] or self._start(number), self._nbytes[number]
+
     def _start(self, number: int) -> int:
         stop = min(number + self._ahead, len(self.directory))
         self._ahead = min(2 * self._ahead, _MAX_AHEAD)
@@ -310,16 +315,22 @@ def _local_headers(headers: _Ints, name_lengths: list[int], window: ByteSource) 
     return np.concatenate(heads), names
 
 
-def read_directory(window: ByteSource) -> Archive:
-    """Parse the archive's directory, and find the one folder with a `data.pkl`.
+def read_members(window: ByteSource) -> Archive:
+    """Parse the directory of an archive whose members are stored as they are, whatever they are.
 
-    Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` for what zip allows but torch never writes.
+    Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` for what zip allows but torch and NumPy never write.
     """
     start, stop, count = _find_directory(window)
     directory = _members(window, window.at(start, stop - start), start, count)
     index = {name: number for number, name in enumerate(directory.names)}
     archive = Archive(window.path, window.base, window.length, directory, index)
     archive.sealed = bool(directory.crcs.any())
+    return archive
+
+
+def read_directory(window: ByteSource) -> Archive:
+    """Parse the archive's directory, and find the one folder with a `data.pkl`. Raises as `read_members`."""
+    archive = read_members(window)
     archive.stem = _stem(archive)
     archive.find_storages()
     return archive
@@ -447,7 +458,7 @@ def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any)
         seen.add(name)
     if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
         return _torchscript_error(f"{window.path} ({name})")
-    if (kind := archive_kind(names)) is not None:
+    if (kind := archive_kind(names, compressed=bool(entries["method"].any()))) is not None:
         return kind.error(kind.what, where=window.path, hint=kind.hint)
     flags, method = int(entries["flags"][number]), int(entries["method"][number])
     return _error_for_entry(f"{window.path} ({name})", flags, method, name in seen)

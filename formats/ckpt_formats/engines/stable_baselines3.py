@@ -1,0 +1,96 @@
+"""Models of Stable-Baselines3: a zip archive with files of `torch.save` and a JSON text in it. Read, not written.
+
+    policy.pth, policy.optimizer.pth, ...    state dicts; SAC and TD3 have an optimizer each for actor and critic
+    pytorch_variables.pth                    tensors that belong to no module
+    data                                     the arguments of the algorithm as JSON, objects in it as pickles in base64
+
+The pickles in `data` stay texts.
+"""
+
+import json
+from pathlib import Path
+
+from ckpt_formats.containers.contents import HEAD_NBYTES, ZIP, is_stable_baselines
+from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.containers.torchfile import open_file
+from ckpt_formats.containers.torchfile.file_window import Window
+from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
+from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
+from ckpt_formats.core.files import open_regular
+from ckpt_formats.core.format import Format, ReadOptions
+from ckpt_formats.core.values import Value
+from ckpt_formats.state_dicts.read import training_state
+
+_POLICY, _OPTIMIZER, _DATA, _VERSION = "policy.pth", "policy.optimizer.pth", "data", "_stable_baselines3_version"
+_STEPS = "num_timesteps"
+_TORCH = ".pth"
+_MAX_TEXT = 64 << 20
+"""Bytes of a member that is no file of torch."""
+_MAX_FILES = 64
+
+
+class StableBaselines3(Format):
+    name = "stable-baselines3"
+    summary = "models of Stable-Baselines3: the policy, its optimizers and the algorithm's arguments"
+
+    def detect(self, path: Path) -> bool:
+        try:
+            if not path.is_file():
+                return False
+            with open_regular(path) as file:
+                if ZIP.match(file.read(HEAD_NBYTES)) is None:
+                    return False
+            with Window(path) as window:
+                return is_stable_baselines(read_members(window).directory.names)
+        except (CkptError, OSError):
+            return False
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        with Window(path) as window:
+            archive = read_members(window)
+            names = archive.directory.names
+            if len(names) > _MAX_FILES:
+                raise UnsafeError(f"has {len(names):,} members", where=path)
+            texts = {name: _text(archive, name, window) for name in names if not name.endswith(_TORCH)}
+        files = {name: open_file(path, *archive.place(name)) for name in names if name.endswith(_TORCH)}
+        data = _json(texts.pop(_DATA, b"{}"), path)
+        extras: dict[str, Value] = {_DATA: data} if data else {}
+        version = texts.pop(_VERSION, b"").decode("utf-8", "replace").strip() or None
+        extras |= {name: text.decode("utf-8", "replace") for name, text in texts.items()}
+        root: dict[str, Value] = {}
+        for name, file in files.items():
+            key = {_POLICY: "model", _OPTIMIZER: "optimizer"}.get(name, name.removesuffix(_TORCH))
+            root[key] = file.root
+        state = training_state(root, path, options.order, options.orders, further_extras=extras)
+        step = data.get(_STEPS)
+        seals = [seal for file in files.values() for seal in file.seals()]
+        own = (archive.seal(archive.index[name]) for name in names if name not in files)
+        return Checkpoint(
+            path,
+            Origin("stable-baselines3", version, step if is_natural(step) else None),
+            state.parameters,
+            state.groups,
+            state.extras,
+            state.aliases,
+            (SourceFile(path, path.stat().st_size, "all"),),
+            (*seals, *filter(None, own)),
+            state.notices,
+        )
+
+
+def _text(archive: Archive, name: str, window: Window) -> bytes:
+    start, nbytes = archive.place(name)
+    if nbytes > _MAX_TEXT:
+        raise UnsafeError(f"has {nbytes:,} bytes: it would exhaust memory", where=f"{archive.path} ({name})")
+    return window.at(start, nbytes)
+
+
+def _json(text: bytes, path: Path) -> dict[str, Value]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"not valid JSON: {error}", where=f"{path} ({_DATA})") from None
+    if not isinstance(data, dict):
+        raise CorruptError("is no dict of arguments", where=f"{path} ({_DATA})")
+    return data
