@@ -31,7 +31,7 @@ _REQUESTS = 16
 """Requests at once."""
 _STEP = 16 << 20
 """Bytes of a long read that are waited for at once."""
-_NEAR = 1 << 20
+_NEAR = 1 << 18
 """Bytes between two reads up to which the second one may go on from the first."""
 _MANY = 6
 """Reads near one another after which what is between them is requested, too: then requests cost more than bytes."""

@@ -6,8 +6,9 @@ that they agree with `.metadata`. A checkpoint may have hundreds of thousands of
 opening the checkpoint opens none of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import overload
 
@@ -17,8 +18,10 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 from ckpt_formats.core.text import printable
+from ckpt_formats.engines.dcp.coming_items import ComingItems
 from ckpt_formats.engines.dcp.compressed_items import DESCRIPTOR, DecompressedBlob, Frame
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
@@ -34,6 +37,8 @@ class ItemReader:
     """Opens the items of one folder. Caches the places of values in the last items."""
 
     folder: Path
+    items: Sequence[Collection[ItemRange]] = field(default=(), repr=False)
+    """All items that each metadata file names."""
     _known: dict[tuple[str, int, int], Blob] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[int, DType, Shape], ParsedTemplate] = field(default_factory=dict, repr=False)
 
@@ -80,9 +85,17 @@ class ItemReader:
         return self.folder
 
     def __setstate__(self, folder: Path) -> None:
-        self.folder, self._known, self._forms = folder, {}, {}
+        self.folder, self.items, self._known, self._forms = folder, (), {}, {}
+
+    @cached_property
+    def _coming(self) -> ComingItems | None:
+        """None if the folder is in no store, or its metadata is not known here."""
+        is_in_store = isinstance(self.folder, StorePath) and len(self.items) > 0
+        return ComingItems(self.folder, self.items, _EDGE) if is_in_store else None  # type: ignore[arg-type]
 
     def _open_item(self, block: "ItemBlob") -> Blob:
+        if self._coming is not None:
+            self._coming.opened(block.item)
         with self.window(block.item, 2 * block.at.size * block.dtype.itemsize + _MAX_OVERHEAD) as window:
             form = (block.item.nbytes, block.dtype, block.at.shape)
             known = self._forms.get(form)

@@ -119,7 +119,7 @@ def _read(member: MetadataFolder, rules: Sequence[Rule], missing_files: bool) ->
     shards = [SourceFile(path, path.stat().st_size, "metadata") for path in member.metadata]
     shards += [SourceFile(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
     part = _FolderContent({}, ranks, tuple(shards))
-    items = ItemReader(folder)
+    items = ItemReader(folder, [metadata.items for metadata in by_rank])
     values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
     differing = _objects(by_rank, items, values, part.seals)
     paths: dict[str, Steps] = {}

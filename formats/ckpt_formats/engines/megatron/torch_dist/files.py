@@ -60,7 +60,7 @@ def open_dist(path: Path) -> DistFiles:
     args = arguments_of(common.root, common.path)
     metadata = read_metadata(path / METADATA)
     shards = tuple(_shards(path, metadata, common))
-    items, blocks = ItemReader(path), list[ItemBlob]()
+    items, blocks = ItemReader(path, [metadata.items]), list[ItemBlob]()
     tensors = {key: _tensor(key, stored, items, blocks) for key, stored in metadata.tensors.items()}
     objects: dict[str, Value] = {}
     seals: list[Seal] = [*common.seals()]
