@@ -61,7 +61,12 @@ def states(gb: float, steps: int) -> Iterator[Checkpoint]:
             weight.grad = (torch.randn(ROWS, 8) @ torch.randn(8, COLUMNS) * 1e-3).bfloat16().float()
         optimizer.step()
         held = {name: _parameter(name, w, optimizer.state[w], step) for name, w in zip(names, weights, strict=True)}
-        yield Checkpoint(Path("/held"), Origin("torch", torch.__version__, step), held, (Group(options, names),))
+        yield Checkpoint(
+            path=Path("/held"),
+            origin=Origin("torch", torch.__version__, step),
+            parameters=held,
+            groups=(Group(options, names),),
+        )
 
 
 def _parameter(name: str, weight: torch.Tensor, kept: dict[str, torch.Tensor], step: int) -> Parameter:

@@ -52,7 +52,14 @@ def states(count: int, matrices: int, frozen: int) -> Iterator[Checkpoint]:
             parameters.append(_parameter(f"layers.{i}.adapter", own, "parameter"))
         trained = tuple(parameter.name for parameter in parameters if parameter.role == "parameter")
         by_name = {parameter.name: parameter for parameter in parameters}
-        yield Checkpoint(Path("/run"), Origin("example", None, step), by_name, (Group({}, trained),), {}, {})
+        yield Checkpoint(
+            path=Path("/run"),
+            origin=Origin("example", None, step),
+            parameters=by_name,
+            groups=(Group({}, trained),),
+            extras={},
+            aliases={},
+        )
 
 
 def _parameter(name: str, values: dict[str, Array], role: Role) -> Parameter:

@@ -39,7 +39,12 @@ def write(folder: Path, ranks: int, parameters: int) -> Path:
         states = {state: Tensor.of(ArrayBlob(np.full(SHAPE, number, np.float32))) for state in STATES}
         index[name] = Parameter(name, "parameter", states, {"step": 7})
     group = Group({"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, tuple(index))
-    source = Checkpoint(Path("/nowhere"), Origin("deepspeed", "0.19.8", 7, {"zero_stage": 3}), index, (group,))
+    source = Checkpoint(
+        path=Path("/nowhere"),
+        origin=Origin("deepspeed", "0.19.8", 7, {"zero_stage": 3}),
+        parameters=index,
+        groups=(group,),
+    )
     save(source, folder / "zero3", type(format_named("deepspeed"))(dp=ranks, zero=3))  # type: ignore[call-arg]
     return folder / "zero3"
 
@@ -67,7 +72,7 @@ def slices(ranks: int, parameters: int) -> Any:
     for number in range(parameters):
         states = {state: even_tensor(shape, vectors[state], number * size, size) for state in STATES}
         index[f"layers.{number}.weight"] = Parameter(f"layers.{number}.weight", "parameter", states, {"step": 7})
-    return Checkpoint(Path("/nowhere"), Origin("deepspeed"), index)
+    return Checkpoint(path=Path("/nowhere"), origin=Origin("deepspeed"), parameters=index)
 
 
 def measure(make: Callable[[], Any]) -> None:

@@ -78,12 +78,18 @@ def source(parameters: int, ranks: int, kind: str) -> Any:
         origin = Origin("megatron", "0.14", 7, {"tp": 1, "pp": 1})
         extras: dict[str, Any] = {"args": Record(Global("argparse", "Namespace"), state=args)}
         groups = tuple(Group({**group.options, "wd_mult": 1.0, "lr_mult": 1.0}, group.names) for group in groups)
-        return Checkpoint(Path("/nowhere"), origin, index, groups, extras)
+        return Checkpoint(path=Path("/nowhere"), origin=origin, parameters=index, groups=groups, extras=extras)
     layout: dict[str, Any] = {"zero_stage": 1, "dp": 8}
     if kind == "pipeline":
         stages = [list(range(i * (layers + 3) // STAGES, (i + 1) * (layers + 3) // STAGES)) for i in range(STAGES)]
         layout["pipeline"] = {"stages": stages, "tied": {}, "users": {}}
-    return Checkpoint(Path("/nowhere"), Origin("deepspeed", "0.19.8", 7, layout), index, groups, {"epoch": 3})
+    return Checkpoint(
+        path=Path("/nowhere"),
+        origin=Origin("deepspeed", "0.19.8", 7, layout),
+        parameters=index,
+        groups=groups,
+        extras={"epoch": 3},
+    )
 
 
 def megatron_arguments(layers: int, hidden: int) -> dict[str, Any]:

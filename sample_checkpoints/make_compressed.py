@@ -108,7 +108,9 @@ def main() -> None:
         for name, (states, _) in cases.items()
     }
     group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(tensors))
-    source = Checkpoint(out, Origin("golden", "2", 7), tensors, (group,), {"epoch": 3})
+    source = Checkpoint(
+        path=out, origin=Origin("golden", "2", 7), parameters=tensors, groups=(group,), extras={"epoch": 3}
+    )
     format = Universal(pack_nbytes=0)  # a pack for each parameter: each has an encoding of its own
     receipts = []
     for part in format.plan(source).files:

@@ -140,7 +140,9 @@ def main() -> None:
     )
     aliases = {"head.weight": "derived", "another.head": "derived"}
     origin = Origin("deepspeed", "0.19.2", 5, {"zero_stage": 3, "dp": 4, "pieces": (1, 2)})
-    source = Checkpoint(HERE / "made", origin, parameters, groups, extras(), aliases)
+    source = Checkpoint(
+        path=HERE / "made", origin=origin, parameters=parameters, groups=groups, extras=extras(), aliases=aliases
+    )
     shutil.rmtree(HERE / NAME, ignore_errors=True)
     save(source, HERE / NAME, Universal(), resources=Execution(1))
 

@@ -80,7 +80,14 @@ def checkpoint(
     path: Path = HELD,
 ) -> Checkpoint:
     """A checkpoint in memory."""
-    return Checkpoint(path, origin, {p.name: p for p in parameters}, groups, extras or {}, aliases or {})
+    return Checkpoint(
+        path=path,
+        origin=origin,
+        parameters={p.name: p for p in parameters},
+        groups=groups,
+        extras=extras or {},
+        aliases=aliases or {},
+    )
 
 
 def contents(source: Checkpoint) -> dict[tuple[str, str], tuple[str, Shape, bytes]]:

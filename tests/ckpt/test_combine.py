@@ -49,7 +49,7 @@ def checkpoint(tensors: Mapping[str, Any], aliases: Mapping[str, str] = {}, name
     parameters = {
         n: Parameter(n, "parameter", {MODEL: Tensor.of(ArrayBlob(np.asarray(array)))}) for n, array in tensors.items()
     }
-    return Checkpoint(Path(name), Origin("test", step=7), parameters, aliases=aliases, **more)
+    return Checkpoint(path=Path(name), origin=Origin("test", step=7), parameters=parameters, aliases=aliases, **more)
 
 
 def values(source: Checkpoint, name: str) -> Any:

@@ -103,6 +103,12 @@ def classes_in(annotation: Any) -> Iterator[type]:
             yield from classes_in(one)
 
 
+def test_checkpoint_takes_its_fields_by_name_only() -> None:
+    assert {one.kind for one in inspect.signature(ckpt.Checkpoint).parameters.values()} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_class_in_an_annotation_has_a_public_name(name: str) -> None:
     unnamed = {

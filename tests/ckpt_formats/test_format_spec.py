@@ -56,7 +56,14 @@ def example(folder):
     states = {"fp32": master, "exp_avg": np.zeros(2, np.float32), "param": master.astype(DTYPES["bfloat16"])}
     w = Parameter("w", "parameter", {name: tensor_of(array) for name, array in states.items()}, {"step": 3})
     group = Group({"lr": 0.1, "betas": (0.9, 0.95)}, ("w",))
-    return Checkpoint(folder, Origin("example", None, 3), {"w": w}, (group,), {"seed": 7}, {"tied.w": "w"})
+    return Checkpoint(
+        path=folder,
+        origin=Origin("example", None, 3),
+        parameters={"w": w},
+        groups=(group,),
+        extras={"seed": 7},
+        aliases={"tied.w": "w"},
+    )
 
 
 def block(mark):
@@ -132,7 +139,14 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
         **source.parameters,
         "large": Parameter("large", "parameter", {s: tensor_of(a) for s, a in large.items()}),
     }
-    source = Checkpoint(source.path, source.origin, parameters, source.groups, source.extras, source.aliases)
+    source = Checkpoint(
+        path=source.path,
+        origin=source.origin,
+        parameters=parameters,
+        groups=source.groups,
+        extras=source.extras,
+        aliases=source.aliases,
+    )
     save(source, tmp_path / "u", writable("universal", codec="auto"))
     reader = UniversalDecoder(tmp_path / "u", decode)
     assert any(row["storage"] == CODED for entry in reader.entries.values() for row in entry["states"].values())
@@ -145,7 +159,7 @@ def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):
     odd = np.array([1e-8, 1e6, -1e6, 65519.996, 65520, -0.0, 1 + 2**-11, 6.1e-5, np.inf], np.float32)
     wide = Parameter("w", "parameter", {"fp32": tensor_of(odd)})
     for dtype in ("fp16", "bf16"):
-        halved = cast(Checkpoint(source.path, source.origin, {"w": wide}), dtype)
+        halved = cast(Checkpoint(path=source.path, origin=source.origin, parameters={"w": wide}), dtype)
         reader = UniversalDecoder(universal(halved, tmp_path / dtype))
         assert reader.entries["w"]["states"]["param"]["storage"] == DERIVED
 
@@ -154,7 +168,7 @@ def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path):
     source = example(tmp_path / "none")
     other = np.array([0.5, -1.2578125], DTYPES["bfloat16"])
     states = {**source.parameters["w"].states, "param": tensor_of(other)}
-    changed = Checkpoint(source.path, source.origin, {"w": Parameter("w", "parameter", states)})
+    changed = Checkpoint(path=source.path, origin=source.origin, parameters={"w": Parameter("w", "parameter", states)})
     reader = UniversalDecoder(universal(changed, tmp_path / "u"))
     assert reader.entries["w"]["states"]["param"]["storage"] == PLAIN
     assert reader.values("w", "param") == other.tobytes()
@@ -227,7 +241,9 @@ def test_names_and_texts_of_all_kinds_survive(tmp_path):
     one = tensor_of(np.zeros((), np.int16))
     parameters = {name: Parameter(name, "buffer", {"param": one}) for name in names}
     extras = {name: name for name in names}
-    source = Checkpoint(tmp_path / "none", Origin("example"), parameters, (), extras)
+    source = Checkpoint(
+        path=tmp_path / "none", origin=Origin("example"), parameters=parameters, groups=(), extras=extras
+    )
     reader = UniversalDecoder(universal(source, tmp_path / "u"))
     assert set(reader.entries) == set(names)
     assert reader.manifest["extras"] == extras

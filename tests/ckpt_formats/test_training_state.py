@@ -27,7 +27,14 @@ def again(source: Checkpoint, keys: StateKeys, **changes: Any) -> Checkpoint:
     """A checkpoint that went through a tree."""
     state = training_state({**state_tree(source, keys), **changes}, WHERE)
     origin = state.origin or Origin("none")
-    return Checkpoint(WHERE, origin, state.parameters, state.groups, state.extras, state.aliases)
+    return Checkpoint(
+        path=WHERE,
+        origin=origin,
+        parameters=state.parameters,
+        groups=state.groups,
+        extras=state.extras,
+        aliases=state.aliases,
+    )
 
 
 def described(source: Checkpoint) -> Any:

@@ -295,7 +295,12 @@ def test_steps_that_a_scaler_skips_are_none(name: str, model: Model, tmp_path: P
         state = state_at(tmp_path / "run.chain", step)
         # Statistics of batches go on in steps that are skipped.
         kept = {name: held for name, held in state.parameters.items() if name in parameters}
-        assert_same(Checkpoint(state.path, state.origin, kept, state.groups, {}, {}), parameters)
+        assert_same(
+            Checkpoint(
+                path=state.path, origin=state.origin, parameters=kept, groups=state.groups, extras={}, aliases={}
+            ),
+            parameters,
+        )
 
 
 class Sparse(nn.Module):

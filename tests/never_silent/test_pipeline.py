@@ -405,7 +405,7 @@ def test_a_lock_whose_file_was_replaced_is_no_lock(
 # What a job is
 
 
-SOURCE = Checkpoint(Path("/source"), Origin("torch"), {})
+SOURCE = Checkpoint(path=Path("/source"), origin=Origin("torch"), parameters={})
 WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
 OPTIONS = [(name, field.name) for name in WRITABLE for field in fields(writable(name))]  # type: ignore[arg-type]
 EDITS: dict[str, Edit] = {
@@ -502,7 +502,7 @@ def test_every_edit_leaves_itself_in_the_history(tmp_path: Path) -> None:
 
 
 def test_the_files_that_are_read_are_part_of_the_job(tmp_path: Path) -> None:
-    source = Checkpoint(Path("/source"), Origin("torch"), {})
+    source = Checkpoint(path=Path("/source"), origin=Origin("torch"), parameters={})
     one = Identity(1, 2, 3, 4)
 
     def id_of(identity: Identity) -> str:

@@ -79,7 +79,7 @@ def states_before(
     if tip is not None:
         _check_members(run, chain)
         folder = run / last.folder
-        member = identified(lambda: Checkpoint(folder, tip.origin, {}, files=_files(folder)))
+        member = identified(lambda: Checkpoint(path=folder, origin=tip.origin, parameters={}, files=_files(folder)))
         checkpoint = replace(tip, path=folder, identities={**tip.identities, **member.identities})
         yield StateBefore(checkpoint, "tip", tip.path)
     yield StateBefore(open_member(run, chain, last), "replayed", run)
@@ -184,7 +184,7 @@ def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
             raise CorruptError(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
     stated.append(found)
     packs = (files.path(number) for number in range(len(found.packs)))
-    return Checkpoint(folder, found.origin, {}, found.groups, files=_source_files(packs))
+    return Checkpoint(path=folder, origin=found.origin, parameters={}, groups=found.groups, files=_source_files(packs))
 
 
 def _files(folder: Path) -> tuple[SourceFile, ...]:

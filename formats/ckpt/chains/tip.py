@@ -79,12 +79,12 @@ def _decoded(folder: Path, earlier: Checkpoint) -> Checkpoint:
         stated = manifest.load(folder / manifest.NAME)
         entries = stated.entries
         return Checkpoint(
-            folder,
-            stated.origin,
-            StoredParameters(stated.files(folder), entries, entries.numbers.keys(), earlier.parameters),
-            stated.groups,
-            stated.extras,
-            stated.aliases,
+            path=folder,
+            origin=stated.origin,
+            parameters=StoredParameters(stated.files(folder), entries, entries.numbers.keys(), earlier.parameters),
+            groups=stated.groups,
+            extras=stated.extras,
+            aliases=stated.aliases,
             seals=StoredSeals(((folder, stated),)),
             errors=state_errors(entries),
             original=stated.original,

@@ -111,7 +111,9 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
         for one in chosen
         if one.path not in moving
     }
-    source = Checkpoint(path, Origin(located.format.name), {}, notices=notices, identities=identities)
+    source = Checkpoint(
+        path=path, origin=Origin(located.format.name), parameters={}, notices=notices, identities=identities
+    )
     last = _last(chosen, located.format.name)
     names_last = {one.name for one in last}
     files = tuple(one for one in chosen if one.name not in names_last)
@@ -206,7 +208,9 @@ def _of_file(path: Path, format: str) -> ChosenFiles:
     checkpoint = identified(lambda: open_checkpoint(path, ReadOptions()))
     only = ChosenFile(path.name, path, path.stat().st_size)
     identities = {path: checkpoint.identities.get(path) or Identity.of(path.stat())}
-    source = Checkpoint(path, Origin(format), {}, notices=checkpoint.notices, identities=identities)
+    source = Checkpoint(
+        path=path, origin=Origin(format), parameters={}, notices=checkpoint.notices, identities=identities
+    )
     return ChosenFiles(source, (only,), (), _by_file(checkpoint.seals), True, checkpoint)
 
 

@@ -100,12 +100,12 @@ def load(
     check.texts(aliases.values(), "aliases")
     parameters = _parameters(check.sequence(fields, "parameters"), check, make_blob)
     checkpoint = Checkpoint(
-        where,
-        Origin(engine, version, step, _mapping(layout, check, "origin")),
-        parameters,
-        tuple(_group(row, check) for row in check.sequence(fields, "groups")),
-        _mapping(check.mapping(fields, "extras"), check, "extras"),
-        aliases,
+        path=where,
+        origin=Origin(engine, version, step, _mapping(layout, check, "origin")),
+        parameters=parameters,
+        groups=tuple(_group(row, check) for row in check.sequence(fields, "groups")),
+        extras=_mapping(check.mapping(fields, "extras"), check, "extras"),
+        aliases=aliases,
         notices=tuple(_notice(row, check) for row in check.sequence(fields, "notices")),
         suspicions=check.texts(check.sequence(fields, "suspicions"), "suspicions"),
         errors=dict(_error(row, check) for row in check.sequence(fields, "errors")),

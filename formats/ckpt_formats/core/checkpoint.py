@@ -183,7 +183,7 @@ class Opened(Edit):
     options: object
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint(Checked, Mapping[str, Parameter]):
     """The index of a checkpoint: parameters by name. To read one opens headers, never tensor data.
 

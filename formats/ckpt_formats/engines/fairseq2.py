@@ -75,15 +75,17 @@ def _read(path: Path, options: ReadOptions) -> Checkpoint:
     state = training_state(root, path, options.order, options.orders, further_extras=extras)
     degrees = {"pp": len(stages), "dp": max(map(len, stages))}
     return Checkpoint(
-        path,
-        Origin("fairseq2", None, _step_of(others, path), {key: ranks for key, ranks in degrees.items() if ranks > 1}),
-        state.parameters,
-        state.groups,
-        state.extras,
-        state.aliases,
-        tuple(SourceFile(file.path, file.path.stat().st_size, _role(file.path)) for file in read),
-        tuple(seal for file in read for seal in file.seals()),
-        (*state.notices, *notices),
+        path=path,
+        origin=Origin(
+            "fairseq2", None, _step_of(others, path), {key: ranks for key, ranks in degrees.items() if ranks > 1}
+        ),
+        parameters=state.parameters,
+        groups=state.groups,
+        extras=state.extras,
+        aliases=state.aliases,
+        files=tuple(SourceFile(file.path, file.path.stat().st_size, _role(file.path)) for file in read),
+        seals=tuple(seal for file in read for seal in file.seals()),
+        notices=(*state.notices, *notices),
     )
 
 

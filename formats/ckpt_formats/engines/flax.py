@@ -86,9 +86,9 @@ class Flax(WritableFormat):
         extras_by_name = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
         origin = Origin("flax", step=step if is_natural(step) else None, layout={_SEPARATOR: separator})
         return Checkpoint(
-            path,
-            origin,
-            parameters,
+            path=path,
+            origin=origin,
+            parameters=parameters,
             extras=extras_by_name,
             files=(SourceFile(file, nbytes, "model"),),
             notices=notices,

@@ -66,9 +66,9 @@ def read_ranks(folder: Path, files: Sequence[TorchFile], options: ReadOptions) -
             raise
         parameters[name] = Parameter(name, "parameter", {MODEL: merged})
     return Checkpoint(
-        folder,
-        Origin("torch", None, None, {"tp": len(ranks)}),
-        parameters,
+        path=folder,
+        origin=Origin("torch", None, None, {"tp": len(ranks)}),
+        parameters=parameters,
         files=tuple(
             SourceFile(file.path, file.path.stat().st_size, "model", {"tp": rank}) for rank, file in enumerate(ranks)
         ),

@@ -73,15 +73,15 @@ class Safetensors(WritableFormat):
         extras = {key: value for key, value in weights.metadata.items() if key not in (*aliases, OPTIMIZER_KEY)}
         original = OriginalForm(self.name, path.name, partial(_form, path)) if single else None
         return Checkpoint(
-            path,
-            Origin("safetensors", step=step),
-            parameters,
-            groups,
-            extras,
-            aliases,
-            weights.shards,
-            (),
-            weights.notices,
+            path=path,
+            origin=Origin("safetensors", step=step),
+            parameters=parameters,
+            groups=groups,
+            extras=extras,
+            aliases=aliases,
+            files=weights.shards,
+            seals=(),
+            notices=weights.notices,
             original=original,
         )
 

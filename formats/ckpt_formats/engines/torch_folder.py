@@ -150,15 +150,15 @@ def _with_optimizers(model: TorchFile, optimizers: Sequence[_File], options: Rea
             }
     state_read = training_state(root, model.path.parent, options.order, options.orders)
     return Checkpoint(
-        model.path.parent,
-        Origin("torch", None, state_read.step, {"keys": state_read.keys.to_json()}),
-        state_read.parameters,
-        state_read.groups,
-        state_read.extras,
-        state_read.aliases,
-        (_shard(_File(model, "model")), *map(_shard, optimizers)),
-        tuple(seal for file in (model, *(file.content for file in optimizers)) for seal in file.seals()),
-        state_read.notices,
+        path=model.path.parent,
+        origin=Origin("torch", None, state_read.step, {"keys": state_read.keys.to_json()}),
+        parameters=state_read.parameters,
+        groups=state_read.groups,
+        extras=state_read.extras,
+        aliases=state_read.aliases,
+        files=(_shard(_File(model, "model")), *map(_shard, optimizers)),
+        seals=tuple(seal for file in (model, *(file.content for file in optimizers)) for seal in file.seals()),
+        notices=state_read.notices,
     )
 
 

@@ -228,7 +228,16 @@ def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
         raise CorruptError(
             f"the file has not the form in which ckpt writes files of torch.save: {flaw(error)}", where=path
         ) from None
-    return Checkpoint(path, origin, parameters, groups, extras, aliases, _shards(file), file.seals())
+    return Checkpoint(
+        path=path,
+        origin=origin,
+        parameters=parameters,
+        groups=groups,
+        extras=extras,
+        aliases=aliases,
+        files=_shards(file),
+        seals=file.seals(),
+    )
 
 
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
@@ -280,15 +289,15 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
     without = check_weights(state, root, file.path)
     origin = Origin("torch", None, state.step, {"keys": state.keys.to_json()})
     return Checkpoint(
-        file.path,
-        origin,
-        state.parameters,
-        state.groups,
-        state.extras,
-        state.aliases,
-        _shards(file),
-        file.seals(),
-        (*notices, *without, *state.notices),
+        path=file.path,
+        origin=origin,
+        parameters=state.parameters,
+        groups=state.groups,
+        extras=state.extras,
+        aliases=state.aliases,
+        files=_shards(file),
+        seals=file.seals(),
+        notices=(*notices, *without, *state.notices),
         original=OriginalForm(Torch.name, file.path.name, partial(form_of, file, state.parameters, state.extras)),
     )
 

@@ -248,15 +248,15 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
     path, stated = ancestors[-1].folder, ancestors[-1].manifest
     errors = state_errors(stated.entries)
     return Checkpoint(
-        path,
-        stated.origin,
-        parameters,
-        stated.groups,
-        stated.extras,
-        stated.aliases,
-        (*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
-        StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
-        tuple(_notices(errors)),
+        path=path,
+        origin=stated.origin,
+        parameters=parameters,
+        groups=stated.groups,
+        extras=stated.extras,
+        aliases=stated.aliases,
+        files=(*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
+        seals=StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
+        notices=tuple(_notices(errors)),
         digests=StateDigests(stated.entries),
         errors=errors,
         original=stated.original,

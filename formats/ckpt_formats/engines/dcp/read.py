@@ -70,15 +70,17 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         stored = state.origin
         origin = replace(stored, step=step if stored.step is None else stored.step, layout={**stored.layout, **layout})
     return Checkpoint(
-        path,
-        origin,
-        state.parameters,
-        state.groups,
-        state.extras,
-        state.aliases,
-        tuple(shard for part in parts for shard in part.shards),
-        ItemSeals([block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]),
-        (*folders.notices, *state.notices, *(n for part in parts for n in part.notices)),
+        path=path,
+        origin=origin,
+        parameters=state.parameters,
+        groups=state.groups,
+        extras=state.extras,
+        aliases=state.aliases,
+        files=tuple(shard for part in parts for shard in part.shards),
+        seals=ItemSeals(
+            [block for part in parts for block in part.blocks], [seal for part in parts for seal in part.seals]
+        ),
+        notices=(*folders.notices, *state.notices, *(n for part in parts for n in part.notices)),
     )
 
 

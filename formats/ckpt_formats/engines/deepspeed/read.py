@@ -41,15 +41,15 @@ def _read(path: Path, step: OpenedStep, options: ReadOptions) -> Checkpoint:
     extra_items = {path: items for rank in ranks for path, items in rank.extra_items.items()}
     extras = collect_extras(models, optims, parameters, extra_items)
     return Checkpoint(
-        path,
-        origin_of(step, [list(stage) for stage in stages]),
-        parameters,
-        merge_groups([rank.groups for rank in ranks], step.folder.path),
-        extras,
-        {alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
-        tuple(source_files(step)),
-        tuple(seal for file in step.files.values() for seal in file.seals()),
-        (*notices_of(tied), *_notices(step, ranks, extras)),
+        path=path,
+        origin=origin_of(step, [list(stage) for stage in stages]),
+        parameters=parameters,
+        groups=merge_groups([rank.groups for rank in ranks], step.folder.path),
+        extras=extras,
+        aliases={alias: name for rank in ranks for alias, name in rank.aliases.items() if name in parameters},
+        files=tuple(source_files(step)),
+        seals=tuple(seal for file in step.files.values() for seal in file.seals()),
+        notices=(*notices_of(tied), *_notices(step, ranks, extras)),
         layout=Layout((*options.rules, *own_rules(step, 0))),
     )
 

@@ -73,15 +73,15 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     state = training_state(root, folder.path, options.order, options.orders, further_extras=extra)
     mesh = max(known.meshes, key=lambda mesh: (len(mesh.ranks), len(mesh.shape)), default=None)
     return Checkpoint(
-        folder.path,
-        Origin("fsdp", None, state.step, _layout(folder, mesh) | {"keys": state.keys.to_json()}),
-        state.parameters,
-        state.groups,
-        state.extras,
-        state.aliases,
-        tuple(_shard(role, rank, path, mesh) for role, rank, path in folder.paths),
-        tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
-        (*notices, *state.notices),
+        path=folder.path,
+        origin=Origin("fsdp", None, state.step, _layout(folder, mesh) | {"keys": state.keys.to_json()}),
+        parameters=state.parameters,
+        groups=state.groups,
+        extras=state.extras,
+        aliases=state.aliases,
+        files=tuple(_shard(role, rank, path, mesh) for role, rank, path in folder.paths),
+        seals=tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
+        notices=(*notices, *state.notices),
     )
 
 

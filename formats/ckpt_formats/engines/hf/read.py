@@ -125,17 +125,17 @@ def _with_model(
     version = (config or {}).get("transformers_version")
     aliases = {**model.aliases, **state_read.aliases, **_tied(state_read.parameters, config)}
     return Checkpoint(
-        folder.path,
-        Origin(
+        path=folder.path,
+        origin=Origin(
             "hf", version if isinstance(version, str) else None, state_read.step, {"keys": state_read.keys.to_json()}
         ),
-        state_read.parameters,
-        state_read.groups,
-        {**state_read.extras, **metadata},
-        aliases,
-        (*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
-        (*model.seals, *(optimizer.seals() if optimizer else ())),
-        (*model.notices, *state_read.notices, *notices),
+        parameters=state_read.parameters,
+        groups=state_read.groups,
+        extras={**state_read.extras, **metadata},
+        aliases=aliases,
+        files=(*model.shards, *((torch_shard(optimizer, "optimizer"),) if optimizer else ())),
+        seals=(*model.seals, *(optimizer.seals() if optimizer else ())),
+        notices=(*model.notices, *state_read.notices, *notices),
     )
 
 

@@ -84,15 +84,15 @@ def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoin
         parameters.pop(name, None)  # a tensor of an extra of the base, in whose place the run noted another value
     extras |= {name: names_for_noted_tensors(value, name, parameters) for name, value in noted.items()}
     return Checkpoint(
-        segment.folder,
-        _origin(segment, step, source),
-        parameters,
-        tuple(_groups(replay, source)),
-        extras,
-        source.aliases if source is not None else dict(segment.layout.aliases),
-        () if source is None else source.files,
-        () if source is None else source.seals,
-        (*(() if source is None else source.notices), *_notices(replay, source, noted)),
+        path=segment.folder,
+        origin=_origin(segment, step, source),
+        parameters=parameters,
+        groups=tuple(_groups(replay, source)),
+        extras=extras,
+        aliases=source.aliases if source is not None else dict(segment.layout.aliases),
+        files=() if source is None else source.files,
+        seals=() if source is None else source.seals,
+        notices=(*(() if source is None else source.notices), *_notices(replay, source, noted)),
         errors=_errors(replay, source, parameters),
         original=_original(source),
     )

@@ -69,15 +69,15 @@ def read_universal(path: Path, folder: UniversalFolder, options: ReadOptions) ->
         *(file for by_state in files.values() for file in by_state.values()),
     )
     return Checkpoint(
-        path,
-        _origin(step, [list(stage) for stage in stages]),
-        parameters,
-        groups,
-        extras,
-        aliases,
-        (*source_files(step), *_source_files(spare, optimizer, files)),
-        tuple(seal for file in opened for seal in file.seals()),
-        (
+        path=path,
+        origin=_origin(step, [list(stage) for stage in stages]),
+        parameters=parameters,
+        groups=groups,
+        extras=extras,
+        aliases=aliases,
+        files=(*source_files(step), *_source_files(spare, optimizer, files)),
+        seals=tuple(seal for file in opened for seal in file.seals()),
+        notices=(
             *notices_of(tied),
             *step_notices(list(models.values())),
             *_notices(step, shadows, parameters, groups),

@@ -58,15 +58,15 @@ def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     _check_steps(ranks, folder)
     extras = collect_extras([(_label(rank.file, legacy), _items(rank)) for rank in ranks], parameters)
     return Checkpoint(
-        path,
-        origin_of(legacy.args, legacy.parallel, stages, legacy.first.root, "torch"),
-        parameters,
-        groups,
-        extras,
-        aliases,
-        tuple(legacy.shards()),
-        tuple(seal for file in legacy.files() for seal in file.seals()),
-        tuple(without_states(parameters, groups)),
+        path=path,
+        origin=origin_of(legacy.args, legacy.parallel, stages, legacy.first.root, "torch"),
+        parameters=parameters,
+        groups=groups,
+        extras=extras,
+        aliases=aliases,
+        files=tuple(legacy.shards()),
+        seals=tuple(seal for file in legacy.files() for seal in file.seals()),
+        notices=tuple(without_states(parameters, groups)),
         layout=layout,
     )
 

@@ -51,15 +51,15 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     tied = is_tied(dist.args) and WORD_TABLE in weights and HEAD not in weights
     origin = origin_of(dist.args, dist.parallel, stages, dist.root, "torch_dist")
     return Checkpoint(
-        path,
-        replace(origin, layout={**origin.layout, "wrapped": True}) if items.wrapped else origin,
-        parameters,
-        groups,
-        _extras(dist, items, parameters),
-        {HEAD: WORD_TABLE} if tied else {},
-        dist.shards,
-        dist.seals,
-        (*dist.notices, *without_states(parameters, groups)),
+        path=path,
+        origin=replace(origin, layout={**origin.layout, "wrapped": True}) if items.wrapped else origin,
+        parameters=parameters,
+        groups=groups,
+        extras=_extras(dist, items, parameters),
+        aliases={HEAD: WORD_TABLE} if tied else {},
+        files=dist.shards,
+        seals=dist.seals,
+        notices=(*dist.notices, *without_states(parameters, groups)),
         layout=layout,
     )
 
