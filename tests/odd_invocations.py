@@ -73,12 +73,12 @@ ODD: dict[str, Odd] = {
     "an option without its value": Odd("convert a.pt out --to", 2, ("--to",)),
     "a shard that is not there": Odd("convert a.pt out --shard 8/8", 2, ("no shard 8 of 8", "from 0 to N-1")),
     "no shards to commit": Odd("commit nowhere", 10, ("no shards have written", "--shard")),
-    "an unknown executor": Odd("convert a.pt out --executor slurm://x", 22, ("slurm://x", "dask://HOST:PORT")),
+    "an unknown executor": Odd("convert a.pt out --executor slurm://x", 2, ("slurm://x", "dask://HOST:PORT")),
     "an unknown format": Odd("convert a.pt out --to pytorch", 2, ("'pytorch'", "'torch'")),
     "a format that is only read": Odd(
         "convert a.pt out --to chain", 22, ("chain can be read, not written", "ckpt append")
     ),
-    "an option of another format": Odd("convert a.pt out.pt --tp 2", 22, ("format torch has no option --tp",)),
+    "an option of another format": Odd("convert a.pt out.pt --tp 2", 2, ("format torch has no option --tp",)),
     "a type that is none": Odd("convert a.pt out --dtype banana", 2, ("'banana'", "bf16")),
     "a type of integers": Odd("convert a.pt out --dtype int8", 2, ("'int8'", "bf16")),
     "a size that is none": Odd("convert a.pt out --memory lots", 2, ("'lots'", "512M")),
@@ -89,7 +89,7 @@ ODD: dict[str, Odd] = {
     "a pattern that fits nothing": Odd("convert a.pt out --only decoder", 10, ("`decoder`", "ckpt inspect")),
     "a prefix that fits nothing": Odd("convert a.pt out --strip-prefix module.", 10, ("`module.`", "--strip-prefix")),
     "a renaming without =": Odd("convert a.pt out --rename module", 2, ("PATTERN=NEW",)),
-    "a renaming onto one name": Odd("convert a.pt out --rename .=w", 22, ("two parameters would be called",)),
+    "a renaming onto one name": Odd("convert a.pt out --rename .=w", 2, ("two parameters would be called",)),
     "a pipe as source": Odd("convert - out", 2, ("a pipe cannot be used",)),
     "a pipe as target": Odd("convert a.pt -", 2, ("a pipe cannot be used",)),
     "weights for other sources": Odd("average a.pt a.pt out --weights 1,2,3", 2, ("3 numbers for 2",)),

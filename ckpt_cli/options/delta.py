@@ -64,10 +64,10 @@ class LossOptions:
     def _bounded(self, codec: Any) -> Any:
         from ckpt_codecs import CodecError
         from ckpt_codecs.lossy import Subspace
-        from ckpt_formats.core.errors import UnsupportedError
+        from ckpt_formats.core.errors import InvalidArgumentError
 
         if not isinstance(codec, Subspace):
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"codec {codec.name} takes no bound for errors",
                 hint=f"Leave out --codec: then {Subspace.name} is used, which takes one.",
             )
@@ -78,9 +78,9 @@ class LossOptions:
                 rel_error=codec.rel_error if self.rel_error is None else self.rel_error,
             )
         except CodecError as error:
-            raise UnsupportedError(str(error), hint="Give a number such as 1e-4.") from None
+            raise InvalidArgumentError(str(error), hint="Give a number such as 1e-4.") from None
         if self.max_loss_increase is not None and bounded.max_abs_err is not None:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 "--max-loss-increase searches the step size, which max_abs_err states", hint="Leave out one of them."
             )
         return bounded

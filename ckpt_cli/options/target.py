@@ -157,10 +157,10 @@ class Target:
         note(*notices_of_ending(self.path, format_name))
 
     def _check_seal(self, format_name: str) -> None:
-        from ckpt_formats.core.errors import UnsupportedError
+        from ckpt_formats.core.errors import InvalidArgumentError
 
         if self.seal and format_name == "universal":
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 "a universal checkpoint has checksums of all its bytes", where=self.path, hint="Leave out --seal."
             )
 
@@ -173,18 +173,18 @@ class Target:
     def with_options(self, format: "WritableFormat") -> "WritableFormat":
         """A format with the options that the user gave.
 
-        Raises `UnsupportedError` for an option that it does not have.
+        Raises `InvalidArgumentError` for an option that it does not have.
         """
         from dataclasses import fields, replace
 
-        from ckpt_formats.core.errors import UnsupportedError
+        from ckpt_formats.core.errors import InvalidArgumentError
 
         self._check_seal(format.name)
         known = {field.name for field in fields(format)}
         if unknown := [option for option in self.options if option not in known]:
             flags = [option.flag for name, option in FORMAT_OPTIONS.items() if name in known]
             option = FORMAT_OPTIONS[unknown[0]]
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"format {format.name} has no option {option.flag}",
                 where=str(self.path),
                 hint=f"Its options: {', '.join(flags) or 'none'}. {option.flag} is one of {', '.join(option.formats)}.",

@@ -17,7 +17,7 @@ from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.zero_runs import holes
@@ -52,7 +52,7 @@ def verify(
     try:
         if (path / index.NAME).is_file():
             if how.values:
-                raise UnsupportedError(
+                raise InvalidArgumentError(
                     "the values of a chain are read one state at a time",
                     where=path,
                     hint="Name the step: CHAIN@STEP --values.",

@@ -78,7 +78,7 @@ def _former(source: Checkpoint, original: OriginalForm) -> tuple[WritableFormat,
         return Universal(), ()
     try:
         dropped = format.for_target(Path(original.file or "")).plan(source).dropped
-    except UnsupportedError as error:
+    except (InvalidArgumentError, UnsupportedError) as error:
         dropped = (Notice(error.what),)
     if not dropped:
         return format, ()

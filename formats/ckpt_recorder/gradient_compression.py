@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 
 _MAX_INT8 = 127
 
@@ -122,7 +122,9 @@ class TopK(GradientCompression):
 
     def __init__(self, ratio: float, feedback: bool) -> None:
         if not 0 < ratio <= 1:
-            raise UnsupportedError(f"a ratio of {ratio:g} elements", hint="It is above 0 and at most 1, such as 0.01.")
+            raise InvalidArgumentError(
+                f"a ratio of {ratio:g} elements", hint="It is above 0 and at most 1, such as 0.01."
+            )
         super().__init__(feedback)
         self._ratio = ratio
 

@@ -1,11 +1,12 @@
 """When a recorder stores the next base and flushes: fixed intervals, or those that a tuner finds as the run goes on."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Literal
 
 from ckpt.planning.tuner import IntervalTuner
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_recorder import ranks
 
 _FIRST_REVIEW = 8
@@ -42,19 +43,20 @@ class RecorderIntervals:
             base_option: The option that `base` is from, for errors. Only `base` itself may be 0.
 
         Raises:
-            UnsupportedError: An interval makes no sense.
+            InvalidArgumentError: An interval makes no sense, or there is no `mtbf` for `"auto"`.
         """
         for name, value in ((base_option, base), ("flush", flush)):
             if value != "auto" and not (isinstance(value, int) and value >= (name != "base")):
-                raise UnsupportedError(
+                raise InvalidArgumentError(
                     f"{value!r} cannot be `{name}`", where=name, hint='Give a number of steps, or "auto".'
                 )
         self._is_auto = {"base": base == "auto", "flush": flush == "auto"}
         self._tuner: IntervalTuner | None = None
         if any(self._is_auto.values()):
-            if mtbf is None:
-                raise UnsupportedError(
-                    "intervals cannot be found without the mean time between failures",
+            if mtbf is None or not 0 < mtbf < math.inf:
+                absent = "intervals cannot be found without the mean time between failures"
+                raise InvalidArgumentError(
+                    absent if mtbf is None else f"{mtbf!r} cannot be `mtbf`",
                     where="mtbf",
                     hint="Give the seconds: Recorder(..., mtbf=3 * 3600).",
                 )

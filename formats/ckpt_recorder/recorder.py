@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
@@ -103,6 +103,7 @@ class Recorder:
 
         Raises:
             UnsupportedError: The run cannot be recorded; the message states why.
+            InvalidArgumentError: An option has a value that it cannot have.
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
@@ -511,11 +512,11 @@ class Recorder:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of Accelerate and others. Raises `UnsupportedError`."""
+    """The optimizer inside the wrappers of Accelerate and others. Raises `InvalidArgumentError` if there is none."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise UnsupportedError(f"{type(optimizer).__name__} is not an optimizer of torch")
+            raise InvalidArgumentError(f"{type(optimizer).__name__} is not an optimizer of torch")
         optimizer = inner
     return optimizer
 
@@ -526,7 +527,7 @@ def _device(run: TrackedRun, number: int) -> torch.device:
 
 def _check_positive(option: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
+        raise InvalidArgumentError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
 
 
 def _check_types(run: TrackedRun) -> None:

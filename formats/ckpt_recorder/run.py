@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 
 Names = Mapping[torch.Tensor, str]
@@ -115,7 +115,10 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
-    """A run of one process, of DDP, or of FSDP2. Raises `UnsupportedError`."""
+    """A run of one process, of DDP, or of FSDP2.
+
+    Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
+    """
     names, aliases = names_of(unwrap(model))
     shared = _EqualShares(rank, world)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -129,7 +132,7 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
-                    raise UnsupportedError(
+                    raise InvalidArgumentError(
                         "the optimizer steps a tensor that is not a parameter of the model",
                         hint="Pass the model whose parameters the optimizer has to the recorder.",
                     )

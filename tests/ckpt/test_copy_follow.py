@@ -18,7 +18,7 @@ import growing_log
 from ckpt.chains.places import changed
 from ckpt.copying import follow
 from ckpt.pipeline import Execution
-from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, LockedError, OutputError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
@@ -159,7 +159,7 @@ def test_another_chain_is_not_touched(user: StoreServer, run: Path, tmp_path: Pa
     before = keys(user)
     with pytest.raises(OutputError, match="there is another chain"):
         library.update_copy(run, THERE)
-    with pytest.raises(UnsupportedError, match="only a copy in a store"):
+    with pytest.raises(InvalidArgumentError, match="only a copy in a store"):
         library.update_copy(run, tmp_path / "out")
     assert ckpt("copy", run, THERE, "--update", "--dry-run").code == 2
     assert keys(user) == before

@@ -17,7 +17,7 @@ from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import NetworkAddress
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.universal.gradients import layout as layout_module
 from ckpt_formats.universal.gradients.layout import LoggedTensor
 from ckpt_formats.universal.gradients.parts import StatePart
@@ -83,7 +83,7 @@ def test_each_tensor_is_in_one_part_and_the_sizes_are_even(count: int) -> None:
     sizes = [sum(tensors[i].shape[0] for i in part) for part in held]
     assert max(sizes) - min(sizes) <= 24
     for number, of in ((0, 1), (2, 1), (-1, 3)):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(InvalidArgumentError):
             StatePart(number, of)
 
 
@@ -176,7 +176,7 @@ def test_parts_are_named_once_and_all(parts: Parts, run: Path) -> None:
         ([first], IncompleteError, "part 2 of"),
         (others, IncompleteError, "part 1 of"),
         ([first, first], IncompleteError, "part 2 of"),
-        ([first, *others, first], UnsupportedError, "twice"),
+        ([first, *others, first], InvalidArgumentError, "twice"),
         ([server.address, first], UnsupportedError, "whole state"),
         ([server.address, server.address], UnsupportedError, "whole state"),
     ):
@@ -209,7 +209,7 @@ def test_a_step_that_was_is_not_to_be_reached(parts: Parts) -> None:
 
 def test_what_parts_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
     done = ckpt("shadow", run, "--part", "1/2", "--base-every", 3, "--once")
-    assert done.code == 22, done
+    assert done.code == 2, done
     assert "cannot write bases" in done.err
     assert ckpt("shadow", run, "--part", "1/2", "--once", "-o", tmp_path / "out").code == 2
     for text in ("0/2", "3/2", "1", "1/", "a/b", "1/2/3", "-1/2"):

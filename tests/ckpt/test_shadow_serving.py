@@ -28,6 +28,7 @@ from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
+    InvalidArgumentError,
     NoSpaceError,
     NotFoundError,
     UnsafeError,
@@ -267,7 +268,7 @@ def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
         done = ckpt("shadow", address, "--once", "-o", tmp_path / "out", "--mirror", tmp_path / "m", "--json")
         assert done.code == 0, done
         assert (json.loads(done.out)["step"], json.loads(done.out)["chain"]) == (12, address)
-        assert ckpt("shadow", address, "--once", "--base-every", 3).code == 22
+        assert ckpt("shadow", address, "--once", "--base-every", 3).code == 2
         refused = ckpt("inspect", address)
         assert refused.code == 22
         assert "`ckpt shadow tcp://HOST:PORT` follows it" in refused.err
@@ -286,7 +287,7 @@ def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
 def test_other_machines_need_a_token_and_tls(
     run: Path, tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UnsupportedError, match="needs a token and TLS"):
+    with pytest.raises(InvalidArgumentError, match="needs a token and TLS"):
         LogServer(run, NetworkAddress("0.0.0.0", 0))
     monkeypatch.setattr(listener, "LOGIN_SECONDS", 1.0)
     server = LogServer(run, HERE, TOKEN, tls_of(*certificate))

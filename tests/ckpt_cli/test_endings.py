@@ -100,7 +100,7 @@ def test_names_are_changed_on_the_way(here: Path) -> None:
     assert ckpt("diff", ZERO1, "c", "--tensors-only").code == 0
     for wrong in ("norm", "(=x", r"norm=\7"):
         assert ckpt("convert", ZERO1, "d", "--rename", wrong).code == 2
-    assert ckpt("convert", ZERO1, "d", "--rename", r"^.*\.=").code == 22  # two with one name
+    assert ckpt("convert", ZERO1, "d", "--rename", r"^.*\.=").code == 2  # two with one name
     done = ckpt("convert", "a.pt", "b.pt", "c.pt", "d")
     assert (done.code, "4 paths are given: a.pt, b.pt, c.pt, d" in done.err) == (2, True)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, CorruptError, RulesError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, RulesError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
@@ -261,27 +261,29 @@ def test_the_step_is_where_each_optimizer_keeps_it(tmp_path: Path, step: float) 
     assert {repr(p.values["step"]) for p in back.parameters.values() if p.role == "parameter"} == {repr(step)}
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": ({"tp": 5}, "units .* do not divide over 5 ranks|does not divide"),
-    "layers": ({"pp": 4}, "layers cannot be divided"),
-    "stages": ({"pp": 2, "stages": (0, 9)}, "--stages 0,9"),
-    "experts": ({"ep": 3}, "4 experts do not divide over 3"),
-    "a grid": ({"tp": 2, "dp": 2, "ep": 1, "etp": 1}, "cannot store tp 2 with ep 1 and etp 1"),
-    "zero": ({"zero": 3}, "no ZeRO stage 3"),
-    "ranks": ({"tp": 1, "dp": 3, "ep": 2}, "do not divide by etp 1 x ep 2"),
+BAD: dict[str, tuple[dict[str, Any], type[CkptError], str]] = {
+    "heads": ({"tp": 5}, RulesError, "units .* do not divide over 5 ranks|does not divide"),
+    "layers": ({"pp": 4}, InvalidArgumentError, "layers cannot be divided"),
+    "stages": ({"pp": 2, "stages": (0, 9)}, InvalidArgumentError, "--stages 0,9"),
+    "experts": ({"ep": 3}, InvalidArgumentError, "4 experts do not divide over 3"),
+    "a grid": ({"tp": 2, "dp": 2, "ep": 1, "etp": 1}, UnsupportedError, "cannot store tp 2 with ep 1 and etp 1"),
+    "zero": ({"zero": 3}, InvalidArgumentError, "no ZeRO stage 3"),
+    "ranks": ({"tp": 1, "dp": 3, "ep": 2}, InvalidArgumentError, "do not divide by etp 1 x ep 2"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
-    options, message = BAD[case]
-    refused(model("moe", args_of("moe", 3, 4)), tmp_path, message, **options)
+    options, kind, message = BAD[case]
+    refused(model("moe", args_of("moe", 3, 4)), tmp_path, message, kind, **options)
 
 
-def refused(source: Checkpoint, tmp_path: Path, message: str, **options: Any) -> None:
+def refused(
+    source: Checkpoint, tmp_path: Path, message: str, kind: type[CkptError] = UnsupportedError, **options: Any
+) -> None:
     with pytest.raises(CkptError, match=message) as caught:
         reshard(source, tmp_path / "made", **options)
-    assert type(caught.value) in (UnsupportedError, RulesError)
+    assert type(caught.value) is kind
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,7 +309,12 @@ def test_tensors_that_contradict_the_arguments_are_refused(tmp_path: Path) -> No
     source = model("llama", args_of("llama", 1, 4))
     args = source.extras["args"]
     wrong = replace(args, state={**args.state, "ffn_hidden_size": 24})
-    refused(replace(source, extras={**source.extras, "args": wrong}), tmp_path, "linear_fc1.weight` has length 40")
+    refused(
+        replace(source, extras={**source.extras, "args": wrong}),
+        tmp_path,
+        "linear_fc1.weight` has length 40",
+        RulesError,
+    )
     refused(replace(source, extras={}), tmp_path, "no arguments of a Megatron run")
 
 

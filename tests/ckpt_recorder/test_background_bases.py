@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.checkpoint import MODEL
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
@@ -377,9 +377,9 @@ def test_leftovers_of_bases_are_removed_by_the_next_recorder(chain: Path) -> Non
 
 def test_what_makes_no_sense_is_refused(chain: Path) -> None:
     for options in ({"base_every": 0}, {"base_spread": 0}, {"base_memory": 0}, {"base": "sometimes"}):
-        with pytest.raises(UnsupportedError, match="cannot be"):
+        with pytest.raises(InvalidArgumentError, match="cannot be"):
             Run(chain, **options)
-    with pytest.raises(UnsupportedError, match="mean time between failures"):
+    with pytest.raises(InvalidArgumentError, match="mean time between failures"):
         Run(chain, base_every="auto")
 
 

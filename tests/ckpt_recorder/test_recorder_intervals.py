@@ -10,7 +10,7 @@ from torch import nn
 from ckpt.chains.chain import Chain
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
-from ckpt_formats.core.errors import NoSpaceError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, NoSpaceError
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -123,7 +123,7 @@ def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) 
 
 def test_intervals_without_sense_are_refused(tmp_path: Path) -> None:
     for options in ({"base": -1}, {"base": "often"}, {"flush": 0}, {"base": "auto"}, {"flush": "auto", "mtbf": -1.0}):
-        with pytest.raises(UnsupportedError) as refused:
+        with pytest.raises(InvalidArgumentError) as refused:
             trained(tmp_path / "run.chain", 1, **options)
         assert refused.value.hint
     assert not (tmp_path / "run.chain").exists()

@@ -17,7 +17,7 @@ from ckpt.pipeline.shard import Shard
 from ckpt_formats.core import transfer
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES, is_float
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.value_changes import ValueChange, changed_by_cast, count_kinds, totals
@@ -130,7 +130,7 @@ def test_types_of_8_bits_refuse_overflow_and_leave_no_target(dtype: str, tmp_pat
 
 
 def test_a_type_of_scales_is_no_type_of_weights() -> None:
-    with pytest.raises(UnsupportedError, match="no sign and no zero"):
+    with pytest.raises(InvalidArgumentError, match="no sign and no zero"):
         model().cast("float8_e8m0fnu")
 
 

@@ -15,7 +15,7 @@ from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal.chain import folder
@@ -301,7 +301,7 @@ def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:
         number = int(match[2])
         return set(steps[-number:]) if match[1] == "last" else {step for step in steps if step % number == 0}
     if not re.fullmatch(r"\d{1,18}(,\d{1,18})*", keep):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{keep!r:.60} does not state which states to keep",
             hint="Retention.keep and --keep take last:N, every:N, all, or steps with commas.",
         )

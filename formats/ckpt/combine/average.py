@@ -10,7 +10,7 @@ from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, p
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised import check_not_quantised
@@ -29,9 +29,9 @@ def ema_weights(count: int, decay: float) -> list[float]:
     [0.25, 0.25, 0.5]
     """
     if count < 1:
-        raise UnsupportedError("an average needs at least one checkpoint")
+        raise InvalidArgumentError("an average needs at least one checkpoint")
     if not 0 <= decay < 1:
-        raise UnsupportedError(f"the decay of an average is at least 0 and less than 1, not {decay}")
+        raise InvalidArgumentError(f"the decay of an average is at least 0 and less than 1, not {decay}")
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
 
 
@@ -58,10 +58,11 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
     `weights`: one finite number for each source, with a sum above zero; None: all are 1. They need not sum to 1.
     Names that are tied in all sources stay tied. Memory: a few blocks of 64 Ki elements, for any number of sources.
 
-    Raises `IncompleteError` if a source lacks tensors, `UnsupportedError` if shapes or kinds of elements differ.
+    Raises `IncompleteError` if a source lacks tensors, `UnsupportedError` if shapes or kinds of elements differ,
+    `InvalidArgumentError` without sources and for weights that are not finite or not as many.
     """
     if not sources:
-        raise UnsupportedError("an average needs at least one checkpoint")
+        raise InvalidArgumentError("an average needs at least one checkpoint")
     numbers = _checked_weights(sources, weights)
     for source in sources:
         check_not_quantised(source, "averaged")
@@ -102,9 +103,9 @@ def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = Non
 def _checked_weights(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
     numbers = (1.0,) * len(sources) if weights is None else tuple(map(float, weights))
     if len(numbers) != len(sources):
-        raise UnsupportedError(f"{len(sources)} checkpoints need as many weights, not {len(numbers)}")
+        raise InvalidArgumentError(f"{len(sources)} checkpoints need as many weights, not {len(numbers)}")
     if not all(map(math.isfinite, numbers)) or math.fsum(numbers) <= 0:
-        raise UnsupportedError("the weights of an average must be finite, and their sum must be above zero")
+        raise InvalidArgumentError("the weights of an average must be finite, and their sum must be above zero")
     return numbers
 
 

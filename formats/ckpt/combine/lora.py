@@ -10,7 +10,7 @@ from ckpt.combine.merge import LoraMerge
 from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised import check_not_quantised
@@ -50,12 +50,13 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
 
     A weight that is tied to another in the model gets values of its own if only one of the two is adapted.
 
+    Raises `InvalidArgumentError` for a scale that is not finite.
     Raises `UnsupportedError` for another kind of adapter or an option that is not known, `IncompleteError` if the
     model has no weight for a module of the adapter, or the adapter lacks a tensor, `NotFoundError` if there is no
     configuration.
     """
     if scale is not None and not math.isfinite(scale):
-        raise UnsupportedError("the scale of an adapter must be finite")
+        raise InvalidArgumentError("the scale of an adapter must be finite")
     config = adapter_config(adapter)
     base = model_of(model)
     base = replace(base, aliases={alias: name for alias, name in base.aliases.items() if name in base.parameters})

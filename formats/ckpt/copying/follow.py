@@ -20,7 +20,13 @@ from ckpt.copying.compare import digest_of
 from ckpt.copying.selection import below
 from ckpt.pipeline import Execution, Resources
 from ckpt_formats.core.arguments import StrPath, checked
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutputError,
+)
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.registry.marks import is_mark
@@ -238,7 +244,7 @@ class _ChainCopy:
 def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
     path = target_path(target)
     if not isinstance(path, StorePath):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             "only a copy in a store is brought to what a chain is now",
             where=path,
             hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",

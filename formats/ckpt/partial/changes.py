@@ -16,7 +16,7 @@ from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
 from ckpt_formats.core.tensor import Tensor, read
@@ -46,10 +46,11 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
     Blocks are whole rows of about 2^16 elements. The distance is the L1 or L2 norm of the difference of the masters,
     else of the weights, in float64. Both states are read, one block at a time.
 
-    Raises `IncompleteError` if a parameter has no saved values, `UnsupportedError` for another shape or norm.
+    Raises `IncompleteError` if a parameter has no saved values, `UnsupportedError` for another shape,
+    `InvalidArgumentError` for another norm.
     """
     if norm not in (1, 2):
-        raise UnsupportedError(f"the norm of a change is 1 or 2, not {norm}")
+        raise InvalidArgumentError(f"the norm of a change is 1 or 2, not {norm}")
     changes: list[BlockChange] = []
     with Reader(check=False) as reader:
         for parameter in _trained(current):
@@ -60,10 +61,10 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
 def within_budget(changes: Iterable[BlockChange], share: float) -> list[BlockChange]:
     """The first of these blocks that together have at most a share of all bytes, but at least one block.
 
-    Raises `UnsupportedError` unless the share is above 0 and at most 1.
+    Raises `InvalidArgumentError` unless the share is above 0 and at most 1.
     """
     if not 0 < share <= 1:
-        raise UnsupportedError(f"a share is above 0 and at most 1, not {share}")
+        raise InvalidArgumentError(f"a share is above 0 and at most 1, not {share}")
     changes = list(changes)
     left, chosen = share * sum(change.nbytes for change in changes), list[BlockChange]()
     for change in changes:

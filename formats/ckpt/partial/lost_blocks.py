@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter, SourceFile
-from ckpt_formats.core.errors import NoMatchError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, UnsupportedError
 from ckpt_formats.core.geometry import Box, missing
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.rules import safe_pattern
@@ -56,7 +56,7 @@ def lost_by_rank(live: Checkpoint, ranks: Sequence[RankSet]) -> LostBlocks:
     """What only files of these ranks have, or no file.
 
     Of a parameter, a block is lost in all states of the weight's shape, so that master, copy and moments are of one
-    step. Raises `NoMatchError` for a rank that wrote no file, `UnsupportedError` if the dimension is not clear.
+    step. Raises `NoMatchError` for a rank that wrote no file, `InvalidArgumentError` if the dimension is not clear.
     """
     files = lost_files(live, ranks)
     blocks: dict[tuple[str, str], tuple[Box, ...]] = {}
@@ -75,7 +75,7 @@ def lost_by_rank(live: Checkpoint, ranks: Sequence[RankSet]) -> LostBlocks:
 def lost_files(live: Checkpoint, ranks: Sequence[RankSet]) -> frozenset[Path]:
     """The files of ranks.
 
-    Raises `NoMatchError` for a rank that wrote none, `UnsupportedError` if the dimension is not clear.
+    Raises `NoMatchError` for a rank that wrote none, `InvalidArgumentError` if the dimension is not clear.
     """
     files: set[Path] = set()
     for one in ranks:
@@ -112,9 +112,11 @@ def _only_dimension(files: Sequence[SourceFile]) -> str:
         return several[0]
     if not several and len(numbers) == 1:
         return next(iter(numbers))
-    raise UnsupportedError(
-        "the files differ in several dimensions of ranks" if several else "the files are not of single ranks",
-        hint=f"Name the dimension, such as {several[0]}=1: there are {', '.join(several)}." if several else None,
+    if not several:
+        raise UnsupportedError("the files are not of single ranks")
+    raise InvalidArgumentError(
+        "the files differ in several dimensions of ranks",
+        hint=f"Name the dimension, such as {several[0]}=1: there are {', '.join(several)}.",
     )
 
 

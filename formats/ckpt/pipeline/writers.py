@@ -12,7 +12,7 @@ from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.staging import Staging
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.format import Plan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.seal_checks import ListedSeals
@@ -44,10 +44,11 @@ def check_scales_out(plan: Plan, format: WritableFormat) -> None:
 
 
 def check_absolute(files: Iterable[Path]) -> None:
-    """Refuse files of the source with relative paths: workers run in other folders. Raises `UnsupportedError`."""
+    """Refuse files of the source with relative paths: workers run in other folders. Raises
+    `InvalidArgumentError`."""
     for path in files:
         if not path.is_absolute():
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 "workers of a cluster cannot read a relative path",
                 where=path,
                 hint="Open the source by its absolute path, or by a URL.",

@@ -11,7 +11,7 @@ from ckpt.shadow.connection import Credentials
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 
 AGREE_SECONDS = 60.0
 """For how long shadows are asked until all are at one step of one segment."""
@@ -27,7 +27,7 @@ class JoinedShadows:
         """Connect to all, and let those that are behind go on to the step of the one that is ahead.
 
         Raises `IncompleteError` if parts are missing or a shadow does not reach the step in time, `UnsupportedError`
-        if they are not the parts of one state, and as `ShadowConnection`.
+        if they are not the parts of one state, `InvalidArgumentError` if one is named twice, and as `ShadowConnection`.
         """
         self._open = ExitStack()
         deadline = time.monotonic() + AGREE_SECONDS
@@ -85,7 +85,7 @@ def _check_parts(shadows: Sequence[ShadowConnection], addresses: Sequence[Networ
             hint="Name the shadows of all parts: tcp://HOST:PORT,tcp://HOST:PORT",
         )
     if len(numbers) != count:
-        raise UnsupportedError("a part is named twice")
+        raise InvalidArgumentError("a part is named twice")
 
 
 def _joined(shadows: Sequence[ShadowConnection], addresses: Sequence[NetworkAddress]) -> Checkpoint:

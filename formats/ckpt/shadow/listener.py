@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from ckpt.shadow import wire
 from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
-from ckpt_formats.core.errors import CkptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, NotFoundError, UnsupportedError
 
 MAX_PEERS = 16
 """Connections at the same time. More are closed at once."""
@@ -34,12 +34,12 @@ class Listener(ABC):
     served: ClassVar[Served]
 
     def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """Listen at once. Raises `UnsupportedError` for an address of other machines without a token and TLS.
+        """Listen at once. Raises `InvalidArgumentError` for an address of other machines without a token and TLS.
 
         `token`: what readers must know; `tls`: the certificate and key.
         """
         if not address.is_loopback and (token is None or tls is None):
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"listening on {address}, where other machines are, needs a token and TLS",
                 hint="Give both, or listen on localhost.",
             )
@@ -119,7 +119,13 @@ class Listener(ABC):
 
 
 def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS with a certificate and its private key: files in PEM. Raises `UnsupportedError` if they cannot be used."""
+    """TLS with a certificate and its private key: files in PEM.
+
+    Raises `NotFoundError` if there is no such file, `UnsupportedError` if they cannot be used.
+    """
+    for file in (certificate, key):
+        if not file.exists():
+            raise NotFoundError("there is nothing at this path", where=file)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

@@ -14,7 +14,7 @@ from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.stores.location import local_path
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
@@ -88,20 +88,20 @@ class Shadow:
         """Nothing is read before the first `poll`.
 
         `chain`: its folder, or what is fetched of it from elsewhere; `base_every`: `poll` stops where a base is due
-        (see `base_due`); `part`: hold no more of the state than that. Raises `UnsupportedError` for bases of a part,
-        and of a chain elsewhere.
+        (see `base_due`); `part`: hold no more of the state than that. Raises `InvalidArgumentError` for bases of a
+        part, and of a chain elsewhere.
         """
         self.mirror = None if isinstance(chain, (str, os.PathLike)) else chain
         self.path = local_path(chain) if isinstance(chain, (str, os.PathLike)) else chain.path
         self.resources = Execution.of(resources)
         self.part = part
         if base_every is not None and part is not None:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 "a shadow with a part of the state cannot write bases",
                 hint="Let one without --part do that, or the run itself: `Recorder(base=N)`.",
             )
         if base_every is not None and self.mirror is not None:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 "a shadow that follows a log over a socket cannot write bases",
                 hint="Let a shadow do that where the chain is, or the run itself: `Recorder(base=N)`.",
             )

@@ -31,7 +31,14 @@ from typing import BinaryIO
 
 import xxhash
 
-from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnsupportedError,
+)
 
 PROTOCOL = 1
 HEAD = Struct("<4sB3xQQ")
@@ -97,23 +104,25 @@ class NetworkAddress:
 
 
 def parse_addresses(text: str) -> tuple[NetworkAddress, ...]:
-    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises `UnsupportedError`."""
+    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises
+    `InvalidArgumentError`."""
     return tuple(parse_address(one.strip()) for one in text.split(","))
 
 
 def parse_address(text: str) -> NetworkAddress:
-    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `UnsupportedError`."""
+    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises
+    `InvalidArgumentError`."""
     host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
-        raise UnsupportedError(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
+        raise InvalidArgumentError(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
     return NetworkAddress(host, int(port))
 
 
 def check_token(token: bytes) -> bytes:
-    """The token. Raises `UnsupportedError` if it is too short to be secret."""
+    """The token. Raises `InvalidArgumentError` if it is too short to be secret."""
     if len(token) < MIN_TOKEN:
-        raise UnsupportedError(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
+        raise InvalidArgumentError(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
     return token
 
 

@@ -289,8 +289,8 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         the values are read, and are in the notes of `Result`. To a type of 8 bits, an overflow is refused unless
         `allow_overflow` is set. Codes and scales of quantised weights stay as they are; a notice says so.
 
-        Raises `UnsupportedError` if `dtype` is no floating-point type of weights, and when values are read that
-        overflow and must not.
+        Raises `InvalidArgumentError` if `dtype` is no floating-point type of weights, and `UnsupportedError` when
+        values are read that overflow and must not.
         """
         from ckpt_formats.core import edits
 
@@ -299,7 +299,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
-        Raises `NoMatchError` for a name that no parameter has, `UnsupportedError` if two would get the same name.
+        Raises `NoMatchError` for a name that no parameter has, `InvalidArgumentError` if two would get the same name.
         """
         from ckpt_formats.core import edits
 
@@ -308,7 +308,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
     def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
         """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 
-        Raises `NoMatchError` for a name that no parameter has, `UnsupportedError` for another shape.
+        Raises `NoMatchError` for a name that no parameter has, `InvalidArgumentError` for another shape.
         """
         from ckpt_formats.core import edits
 

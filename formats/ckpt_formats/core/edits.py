@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
-from ckpt_formats.core.errors import NoMatchError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.quantised import (
     CONFIGS,
@@ -108,11 +108,11 @@ def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpo
     """See `Checkpoint.cast`."""
     dtype = DTYPES.get(SHORT_NAMES.get(name, name))
     if dtype is None or not is_float(dtype):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{name!r} is not a floating-point type", hint=f"Known: {', '.join((*SHORT_NAMES, *DTYPES))}."
         )
     if dtype.name == "float8_e8m0fnu":
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{name!r} has only powers of two, no sign and no zero: it is a type of scales, not of weights",
             hint="Types of 8 bits for weights are float8_e4m3fn and float8_e5m2.",
         )
@@ -150,7 +150,7 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
     seen: set[str] = set()
     for name in (*new.values(), *(chosen.get(alias, alias) for alias in source.aliases)):
         if name in seen:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"two parameters would be called `{printable(name)}`",
                 where=source.path,
                 hint="Names must stay different: `ckpt inspect` lists those of now.",
@@ -182,9 +182,9 @@ def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
         parameter = parameters[name]
         if values.shape != parameter.weight.shape:
             shapes = f"{list(parameter.weight.shape)}, not {list(values.shape)}"
-            raise UnsupportedError(f"`{printable(name)}` has the shape {shapes}")
+            raise InvalidArgumentError(f"`{printable(name)}` has the shape {shapes}")
         if values.dtype not in DTYPES.values():
-            raise UnsupportedError(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
+            raise InvalidArgumentError(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
         values.flags.writeable = False
         parameters[name] = replace(parameter, states={MODEL: Tensor.of(ArrayBlob(values))}, values={})
         digests[name] = f"{values.dtype} {blake2b(values.tobytes(), digest_size=16).hexdigest()}"

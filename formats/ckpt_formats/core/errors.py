@@ -13,6 +13,14 @@
         ├── LockedError    another process is writing it
         └── NoSpaceError   the disk is full
 
+Which one it is follows from what has to change for the same call to succeed:
+
+- an argument: a value, a combination of options, a number that does not fit this checkpoint (`InvalidArgumentError`);
+  a name or pattern that nothing has (`NoMatchError`); a path at which there is nothing (`NotFoundError`)
+- the format, the file or the machine: a format that has no place for something, a file of another kind or version, a
+  package that is not installed (`UnsupportedError`)
+- the bytes: they contradict each other (`CorruptError`), or some are absent (`IncompleteError`)
+
 Only `ckpt_cli.main` makes messages and exit codes of them.
 """
 
@@ -41,7 +49,10 @@ class CkptError(Exception):
 
 
 class InvalidArgumentError(CkptError, ValueError):
-    """An argument, or an option of a format, has a value that it cannot have. No file is to blame."""
+    """An argument, or an option of a format, has a value that it cannot have.
+
+    It goes with no checkpoint, or not with the given one: the call needs another value, not another file.
+    """
 
 
 class NoMatchError(CkptError, LookupError):
@@ -61,7 +72,7 @@ class NotFoundError(CkptError, FileNotFoundError):
 
 
 class UnsupportedError(CkptError):
-    """Recognised, but outside what this version does."""
+    """Recognised, but outside what this version, the format or this machine can do, whatever the arguments."""
 
 
 class UnsafeError(CkptError):

@@ -58,7 +58,8 @@ def format_named(name: str) -> "Format":
 def writable(name: str, **options: object) -> "WritableFormat":
     """The format of this name, for writing.
 
-    Raises `UnsupportedError` if it can only be read or lacks an option, and as `format_named`.
+    Raises `UnsupportedError` if it can only be read, `InvalidArgumentError` if it lacks an option, and as
+    `format_named`.
     """
     from dataclasses import fields, replace
 
@@ -73,5 +74,5 @@ def writable(name: str, **options: object) -> "WritableFormat":
     known = [field.name for field in fields(format)]
     listed = ", ".join(known) or "none"
     if unknown := [option for option in options if option not in known]:
-        raise UnsupportedError(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
+        raise InvalidArgumentError(f"format {name} has no option {unknown[0]}", hint=f"Its options: {listed}.")
     return replace(format, **options)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ckpt_formats.containers.contents import other_ending
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
@@ -64,7 +64,8 @@ _OF_OTHERS = {
 def format_of_ending(target: Path) -> str | None:
     """The format that the target's ending says; None if it says none: then the target is a folder.
 
-    Raises `UnsupportedError` for the ending of a format that ckpt does not write, and for one that is like a known one.
+    Raises `UnsupportedError` for the ending of a format that ckpt does not write, `InvalidArgumentError` for an ending
+    that is like a known one.
     """
     ending = target.suffix.lower()
     if ending in _OF_OTHERS:
@@ -74,7 +75,7 @@ def format_of_ending(target: Path) -> str | None:
             hint=f"Known endings: {', '.join(ENDINGS)}; a name without one is a folder. --to names a format.",
         )
     if ending and ending not in ENDINGS and (meant := _similar(ending)):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"{printable(ending)} is no ending of a format; did you mean {meant}?",
             where=printable(str(target)),
             hint=f"Write {printable(target.stem)}{meant}, or name the format: --to universal writes a folder.",

@@ -12,7 +12,7 @@ from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
@@ -126,7 +126,7 @@ def _candidates(parameter: Parameter, state: str, coding: EncodingOptions) -> It
     own = () if coding.codec is None else (from_config(dict(coding.codec)),)
     for codec in (*own, *candidate_codecs(parameter.role, state, tensor.dtype, coding.level)):
         if not codec.lossless:
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"codec {codec.name} would change the values", where=f"tensor {printable(parameter.name)}"
             )
         base = None if codec.context is None else parameter.states.get(codec.context)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ckpt_formats.core.errors import OutputError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
 
@@ -71,8 +71,8 @@ class Cluster(Protocol):
 def connect(url: str) -> Cluster:
     """The cluster at a URL: `dask://HOST:PORT`, `ray://HOST:PORT`, `ray://auto` or `ray://`.
 
-    Raises `UnsupportedError` if it is none, if the package is not installed, or if the workers have another version of
-    ckpt or none; `OutputError` if nobody answers.
+    Raises `InvalidArgumentError` if it is none, `UnsupportedError` if the package is not installed, or if the workers
+    have another version of ckpt or none; `OutputError` if nobody answers.
     """
     kind, separator, _ = url.partition("://")
     try:
@@ -91,7 +91,7 @@ def connect(url: str) -> Cluster:
             where=printable(url),
             hint=f"Install it, here and on all workers: pip install 'ckpt-suite[{extra}]'.",
         ) from None
-    raise UnsupportedError(
+    raise InvalidArgumentError(
         "is no executor that ckpt knows",
         where=printable(url),
         hint="It is dask://HOST:PORT, ray://HOST:PORT, or ray:// for a cluster that runs here.",

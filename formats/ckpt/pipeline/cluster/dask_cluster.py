@@ -12,7 +12,7 @@ from distributed import Client, KilledWorker, WorkerPlugin, get_worker
 
 from ckpt.pipeline.cluster import Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 
 _CONNECT = 20
 """Seconds until a scheduler must answer."""
@@ -52,7 +52,7 @@ class DaskCluster:
         kind, _, place = url.partition("://")
         known = dask.config.get("scheduler-address", None) or dask.config.get("scheduler_address", None)
         if not place and not known:
-            raise UnsupportedError("names no scheduler", where=url, hint="It is dask://HOST:PORT.")
+            raise InvalidArgumentError("names no scheduler", where=url, hint="It is dask://HOST:PORT.")
         address = {"scheduler_file": place} if place.startswith("/") else {}
         if not address:
             protocol = "tls" if kind.endswith("tls") else "tcp"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.pipeline.shard import Shard
-from ckpt_formats.core.errors import CorruptError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, OutputError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY
 
@@ -64,9 +64,9 @@ class ShardJob:
         return cls(command=words, files=files, shards=shards, **texts)
 
     def check_array(self, shard: Shard) -> None:
-        """Raise `UnsupportedError` if a shard of this job counts the tasks of an array that is not the whole job."""
+        """Raise `InvalidArgumentError` if a shard counts the tasks of an array that is not the whole job."""
         if shard.is_counted and self.shards not in (0, shard.count):
-            raise UnsupportedError(
+            raise InvalidArgumentError(
                 f"this array has {shard.count} tasks, but {self.shards} shards write this job",
                 where=self.target,
                 hint=f"If some tasks are repeated with their numbers, give --shard auto/{self.shards}; else --shard "

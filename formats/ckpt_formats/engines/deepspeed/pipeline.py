@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.values import Value
 
 _TIED = "tied_modules."
@@ -51,17 +51,23 @@ class Pipeline:
         """The same layers on `pp` stages; `firsts` are the first layers of each.
 
         Raises `UnsupportedError` if the number of stages changes and `firsts` is None:
-        the training script decides where stages begin, and no file records it.
+        the training script decides where stages begin, and no file records it. Raises `InvalidArgumentError` for
+        `firsts` that are none of `pp` stages.
         """
         if firsts is None and pp == len(self.stages):
             return self
         layers = sorted(layer for stage in self.stages for layer in stage)
         firsts = (0,) if firsts is None and pp == 1 else firsts
-        if firsts is None or len(firsts) != pp or list(firsts) != sorted(set(firsts)) or firsts[0] != 0:
+        if firsts is None:
             raise UnsupportedError(
                 f"the first layers of {pp} pipeline stages are not known: the model has layers {layers[0]} to "
                 f"{layers[-1]}, and the training script's partition_method decides",
                 hint="State the first layer of each stage, such as --stages 0,4,8.",
+            )
+        if len(firsts) != pp or list(firsts) != sorted(set(firsts)) or firsts[0] != 0:
+            raise InvalidArgumentError(
+                f"--stages {','.join(map(str, firsts))} for layers {layers[0]} to {layers[-1]} and {pp} stages",
+                hint="State the first layer of each stage, from 0 on, such as --stages 0,4,8.",
             )
         ends = (*firsts[1:], layers[-1] + 1)
         stages = tuple(tuple(n for n in layers if a <= n < b) for a, b in zip(firsts, ends, strict=True))

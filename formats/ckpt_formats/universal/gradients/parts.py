@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.universal.gradients.layout import SegmentLayout
 
 MAX_PARTS = 1 << 16
@@ -22,9 +22,9 @@ class StatePart:
     count: int
 
     def __post_init__(self) -> None:
-        """Raise `UnsupportedError` unless there is such a part."""
+        """Raise `InvalidArgumentError` unless there is such a part."""
         if not 1 <= self.number <= self.count <= MAX_PARTS:
-            raise UnsupportedError(f"there is no part {self.number} of {self.count}")
+            raise InvalidArgumentError(f"there is no part {self.number} of {self.count}")
 
     def tensors(self, layout: SegmentLayout) -> frozenset[int]:
         """The numbers of the tensors in the layout that are in this part."""

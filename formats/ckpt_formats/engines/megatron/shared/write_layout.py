@@ -1,13 +1,14 @@
 """The layout of a Megatron checkpoint to write, and the check that it is possible, before anything is written."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
 from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import slab
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
@@ -121,14 +122,16 @@ def _parallel(source: Checkpoint, args: Arguments, degrees: LayoutOptions) -> Pa
     # By default, Megatron shards an expert over as many ranks as other layers.
     etp = degrees.etp or (tp if old_etp == old_tp else old_etp) if experts else tp
     if degrees.ep and degrees.ep > 1 and not experts:
-        raise UnsupportedError("the model has no experts, so it has no expert-parallel ranks", hint="Leave --ep out.")
+        raise InvalidArgumentError(
+            "the model has no experts, so it has no expert-parallel ranks", hint="Leave --ep out."
+        )
     if experts and experts % ep:
-        raise UnsupportedError(f"{experts} experts do not divide over {ep} expert-parallel ranks")
+        raise InvalidArgumentError(f"{experts} experts do not divide over {ep} expert-parallel ranks")
     ep = ep if experts else 1
     multiple = lcm(tp, etp * ep) // tp
     dp = degrees.dp or -(-degree(None, "dp") // multiple) * multiple
     if tp * dp % (etp * ep):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"tp {tp} x dp {dp} ranks do not divide by etp {etp} x ep {ep}",
             hint=f"Choose --dp as a multiple of {multiple}.",
         )
@@ -151,10 +154,12 @@ def _stages(source: Checkpoint, args: Arguments, parallel: Parallel, degrees: La
         except UnsupportedError:
             pass
     embedding, loss = (args.flag(f"account_for_{what}_in_pipeline_split") and pp > 1 for what in ("embedding", "loss"))
-    try:
+    with suppress(UnsupportedError):
         return even_stages(layers, pp, degrees.vpp or 1, embedding=embedding, loss=loss)
-    except UnsupportedError:
+    try:
         return even_stages(layers, pp, degrees.vpp or 1)
+    except UnsupportedError as error:
+        raise InvalidArgumentError(error.what, hint=error.hint) from None
 
 
 def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
@@ -162,7 +167,7 @@ def _at(firsts: tuple[int, ...], layers: int, pp: int, chunks: int) -> Stages:
     ends = (*firsts[1:], layers)
     counts = tuple(end - first for first, end in zip(firsts, ends, strict=True))
     if len(firsts) != pp * chunks or firsts[0] != 0 or any(count < 0 for count in counts):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"--stages {','.join(map(str, firsts))} for {layers} layers and {pp} stages of {chunks} model chunks",
             hint="Give the first layer of each model chunk, in the model's order, from 0 on.",
         )
@@ -191,7 +196,7 @@ def _rows(source: Checkpoint, args: Arguments, parallel: Parallel, options: Layo
 
 def _distributed(args: Arguments, degrees: LayoutOptions) -> bool:
     if degrees.zero not in (None, 0, 1):
-        raise UnsupportedError(
+        raise InvalidArgumentError(
             f"Megatron has no ZeRO stage {degrees.zero}",
             hint="Its distributed optimizer is --zero 1, its plain one --zero 0.",
         )
