@@ -49,9 +49,9 @@ class NumPy(Format):
                 key = name.removesuffix(_MEMBER)
                 parameters[key] = Parameter(key, "parameter", {MODEL: _tensor(archive, name, window)})
         return Checkpoint(
-            path,
-            Origin("numpy"),
-            parameters,
+            path=path,
+            origin=Origin("numpy"),
+            parameters=parameters,
             files=(SourceFile(path, path.stat().st_size, "all"),),
             seals=archive.seals(),
         )

@@ -67,15 +67,15 @@ class StableBaselines3(Format):
         seals = [seal for file in files.values() for seal in file.seals()]
         own = (archive.seal(archive.index[name]) for name in names if name not in files)
         return Checkpoint(
-            path,
-            Origin("stable-baselines3", version, step if is_natural(step) else None),
-            state.parameters,
-            state.groups,
-            state.extras,
-            state.aliases,
-            (SourceFile(path, path.stat().st_size, "all"),),
-            (*seals, *filter(None, own)),
-            state.notices,
+            path=path,
+            origin=Origin("stable-baselines3", version, step if is_natural(step) else None),
+            parameters=state.parameters,
+            groups=state.groups,
+            extras=state.extras,
+            aliases=state.aliases,
+            files=(SourceFile(path, path.stat().st_size, "all"),),
+            seals=(*seals, *filter(None, own)),
+            notices=state.notices,
         )
 
 
