@@ -1,4 +1,4 @@
-"""Zeros that a crash, a download or a broken run left are said once; those of biases, padding and step 0 are not."""
+"""Zeros that a crash, a download or a broken run left are noted once; those of biases, padding and step 0 are not."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def weights(names: str = "abcd") -> dict[str, Any]:
     return {f"{name}.weight": one for name, one in zip(names, values, strict=True)}
 
 
-def said(ran: Any) -> list[str]:
+def notes_of_zeros(ran: Any) -> list[str]:
     assert ran.code == 0, ran.err
     return [line for line in ran.err.splitlines() if " zero" in line]
 
@@ -52,7 +52,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_notes_the_half_of_a_file_that_is_zero(half: Path, tmp_path: Path, command: str) -> None:
     name, *options = command.split()
     targets = [] if name == "verify" else [tmp_path / ("t.ucp" if name == "compress" else "t.safetensors")]
-    [note] = said(ckpt(name, half, *targets, *options))
+    [note] = notes_of_zeros(ckpt(name, half, *targets, *options))
     assert note.startswith("note: 2.5 MiB of model.safetensors are zero from inside a tensor on")
     assert note.endswith("3 tensors: b.weight, c.weight, d.weight")
 
@@ -60,8 +60,8 @@ def test_every_command_notes_the_half_of_a_file_that_is_zero(half: Path, tmp_pat
 def test_verify_notes_a_dense_half_when_it_reads_values(half: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(half.read_bytes())  # no hole: the zeros are written
-    assert said(ckpt("verify", path)) in ([], said(ckpt("verify", path, "--values")))
-    assert len(said(ckpt("verify", path, "--values"))) == 1
+    assert notes_of_zeros(ckpt("verify", path)) in ([], notes_of_zeros(ckpt("verify", path, "--values")))
+    assert len(notes_of_zeros(ckpt("verify", path, "--values"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_only_large_weights_of_zeros_are_noted(tmp_path: Path, zeros: Mapping[st
     kind = {"ids": np.int64}
     save_file(weights("a") | {name: np.zeros(shape, kind.get(name, np.float32)) for name, shape in zeros.items()}, path)
     expected = [f"note: 1 tensor of 1 MiB or more is zero in every element: {name}" for name in names]
-    assert said(ckpt("verify", path, "--values")) == expected
+    assert notes_of_zeros(ckpt("verify", path, "--values")) == expected
     notes = json.loads(ckpt("convert", path, tmp_path / "o.pt", "--json").out)["notes"]
     assert [one["names"] for one in notes if " zero" in one["text"]] == [[name] for name in names]
 
@@ -88,10 +88,10 @@ def test_rows_of_padding_are_no_hole(tmp_path: Path) -> None:
     embedding[:5] = 0
     path = tmp_path / "m.safetensors"
     save_file({"emb": embedding}, path)
-    assert said(ckpt("verify", path, "--values")) == []
+    assert notes_of_zeros(ckpt("verify", path, "--values")) == []
     embedding[700:] = 0  # more than half of it
     save_file({"emb": embedding}, path)
-    assert len(said(ckpt("verify", path, "--values"))) == 1
+    assert len(notes_of_zeros(ckpt("verify", path, "--values"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_optimizer_of_zeros_is_noted_after_many_steps(
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     torch.save({"model": model, "optimizer": optimizer}, tmp_path / "c.pt")
     for command in (("verify", tmp_path / "c.pt"), ("convert", tmp_path / "c.pt", tmp_path / "out")):
-        notes = said(ckpt(*command))
+        notes = notes_of_zeros(ckpt(*command))
         text = "note: all states of the optimizer are zero, after 1,000 steps; 2 tensors: weight, bias"
         assert notes == ([text] if is_noted else [])
 

@@ -63,7 +63,7 @@ def _tensors(names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WeightRange:
     """A range of a file: all bytes of a tensor, or of a fragment of one."""
 
     name: str
@@ -107,11 +107,11 @@ class _Zeros:
 
 def _cut_by_zeros(source: Checkpoint, zeros: _Zeros) -> tuple[dict[str, list[str]], dict[str, int]]:
     """By file: the weights in zeros that no values explain, and how many bytes of these there are."""
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[_WeightRange]] = {}
     for parameter, _, tensor in source.tensors():
         for blob in tensor.sources():
             if (file := str(blob.path)) in zeros.files:
-                places.setdefault(file, []).append(_Place(parameter.name, blob))
+                places.setdefault(file, []).append(_WeightRange(parameter.name, blob))
     names: dict[str, list[str]] = {}
     nbytes: dict[str, int] = {}
     for file, own in places.items():
@@ -130,7 +130,7 @@ def _cut_by_zeros(source: Checkpoint, zeros: _Zeros) -> tuple[dict[str, list[str
     return names, nbytes
 
 
-def _is_cut(place: _Place, run: ZeroRun, is_last: bool) -> bool:
+def _is_cut(place: _WeightRange, run: ZeroRun, is_last: bool) -> bool:
     """Whether zeros begin or end in a matrix where no row does, or take most of it up to the end of the file."""
     row = prod(place.blob.shape[1:]) * place.blob.dtype.itemsize
     begins, ends = run.start > place.start, run.stop < place.stop

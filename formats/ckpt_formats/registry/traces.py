@@ -138,7 +138,7 @@ TRACES = (
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLayout:
     """How an engine arranges the folder of a run: a folder for each step, and a file that names the last one."""
 
     formats: tuple[str, ...]
@@ -152,15 +152,15 @@ class Run:
 
 
 _RUNS = (
-    Run(("deepspeed", "deepspeed-universal"), "DeepSpeed", _DEEPSPEED_STEP, "latest", re.compile(".*")),
-    Run(
+    RunLayout(("deepspeed", "deepspeed-universal"), "DeepSpeed", _DEEPSPEED_STEP, "latest", re.compile(".*")),
+    RunLayout(
         ("deepspeed-universal", "deepspeed"),
         "DeepSpeed's universal format",
         re.compile(r"global_step\d+_universal"),
         "latest_universal",
         re.compile("zero"),
     ),
-    Run(
+    RunLayout(
         ("megatron", "megatron-legacy"),
         "Megatron",
         re.compile(r"iter_\d{7,}|release"),
@@ -191,7 +191,7 @@ def check_around(path: Path, names: Names, format: str) -> None:
         )
 
 
-def _is_step(path: Path, run: Run) -> bool:
+def _is_step(path: Path, run: RunLayout) -> bool:
     return path.is_dir() and any(map(run.inside.fullmatch, names_in(path)))
 
 
