@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("whole")
     source = open_checkpoint(save(state(), folder / "one"))
-    save_checkpoint(source, folder / "two", DCP(dp=2), Execution(1))
+    save_checkpoint(source, folder / "two", DCP(dp=2), resources=Execution(1))
     return folder / "two"
 
 
