@@ -224,6 +224,22 @@ def test_one_file_of_metas_whose_others_are_lost_is_incomplete(as_file: bool, tm
     assert "one of several files" in done.err
 
 
+@pytest.mark.parametrize("more", [{}, {"config__json": CONFIG}], ids=["safetensors", "hf"])
+def test_the_sharded_state_of_vllm_is_read_if_one_rank_wrote_it(more: dict[str, Any], tmp_path: Path) -> None:
+    folder = put(tmp_path / "m", **more)
+    for part, weights in enumerate((WEIGHTS, OTHER)):
+        save_file(weights, folder / f"model-rank-0-part-{part}.safetensors")
+    holds(folder, WEIGHTS | OTHER)
+    assert "vLLM's files do not state how many there are" in ckpt("inspect", folder).err
+    done = ckpt("inspect", folder / "model-rank-0-part-0.safetensors")
+    assert (done.code, str(folder) in done.err) == (UNSUPPORTED, True)
+    (folder / "model-rank-0-part-1.safetensors").rename(folder / "model-rank-0-part-2.safetensors")
+    assert "part 1 of rank 0 is missing" in ckpt("inspect", folder).err
+    (folder / "model-rank-0-part-2.safetensors").rename(folder / "model-rank-1-part-0.safetensors")
+    done = ckpt("convert", folder, tmp_path / "out")
+    assert (done.code, "over 2 tensor-parallel ranks" in done.err) == (UNSUPPORTED, True)
+
+
 def test_numbered_files_of_two_models_are_not_joined(tmp_path: Path) -> None:
     names = [f"model-0000{i}-of-0000{n}__safetensors" for n in (2, 3) for i in range(1, n + 1)]
     folder = put(tmp_path / "m", **{name: {str(i): torch.ones(2)} for i, name in enumerate(names)})

@@ -20,7 +20,15 @@ from ckpt_formats.containers.safetensors import (
     parse_json_object,
     read_header,
 )
-from ckpt_formats.containers.shard_index import INDEX_SUFFIX, NO_INDEX, ShardIndex, one_set, read_index
+from ckpt_formats.containers.shard_index import (
+    INDEX_SUFFIX,
+    NO_COUNT,
+    NO_INDEX,
+    ShardIndex,
+    one_set,
+    part_of_vllm,
+    read_index,
+)
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.coming_reads import request_starts
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
@@ -104,7 +112,9 @@ def read_weights(
     shards = [SourceFile(file.path, file.nbytes, "model") for file in files]
     if index is None:
         numbered = len(files) > 1 and not any(placed)
-        notices = (*_packed_notices(files), *((NO_INDEX,) if numbered else ()))
+        of_vllm = any(part_of_vllm(file.path.name) is not None for file in files)
+        missing = (NO_COUNT,) if of_vllm else (NO_INDEX,) if numbered else ()
+        notices = (*_packed_notices(files), *missing)
         return ShardedWeights(tensors, metadata, tuple(shards), notices, any(placed))
     notices = index.notices(sum(tensor.nbytes for tensor in tensors.values()))
     return ShardedWeights(tensors, metadata, (*shards, index.shard()), (*_packed_notices(files), *notices))

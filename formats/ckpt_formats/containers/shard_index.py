@@ -9,12 +9,13 @@ from pathlib import Path
 from ckpt_formats.containers.safetensors import is_natural, parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_INDEX
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 
 INDEX_SUFFIX = ".index.json"
+_OF_VLLM = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
 _NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
 
 
@@ -104,13 +105,17 @@ NO_INDEX = Notice(
     weight=Weight.UNSURE,
 )
 
+NO_COUNT = Notice("the names of vLLM's files do not state how many there are", weight=Weight.UNSURE)
+
 
 def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | list[Path]:
     """The index of the model in a folder; without an index, its files: one file, or all numbered files.
 
     `only_numbered` ignores files without a number. Raises `IncompleteError` if a number is missing,
-    `NotFoundError` if there are several models and none has a standard name.
+    `NotFoundError` if there are several models and none has a standard name, `UnsupportedError` for files of ranks.
     """
+    if (parts := _parts_of_vllm(folder, suffix)) is not None:
+        return parts
     sets: dict[str, Path | list[Path]] = {}
     for file in sorted(folder.glob(f"*{suffix}")):
         number = number_of(file.name)
@@ -134,6 +139,29 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
         )
     chosen = sets[next(iter(sets)) if standard is None else standard] if sets else []
     return chosen if isinstance(chosen, Path) else all_numbered(chosen)
+
+
+def part_of_vllm(name: str) -> tuple[int, int] | None:
+    """The rank and the number of a file of vLLM's sharded state, by its name; None for other names."""
+    match = _OF_VLLM.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _parts_of_vllm(folder: Path, suffix: str) -> list[Path] | None:
+    """The files of vLLM's sharded state, if a folder has no others, and one rank wrote them."""
+    files = sorted(folder.glob(f"*{suffix}"))
+    parts = {part: file for file in files if (part := part_of_vllm(file.name)) is not None}
+    if not files or len(parts) < len(files):
+        return None
+    if ranks := sorted({rank for rank, _ in parts if rank}):
+        raise UnsupportedError(
+            f"the sharded state of vLLM over {ranks[-1] + 1} tensor-parallel ranks, which only vLLM's code can join",
+            where=folder,
+            hint="Save it with a tensor_parallel_size of 1, or take the model that vLLM loaded.",
+        )
+    if missing := next((number for number in range(len(parts)) if (0, number) not in parts), None):
+        raise IncompleteError(f"part {missing} of rank 0 is missing", where=folder, hint="Copy all files.")
+    return [parts[part] for part in sorted(parts)]
 
 
 _STANDARD_STEMS = ("model", "adapter_model", "diffusion_pytorch_model", "pytorch_model", "consolidated")

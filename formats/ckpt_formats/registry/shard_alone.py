@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.containers.shard_index import number_of
+from ckpt_formats.containers.shard_index import number_of, part_of_vllm
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.folders import names_in
@@ -47,6 +47,14 @@ def check_alone(path: Path) -> None:
                 f"one of several files of a checkpoint of {engine}",
                 where=printable(str(path)),
                 hint=f"Name the folder: {printable(str(folder))}",
+            )
+    if part_of_vllm(path.name) is not None:
+        others = [name for name in names_in(path.parent) if part_of_vllm(name) is not None]
+        if len(others) > 1 or path.name != "model-rank-0-part-0.safetensors":
+            raise UnsupportedError(
+                "one of several files of the sharded state of vLLM",
+                where=printable(str(path)),
+                hint=f"Name the folder: {printable(str(path.parent))}",
             )
     if _META.fullmatch(path.name):
         others = sorted(file.name for file in path.parent.glob("consolidated.*.pth") if _META.fullmatch(file.name))
