@@ -16,7 +16,7 @@ from ckpt.pipeline.planned_reads import StoreReads
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
-from ckpt_codecs import DeltaCodec
+from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Edit, Group, Origin, OriginalForm, Parameter, SourceFile
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.identity import Identity
