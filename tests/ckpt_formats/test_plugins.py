@@ -121,11 +121,11 @@ def test_a_shell_completes_the_name_of_a_package(npy: Path) -> None:
 
 
 def test_a_name_that_no_package_provides_is_wrong_usage(npy: Path, small: Path, tmp_path: Path) -> None:
-    done = command("convert", small, tmp_path / "out", "--to", "npz")
+    done = command("convert", small, tmp_path / "out", "--to", "zarr")
     assert done.code == 2
     assert "'npy'" in done.err
-    with pytest.raises(ckpt.InvalidArgumentError, match="there is no format npz"):
-        ckpt.save(ckpt.open(small), tmp_path / "out", "npz")
+    with pytest.raises(ckpt.InvalidArgumentError, match="there is no format zarr"):
+        ckpt.save(ckpt.open(small), tmp_path / "out", "zarr")
 
 
 def test_a_package_is_not_imported_before_it_is_needed(packages: Path, small: Path, tmp_path: Path) -> None:
