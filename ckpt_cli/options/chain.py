@@ -10,14 +10,15 @@ import click
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.source import read_options
-from ckpt_cli.options.types import CheckpointPath, SegmentsType
+from ckpt_cli.options.types import CheckpointPath, SegmentsType, numbers
+from ckpt_formats.core.arguments import Count, Positive
 
 if TYPE_CHECKING:
     from ckpt_formats.core.format import ReadOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-base_every = click.option("--base-every", type=click.IntRange(1), metavar="N", help="Store each Nth state as a base.")
+base_every = click.option("--base-every", type=numbers(Positive), metavar="N", help="Store each Nth state as a base.")
 
 
 class RetentionType(ParamType[str]):
@@ -39,7 +40,7 @@ class BaseEveryType(ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if value == "auto":
             return "auto"
-        return click.IntRange(1).convert(value, param, ctx)
+        return int(numbers(Positive).convert(value, param, ctx))
 
 
 def retention(command: F) -> F:
@@ -73,7 +74,7 @@ def retention(command: F) -> F:
                 show_default=True,
                 help="Segments of the log of gradients that stay: the last N, or all.",
             ),
-            click.option("--upto", type=click.IntRange(0, 1 << 62), metavar="STEP", help="Drop all steps after STEP."),
+            click.option("--upto", type=numbers(Count), metavar="STEP", help="Drop all steps after STEP."),
             group="Retention",
         ),
     )
@@ -88,7 +89,7 @@ def chain_state(command: F) -> F:
 
         return command(*args, state=open_chain_state(chain, step, options), **arguments)
 
-    option = click.option("--step", type=click.IntRange(0, 1 << 62), help="Which state.  [default: the last]")
+    option = click.option("--step", type=numbers(Count), help="Which state.  [default: the last]")
     return cast(F, click.argument("chain", type=CheckpointPath())(option(read_options(wrapper))))
 
 

@@ -9,7 +9,8 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip, source
-from ckpt_cli.options.types import WeightsType
+from ckpt_cli.options.types import WeightsType, numbers
+from ckpt_formats.core.arguments import Decay
 
 if TYPE_CHECKING:
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ _WEIGHTS = click.option(
 )
 _EMA = click.option(
     "--ema",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=numbers(Decay),
     metavar="DECAY",
     help="Exponential moving average, the oldest CHECKPOINT first: DECAY * average + (1 - DECAY) * next.",
 )

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import GroupedCommand, with_options
-from ckpt_cli.options.types import ShardType, SizeType
+from ckpt_cli.options.types import ShardType, SizeType, numbers
+from ckpt_formats.core.arguments import Workers
 from ckpt_formats.core.text import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,7 +88,7 @@ _SCRATCH = click.option(
     help="For a TARGET in a store: where files lie until they are uploaded.  [default: $TMPDIR]",
 )
 _WORKERS = click.option(
-    "--workers", type=click.IntRange(1, 256), default=None, help="Threads.  [default: one per core, at most 8]"
+    "--workers", type=numbers(Workers), default=None, help="Threads.  [default: one per core, at most 8]"
 )
 
 

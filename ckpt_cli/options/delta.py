@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import CheckpointPath, ShareType
+from ckpt_cli.options.types import CheckpointPath, ShareType, numbers
+from ckpt_formats.core.arguments import Count, Increase
 
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
@@ -25,9 +26,7 @@ _DEFAULT = "balanced"
 """The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-_STEP = click.option(
-    "--step", type=click.IntRange(0, 1 << 62), help="The step, if it is not that which the checkpoint states."
-)
+_STEP = click.option("--step", type=numbers(Count), help="The step, if it is not that which the checkpoint states.")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ _LOSS = (
     ),
     click.option(
         "--max-loss-increase",
-        type=click.FloatRange(min=0),
+        type=numbers(Increase),
         metavar="X",
         help="Lossy: the largest errors for which the loss of --eval-cmd increases by at most X.",
     ),

@@ -9,7 +9,8 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.param_type import ParamType
-from ckpt_cli.options.types import CheckpointPath
+from ckpt_cli.options.types import CheckpointPath, numbers
+from ckpt_formats.core.arguments import Positive
 
 if TYPE_CHECKING:
     from ckpt.shadow.connection import Credentials
@@ -111,7 +112,7 @@ def shadow_options(command: F) -> F:
             ),
             click.option(
                 "--base-every",
-                type=click.IntRange(1),
+                type=numbers(Positive),
                 metavar="N",
                 help="Add a base to CHAIN at the first step, N or more steps after the last base, of which the run "
                 "recorded a fingerprint. It is compared with that first.",

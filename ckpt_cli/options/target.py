@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType
+from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType, numbers
+from ckpt_formats.core.arguments import Positive, Ranks, ZeroStage
 from ckpt_formats.registry import FORMATS, ONLY_READ
 from ckpt_formats.state_dicts.keys import STYLES
 from ckpt_formats.stores.location import target_path
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from ckpt_formats.core.format import WritableFormat
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-MAX_RANKS = 1 << 16
-"""Maximum of ranks along one dimension: more than any run has, and few enough to plan files for each."""
 
 
 class FormatName(click.Choice[str]):
@@ -60,7 +58,7 @@ class FormatOption(NamedTuple):
     formats: tuple[str, ...]
 
 
-_RANKS = click.IntRange(1, MAX_RANKS)
+_RANKS = numbers(Ranks)
 _MEGATRON = ("megatron", "megatron-legacy")
 _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 
@@ -81,13 +79,13 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "etp": FormatOption("--etp", _RANKS, "Tensor-parallel ranks of each expert.", _MEGATRON),
     "zero": FormatOption(
         "--zero",
-        click.IntRange(0, 3),
+        numbers(ZeroStage),
         "ZeRO stage; for Megatron, 1 is its distributed optimizer.",
         (*_DEEPSPEED, *_MEGATRON),
     ),
     "vocab_rows": FormatOption(
         "--vocab-rows",
-        click.IntRange(1),
+        numbers(Positive),
         "Padded rows of vocabulary tables, if the model pads differently at the new TP.",
         (*_DEEPSPEED, *_MEGATRON),
     ),

@@ -3,13 +3,31 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from ckpt_cli.options.param_type import ParamType
+from ckpt_formats.core.arguments import MAX_INTEGER
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class WholeRange(click.IntRange):
+    """Whole numbers of a range. The largest number of the library is shown as a power of two."""
+
+    def _describe_range(self) -> str:
+        return super()._describe_range().replace(str(MAX_INTEGER), "2^62")
+
+
+def numbers(annotation: Any) -> ParamType[Any]:
+    """Return the type of an option that takes the numbers of an annotation in the library, such as `Ranks`.
+
+    So each range stands once, where the library checks it.
+    """
+    kind, bounds = get_args(annotation)
+    least, most = (None if math.isinf(one) else one for one in (bounds.least, bounds.most))
+    return (WholeRange if kind is int else click.FloatRange)(least, most, bounds.above, bounds.below)
 
 
 class SizeType(ParamType[int]):

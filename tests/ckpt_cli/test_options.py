@@ -2,12 +2,17 @@
 
 import json
 from dataclasses import fields
+from math import inf
 from pathlib import Path
+from typing import get_args
 
+import click
 import pytest
 
-from ckpt_cli.main import COMMANDS
+import ckpt as ckpt_library
+from ckpt_cli.main import COMMANDS, cli
 from ckpt_cli.options.target import FORMAT_OPTIONS
+from ckpt_formats.core.arguments import Count, Decay, Range, annotations_of
 from ckpt_formats.registry import FORMATS, ONLY_READ, writable
 from damage import SAMPLES, ckpt
 
@@ -39,6 +44,33 @@ def fields_of(name: str) -> set[str]:
 def test_the_options_of_a_format_are_its_fields(name: str) -> None:
     listed = {field for field, option in FORMAT_OPTIONS.items() if name in option.formats}
     assert listed == fields_of(name) - WITHOUT_OPTION.keys()
+
+
+def test_numbers_have_the_ranges_of_the_library() -> None:
+    of_fields = {
+        (field, option.flag): dict(annotations_of(type(writable(name))))[field]
+        for field, option in FORMAT_OPTIONS.items()
+        for name in option.formats
+    }
+    commands = {name: cli.get_command(click.Context(cli), name) for name in ("convert", "append", "average", "compact")}
+    others = {
+        ("convert", "--workers"): dict(annotations_of(ckpt_library.Resources))["workers"],
+        ("append", "--max-loss-increase"): dict(annotations_of(ckpt_library.Evaluation))["max_increase"],
+        ("append", "--step"): Count,
+        ("compact", "--upto"): dict(annotations_of(ckpt_library.Retention))["upto"],
+        ("average", "--ema"): Decay,
+    }
+    checked = 0
+    for (owner, flag), annotation in {**of_fields, **others}.items():
+        command = commands.get(owner, commands["convert"])
+        (option,) = (option for option in command.params if flag in option.opts)
+        bounds = [one for part in (annotation, *get_args(annotation)) for one in getattr(part, "__metadata__", ())]
+        if isinstance(option.type, (click.IntRange, click.FloatRange)):
+            own = option.type
+            shown = Range(*(inf if one is None else one for one in (own.min, own.max)), own.min_open, own.max_open)
+            assert [shown] == bounds, flag
+            checked += 1
+    assert checked >= 12
 
 
 def test_every_option_belongs_to_a_format_and_every_exception_to_a_field() -> None:

@@ -14,7 +14,7 @@ from ckpt.pipeline import Execution
 from ckpt.pipeline.folder_staging import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
-from ckpt_formats.core.arguments import Admits, Checked, Range
+from ckpt_formats.core.arguments import Admits, Checked, Increase
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import ReadOptions
@@ -49,7 +49,7 @@ class Evaluation(Checked):
     """The user's own measure of a state: a command whose last line of output is a loss."""
 
     command: Annotated[tuple[str, ...], Admits("the words of a command", len)]
-    max_increase: Annotated[float, Range(0)]
+    max_increase: Increase
     """By how much the loss may increase."""
     on_trial: Callable[[Trial], None] = field(default=_ignore, compare=False)
     """Called after each trial."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from ckpt import pipeline
 from ckpt.chains import costs
@@ -18,7 +18,7 @@ from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
-from ckpt_formats.core.arguments import Checked, Positive, Range
+from ckpt_formats.core.arguments import Checked, Positive, Share
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO
@@ -63,7 +63,7 @@ class DeltaPolicy(Checked):
     tip: bool = False
     """Store the last state also without a parent, so that the next append and `restore` replay nothing. Of a chain
     whose last state is approximate this is always so."""
-    partial: Annotated[float, Range(0, 1, above=True)] | None = None
+    partial: Share | None = None
     """Of deltas, save only the blocks that moved most since they were saved, up to this share of all bytes; the others
     stay as they are in the last state (`ckpt.partial.changes`). Bases have all blocks."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt.combine.average_blob import AverageBlob, EqualBlob
 from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, place_of, some_names, untied_config
+from ckpt_formats.core.arguments import Decay, Positive, checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
@@ -20,7 +21,8 @@ from ckpt_formats.core.text import printable
 _ONE_MODEL = "Only checkpoints of one model can be averaged: their tensors must have the same names and shapes."
 
 
-def ema_weights(count: int, decay: float) -> list[float]:
+@checked
+def ema_weights(count: Positive, decay: Decay) -> list[float]:
     """The weights that `average` needs for the exponential moving average of `count` states, the oldest first.
 
     The average starts at the first state; each later state changes it to `decay * average + (1 - decay) * state`.
@@ -28,10 +30,6 @@ def ema_weights(count: int, decay: float) -> list[float]:
     >>> ema_weights(3, 0.5)
     [0.25, 0.25, 0.5]
     """
-    if count < 1:
-        raise InvalidArgumentError("an average needs at least one checkpoint")
-    if not 0 <= decay < 1:
-        raise InvalidArgumentError(f"the decay of an average is at least 0 and less than 1, not {decay}")
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
 
 

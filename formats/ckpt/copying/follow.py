@@ -75,7 +75,7 @@ def update_copy(
         NotFoundError: There is no chain at `source`.
         LockedError: Another process changes the copy.
         OutputError: At `target` is another chain, or something else.
-        UnsupportedError: `target` is not in a store.
+        InvalidArgumentError: `target` is not in a store.
     """
     with _copy_of(target, Execution.of(resources, locks=locks, read_back=read_back)) as copy:
         return copy.bring(source_path(source))

@@ -79,6 +79,12 @@ Workers = Annotated[int, Range(1, 256)]
 """A number of threads."""
 ZeroStage = Annotated[int, Range(0, 3)]
 """A stage of ZeRO."""
+Share = Annotated[float, Range(0, 1, above=True)]
+"""A share of a whole that is not empty."""
+Decay = Annotated[float, Range(0, 1, below=True)]
+"""By how much an average decays from one state to the next."""
+Increase = Annotated[float, Range(0)]
+"""By how much a number may increase."""
 
 
 StrPath = str | os.PathLike[str]
