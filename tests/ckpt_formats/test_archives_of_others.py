@@ -125,3 +125,18 @@ def test_bits_of_a_model_of_stable_baselines_are_checked(tmp_path: Path) -> None
     data[at] ^= 1
     (tmp_path / "a.zip").write_bytes(data)
     assert ckpt("verify", tmp_path / "a.zip").code == BROKEN
+
+
+def test_each_optimizer_of_an_agent_gets_the_parameters_that_it_numbers() -> None:
+    path = AGENT.with_name("stable-baselines3-2.9-sac.zip")
+    checkpoint = open_checkpoint(path)
+    with zipfile.ZipFile(path) as archive:
+        for part in ("actor", "critic"):
+            states = torch.load(io.BytesIO(archive.read(f"{part}.optimizer.pth")), weights_only=True)["state"]
+            names = [name for name in checkpoint if name.startswith(f"{part}.")]
+            assert len(names) == len(states) > 5
+            for number, name in enumerate(names):
+                moment = read(checkpoint[name].states["exp_avg"])
+                assert np.array_equal(moment, states[number]["exp_avg"].numpy())
+    assert "ent_coef_optimizer" in checkpoint.extras
+    assert not any("critic_target" in name for group in checkpoint.groups for name in group.names)

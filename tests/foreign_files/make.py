@@ -12,7 +12,7 @@ import gymnasium  # noqa: F401  (PPO takes its environments by name)
 import lightning
 import torch
 from omegaconf import MISSING, OmegaConf
-from stable_baselines3 import PPO
+from stable_baselines3 import PPO, SAC
 from tensordict import TensorDict
 
 FOLDER = Path(__file__).parent
@@ -68,6 +68,9 @@ def main() -> None:
     agent = PPO("MlpPolicy", "CartPole-v1", n_steps=16, batch_size=8, policy_kwargs={"net_arch": [8]}, device="cpu")
     agent.learn(16)
     agent.save(FOLDER / "stable-baselines3-2.9.zip")
+    sac = SAC("MlpPolicy", "Pendulum-v1", policy_kwargs={"net_arch": [8]}, learning_starts=10, batch_size=4)
+    sac.learn(30)
+    sac.save(FOLDER / "stable-baselines3-2.9-sac.zip")
 
 
 if __name__ == "__main__":

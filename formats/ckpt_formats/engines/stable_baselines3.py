@@ -8,21 +8,30 @@ The pickles in `data` stay texts.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_formats.containers.contents import HEAD_NBYTES, ZIP, is_stable_baselines
 from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.containers.torchfile import open_file
+from ckpt_formats.containers.torchfile import TensorRef, open_file
 from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.format import Format, ReadOptions
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
+from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
 
 _POLICY, _OPTIMIZER, _DATA, _VERSION = "policy.pth", "policy.optimizer.pth", "data", "_stable_baselines3_version"
+_OWNERS = {
+    "optimizer": ("q_net.", "quantile_net.", ""),
+    "actor.optimizer": ("actor.",),
+    "critic.optimizer": ("critic.",),
+}
+"""By optimizer, how the names begin whose parameters it may be of: `_build` of the library's policies says so."""
 _STEPS = "num_timesteps"
 _TORCH = ".pth"
 _MAX_TEXT = 64 << 20
@@ -62,7 +71,8 @@ class StableBaselines3(Format):
         for name, file in files.items():
             key = {_POLICY: "model", _OPTIMIZER: "optimizer"}.get(name, name.removesuffix(_TORCH))
             root[key] = file.root
-        state = training_state(root, path, options.order, options.orders, further_extras=extras)
+        orders = options.orders if options.order else {**_orders(root), **options.orders}
+        state = training_state(root, path, options.order, orders, further_extras=extras)
         step = data.get(_STEPS)
         seals = [seal for file in files.values() for seal in file.seals()]
         own = (archive.seal(archive.index[name]) for name in names if name not in files)
@@ -77,6 +87,37 @@ class StableBaselines3(Format):
             seals=(*seals, *filter(None, own)),
             notices=state.notices,
         )
+
+
+def _orders(root: Mapping[str, Value]) -> dict[str, tuple[str, ...]]:
+    """The names that each optimizer numbers, where the names and shapes of the policy fit the source of the library."""
+    model = root.get("model")
+    orders: dict[str, tuple[str, ...]] = {}
+    if not isinstance(model, dict):
+        return orders
+    for key, owners in _OWNERS.items():
+        optimizer = root.get(key)
+        states: Value = optimizer.get("state") if isinstance(optimizer, dict) and is_optimizer(optimizer) else None
+        if not isinstance(states, dict) or not states:
+            continue
+        for owner in owners:
+            names = [name for name in model if isinstance(name, str) and name.startswith(owner)]
+            if states.keys() == set(range(len(names))) and all(
+                _shapes(states[number]) <= {_shape(model[name])} for number, name in enumerate(names)
+            ):
+                orders[key] = tuple(names)
+                break
+    return orders
+
+
+def _shapes(state: Value) -> set[Shape | None]:
+    """The shapes of an optimizer's states of one parameter, but of plain counts."""
+    values = state.values() if isinstance(state, dict) else ()
+    return {shape for value in values if (shape := _shape(value))}
+
+
+def _shape(value: Value) -> Shape | None:
+    return tuple(value.shape) if isinstance(value, TensorRef) else None
 
 
 def _text(archive: Archive, name: str, window: Window) -> bytes:
