@@ -1,15 +1,17 @@
 """How many requests, and how many bytes, parts of checkpoints take from a store."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from lying_store import LyingStore, lying
+from lying_store import Answer, LyingStore, Request, lying
 from object_stores import BUCKET, reached
 
 SHARDS, ROWS, COLUMNS = 24, 512, 512
@@ -95,3 +97,30 @@ def test_all_of_dcp_is_read_once(store: LyingStore, tmp_path: Path) -> None:
     ckpt.save(run, tmp_path / "out.safetensors", ckpt.Safetensors(), resources=ckpt.Resources(memory=16 << 20))
     nbytes = received(store)[1]
     assert nbytes <= SHARDS * 2 * (MATRIX + 2 * 2 * BLOCK)
+
+
+def test_local_headers_of_a_torch_file_are_requested_at_once(store: LyingStore, tmp_path: Path) -> None:
+    tensors = {f"w{number}": np.full(80_000 + number, number, np.float32) for number in range(96)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ckpt.save(ckpt.open(tmp_path / "model.safetensors"), tmp_path / "model.pt", ckpt.Torch())
+    store.truth.put("torch/model.pt", (tmp_path / "model.pt").read_bytes())
+    running, alone, lock = 0, 0, Lock()
+
+    def slow(request: Request) -> Answer:
+        nonlocal running, alone
+        with lock:
+            alone += running == 0
+            running += 1
+        time.sleep(0.003)
+        with lock:
+            running -= 1
+        return store.truth.answer(request)
+
+    store.handler = slow
+    try:
+        run = ckpt.open(f"s3://{BUCKET}/torch/model.pt")
+        assert len(run.seals) > 96
+    finally:
+        store.be_honest()
+    assert alone <= 20  # of about 110 requests
+    assert (run["w30"][:] == 30).all()

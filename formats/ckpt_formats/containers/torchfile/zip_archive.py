@@ -66,6 +66,10 @@ _MIN_AHEAD, _MAX_AHEAD = 64, 4096
 _NEAR = 1 << 12
 """Local headers so near to one another, in bytes, are read at once with what lies between."""
 _MAX_RUN = 1 << 20
+_COMING = 16
+"""Local headers in a store that are requested at once, while as many before them are read."""
+_FAR = 1 << 16
+"""Bytes from one local header to the next, from which each takes a request of its own in a store."""
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -133,10 +137,7 @@ class Archive:
         begin = f"{self.stem}/data/"
         after = len(begin)
         self._storages = {name[after:]: number for name, number in self.index.items() if name.startswith(begin)}
-        if isinstance(self.path, StorePath):
-            # Each is far from the others, and needed soon: so they take the time of one request.
-            for header in self.directory.headers[:_MIN_AHEAD].tolist():
-                self.path.store.request(self.path.key, self.base + header, _LOCAL_DTYPE.itemsize)
+        self._request_headers(0, _COMING)
 
     def __contains__(self, name: str) -> bool:
         return f"{self.stem}/{name}" in self.index
@@ -232,11 +233,25 @@ class Archive:
         header, extent = int(known.headers[number]), int(known.extents[number])
         return ZipMember(number, known.names[number], header, extent, self._nbytes[number], self._crcs[number])
 
+    def _request_headers(self, first: int, stop: int) -> None:
+        """In a store, request some local headers: each is far from the others, and they are needed soon."""
+        if isinstance(self.path, StorePath):
+            for header in self.directory.headers[first:stop].tolist():
+                self.path.store.request(self.path.key, self.base + header, _LOCAL_DTYPE.itemsize)
+
     def _locate(self, first: int, stop: int, window: ByteSource) -> None:
         """Find where the data of the members `first` to `stop` begin: the lengths are in their local headers.
 
         Raises `CorruptError` if a local header contradicts the directory.
         """
+        are_far = isinstance(self.path, StorePath) and self.directory.extents[first:stop].sum() > _FAR * (stop - first)
+        group = _COMING if are_far else max(1, stop - first)
+        for begin in range(first, stop, group):
+            if are_far:
+                self._request_headers(begin, min(begin + 2 * group, stop))
+            self._locate_group(begin, min(begin + group, stop), window)
+
+    def _locate_group(self, first: int, stop: int, window: ByteSource) -> None:
         known, members = self.directory, slice(first, stop)
         names = [name.encode() for name in known.names[members]]
         lengths = list(map(len, names))
