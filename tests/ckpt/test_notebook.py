@@ -4,6 +4,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,28 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 def test_progress_is_refused_outside_of_a_notebook() -> None:
     with pytest.raises(ckpt.UnsupportedError):
         ckpt.NotebookProgress()
+
+
+def test_progress_shows_the_status_of_a_cluster_below_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.core.getipython
+    import IPython.display
+
+    pages: list[str] = []
+
+    class Handle:
+        def update(self, page: Any) -> None:
+            pages.append(page._repr_html_())
+
+    monkeypatch.setattr(IPython.core.getipython, "get_ipython", object)
+    monkeypatch.setattr(IPython.display, "display", lambda page, display_id: Handle())
+    progress = ckpt.NotebookProgress("saving")
+    assert isinstance(progress, ckpt.types.Progress)
+    progress(1, 4)
+    progress.show_status(ckpt.types.ClusterStatus(40, 12, 8, 8, "<b>.bin", "host"))
+    text = Elements(pages[-1]).text
+    assert "12 of 40 files written, 8 tasks run on 8 workers" in text
+    assert 'value="1" max="4"' in pages[-1]
+    assert "<b>.bin" in text
 
 
 @pytest.mark.slow
