@@ -27,7 +27,8 @@ TIED = {
 """The name of the last stage's copy of a tied table, and the name of the table."""
 
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|transformer)\.layers\.)(\d+)(\..*)")
-_STACKED_LAYER = re.compile(r"(?P<head>(?:decoder|encoder)\.layers\.)(?!\d+\.)(?P<rest>.*)")
+_STACKED_LAYER = re.compile(r"(?P<head>(?:[a-z_]\w*\.){0,2}(?:decoder|encoder)\.layers\.)(?!\d+\.)(?P<rest>.*)")
+_OTHER_MODEL = re.compile(r"(_?teacher_model|(vision|image|audio|sound)_(model|projection|encoder))\..*")
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -68,6 +69,15 @@ def in_expert(name: str, expert: int) -> str:
 def is_buffer(name: str) -> bool:
     """True if it is a buffer, which has no optimizer states."""
     return _BUFFER.fullmatch(name) is not None
+
+
+def other_model(name: str) -> str | None:
+    """The model of which a tensor is, if it is another than that whose sizes the arguments state; else None.
+
+    Multimodal models have an encoder of pictures and a projection, a distilled model has its teacher.
+    """
+    match = _OTHER_MODEL.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def is_extra_state(name: str) -> bool:

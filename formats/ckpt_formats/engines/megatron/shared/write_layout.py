@@ -17,7 +17,15 @@ from ckpt_formats.core.values import Record, Value
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
-from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, WORD_TABLE, expert_of, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.names import (
+    HEAD,
+    TIED,
+    WORD_TABLE,
+    expert_of,
+    is_expert,
+    layer_of,
+    other_model,
+)
 from ckpt_formats.engines.megatron.shared.options import LayoutOptions
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
@@ -75,6 +83,13 @@ def resolve_layout(source: Checkpoint, options: LayoutOptions) -> WriteLayout:
         )
     args = Arguments(record, source.path)
     _check_experts(source, args)
+    for name, parameter in source.parameters.items():
+        if parameter.role != "extra" and (other := other_model(name)) is not None:
+            raise UnsupportedError(
+                f"`{printable(name)}` is of another model in the checkpoint ({other}), whose layout no argument states",
+                where=source.path,
+                hint=f"Leave it out: --skip '^{other}\\.'; or write another format.",
+            )
     parallel = _parallel(source, args, options)
     stages = _stages(source, args, parallel, options)
     layout = layout_of(source, options.rules)

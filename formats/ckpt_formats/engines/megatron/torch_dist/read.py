@@ -8,13 +8,14 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, Ro
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
-from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of, other_model
 from ckpt_formats.engines.megatron.shared.optimizer_states import members, options_of, without_states
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
@@ -33,8 +34,17 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     layout = Layout(rules_for(options.rules), sizes_of(dist.args))
     items = split_items(dist.tensors, dist.objects)
     weights = tensors_by_name(items.model)
+    others = tuple(dict.fromkeys(other for name in weights if (other := other_model(name)) is not None))
     for name, tensor in weights.items():
-        layout.check(name, tensor.shape)
+        is_value_head = name == HEAD and tensor.shape[:1] == (1,)  # of a critic or a reward model
+        if other_model(name) is None and not is_value_head:
+            layout.check(name, tensor.shape)
+    if others and items.flat:
+        raise UnsupportedError(
+            f"the optimizer is one buffer, and beside the model there is another one: {printable(others[0])}",
+            where=folder,
+            hint="Save with --dist-ckpt-optim-fully-reshardable, or read the weights of another checkpoint.",
+        )
     _check_layers(dist, weights)
     stages = _stages(dist, items)
     states = _states(dist, items, layout, weights, stages)
@@ -59,9 +69,14 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
         aliases={HEAD: WORD_TABLE} if tied else {},
         files=dist.shards,
         seals=dist.seals,
-        notices=(*dist.notices, *without_states(parameters, groups)),
+        notices=(*dist.notices, *_of_others(others), *without_states(parameters, groups)),
         layout=layout,
     )
+
+
+def _of_others(others: tuple[str, ...]) -> tuple[Notice, ...]:
+    text = "the arguments do not state the sizes of further models in the checkpoint, so they are not checked"
+    return (Notice(text, others, Weight.UNSURE),) if others else ()
 
 
 def _check_layers(dist: DistFiles, weights: Mapping[str, Tensor]) -> None:
