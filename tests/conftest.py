@@ -40,6 +40,12 @@ settings.load_profile("ckpt")
 SLOW_TESTS = durations.SlowTests.load()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`make quick` fails where a test has become slow."""
+    if config.option.markexpr == durations.QUICK:
+        config.pluginmanager.register(durations.Stopwatch())
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make quick` does not even import a file that has no quick tests."""
     if config.option.markexpr != durations.QUICK or not collection_path.is_relative_to(durations.ROOT):
@@ -51,8 +57,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
     for item in items:
-        if " at 0x" in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
+        if " at 0x" in item.nodeid or str(durations.ROOT) in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has another name elsewhere: give its parameters `ids`")
         if SLOW_TESTS.name_of(item.nodeid):
             item.add_marker("slow")
     config.stash[durations.COLLECTED] = [item.nodeid for item in items]

@@ -427,6 +427,7 @@ COUNTING = "import os, sys; print(len(os.listdir(os.path.dirname(sys.argv[1]))))
         (f"{sys.executable} -c 'print(float(\"nan\"))' {{}}", "the loss of the exact state is nan"),
         (f"{sys.executable} -c '{COUNTING}' {{}}", "even the smallest step size, 0.25"),
     ],
+    ids=["absent", "ends with 7", "no number", "prints nothing", "NaN", "never enough"],
 )
 def test_an_evaluation_that_fails_changes_nothing(command: str, words: str, saved: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -239,7 +239,9 @@ def names_in(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "formats" / "ckpt").rglob("*.py")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "formats" / "ckpt").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_library_does_not_print_exit_or_read_the_environment(path: Path) -> None:
     used = {name for full in names_in(path) for name in (full, full.partition(".")[0])}
     assert not used & {

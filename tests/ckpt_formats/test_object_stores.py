@@ -259,7 +259,7 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path, m
             "a delta and its parent are in one file system",
         ),
     ],
-    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(map(str, value)).replace(str(SAMPLES), "")[:40] if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_done_is_refused(
     arguments: tuple[object, ...], words: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,10 @@ CASES = [
 ]
 
 
+def _words(value: object) -> str:
+    return value.name if isinstance(value, Path) else str(value)
+
+
 def planned(sample: Path, name: str, options: dict[str, Any], target: Path) -> Plan:
     return Job(open_checkpoint(sample), target, writable(name, **options)).plan()
 
@@ -48,7 +52,7 @@ def read_from(tensors: Any) -> Counter[Path]:
     return +nbytes_by_path
 
 
-@pytest.mark.parametrize(("sample", "name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("sample", "name", "options"), CASES, ids=_words)
 def test_a_plan_says_of_every_file_what_the_file_is(
     sample: Path, name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -67,7 +71,7 @@ def test_a_plan_says_of_every_file_what_the_file_is(
         assert +nbytes == read_from(laid.tensors)
 
 
-@pytest.mark.parametrize(("sample", "name", "options"), CASES[3::3], ids=str)
+@pytest.mark.parametrize(("sample", "name", "options"), CASES[3::3], ids=_words)
 def test_another_process_writes_the_same_file(sample: Path, name: str, options: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(sample, name, options, tmp_path / "out")
     again: tuple[FilePlan, ...] = pickle.loads(pickle.dumps(plan.files))
