@@ -29,7 +29,7 @@ quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in a minut
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
 check: $(VENV)/.tested $(VENV)/.kernels browser  ## everything that CI runs
-	$(MAKE) --jobs 2 lint docs
+	$(MAKE) --jobs 2 lint docs versions
 	$(PYTEST)
 
 versions: $(VENV)/.tested $(VENV)/.kernels  ## each Python that is promised, and the lowest versions of dependencies

@@ -213,7 +213,7 @@ def test_the_engine_holds_what_the_sources_engine_held(job: Job, resumed: Resume
 def test_the_engine_computes_what_the_sources_engine_computed(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
     actual, expected = report["evaluation"], report["expected"]["evaluation"]
-    bound = 0.0 if job.same_arithmetic else OTHER_ARITHMETIC[job.source.dtype]
+    bound = 0.0 if job.same_arithmetic else DRIFT[job.source.dtype]
     assert abs(actual - expected) <= bound
 
 
@@ -221,16 +221,20 @@ def test_the_engine_computes_what_the_sources_engine_computed(job: Job, resumed:
 def test_training_goes_on_as_it_would_have(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
     actual, expected = report["losses_after"], report["expected"]["losses_after"]
-    bound = (SUMMATION if job.same_arithmetic else OTHER_ARITHMETIC)[job.source.dtype]
     assert len(actual) == len(expected) == 4
     drift = [abs(a - b) for a, b in zip(actual, expected, strict=True)]
+    bound = DRIFT[job.source.dtype]
+    assert drift[0] <= (SAME_WEIGHTS if job.same_arithmetic else bound)
     assert max(drift if job.same_steps else drift[:1]) <= (0.0 if job.same_layout else bound)
 
 
-SUMMATION = {"bf16": 5e-4, "fp16": 5e-4, "fp32": 5e-6}
-"""How far four losses drift apart when gradients are summed over other ranks, by type of the weights."""
-OTHER_ARITHMETIC = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 5e-6}
-"""The same where the forward pass, too, rounds in other places."""
+SAME_WEIGHTS = 1e-6
+"""How far the loss of the first step is off, before any gradient is summed: two units of the last place."""
+DRIFT = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 5e-6}
+"""How far four losses drift apart when gradients are summed over other ranks, by type of the weights.
+
+It depends on the processor: of bf16, 4.7e-4 on one and 5.8e-4 on another. A step of the optimizer more or less is 1e-2.
+"""
 
 
 def muon_momenta(mismatches: dict[str, str], job: Job) -> set[str]:
