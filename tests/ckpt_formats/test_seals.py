@@ -6,7 +6,7 @@ import zlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.evidence import Evidence, evidence_of, seal_number
 from ckpt_formats.core.files import (
+    Kind,
     LazySeals,
     Leaves,
     Reader,
@@ -229,7 +230,13 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
         written = write_sealed(stage.data, "part", [content])
         digests = st.integers(0, 2**128 - 1)
         seals = st.builds(
-            Seal, names.map(Path), st.integers(0, 2**60), st.integers(0, 2**60), st.sampled_from(KINDS), digests, names
+            Seal,
+            names.map(Path),
+            st.integers(0, 2**60),
+            st.integers(0, 2**60),
+            st.sampled_from(get_args(Kind)),
+            digests,
+            names,
         )
         pieces = st.builds(Piece, st.integers(0, 2**60), st.integers(0, 2**60), digests)
         read = data.draw(st.lists(st.tuples(seals, st.lists(pieces, max_size=3)), max_size=3, unique_by=lambda r: r[0]))

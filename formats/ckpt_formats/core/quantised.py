@@ -7,13 +7,17 @@ edits ask this module first, and leave all tensors of such a weight as they are,
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_table import ROLES, TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 
@@ -97,14 +101,14 @@ def quantised_weights(source: Checkpoint) -> tuple[QuantisedWeight, ...]:
     names = list(source.parameters)
     if method is None and not _SIGNS.search("\n".join(names)):
         return ()
-    modules: dict[str, dict[str, str]] = {}
+    form_of, modules = _forms(source.parameters), dict[str, dict[str, str]]()
     for name in names:
         module, own = _place_in_module(name)
         modules.setdefault(module, {})[own] = name
     weights: list[QuantisedWeight] = []
     rest: list[str] = []
     for module, named in modules.items():
-        scheme, parts = _of_module(named, source.parameters, method)
+        scheme, parts = _of_module(named, form_of, method)
         if parts:
             weights.append(QuantisedWeight(module, scheme, tuple(name for own, name in named.items() if own in parts)))
         rest += [name for own, name in named.items() if own not in parts and _CACHE.fullmatch(own)]
@@ -147,14 +151,42 @@ def _place_in_module(name: str) -> tuple[str, str]:
     return module, own
 
 
+class _Form(NamedTuple):
+    """The dtype and shape of a weight."""
+
+    dtype: DType
+    shape: Shape
+
+
+def _forms(parameters: Mapping[str, Parameter]) -> Callable[[str], _Form | None]:
+    """The form of each weight by its name; None for an extra. No parameter of a table is made for it."""
+    if isinstance(parameters, TabulatedParameters):
+        table = parameters.table
+        numbers = {name: number for number, name in enumerate(table.names)}
+
+        def of_row(name: str) -> _Form | None:
+            number = numbers[name]
+            row = int(table.weight[number])
+            extra = ROLES[int(table.role[number])] == "extra"
+            return None if extra else _Form(table.dtypes[int(table.dtype[row])], table.shape(row))
+
+        return of_row
+
+    def of_parameter(name: str) -> _Form | None:
+        one = parameters[name]
+        return None if one.role == "extra" else _Form(one.weight.dtype, one.weight.shape)
+
+    return of_parameter
+
+
 def _of_module(
-    named: Mapping[str, str], parameters: Mapping[str, Parameter], method: str | None
+    named: Mapping[str, str], form_of: Callable[[str], _Form | None], method: str | None
 ) -> tuple[str, Collection[str]]:
     """The scheme of a module, and which of its tensors, by their names in it, are codes and scales."""
     if method is None and not any(_SIGNS.search(own) for own in named):
         return "", ()
-    of = {own: parameters[name] for own, name in named.items()}
-    tensors = {own: one for own, one in of.items() if one.role != "extra" and not _BIAS.fullmatch(own)}
+    forms = ((own, form_of(name)) for own, name in named.items() if not _BIAS.fullmatch(own))
+    tensors = {own: form for own, form in forms if form is not None}
     codes = {own for own, one in tensors.items() if _are_codes(own, one, method)}
     for scheme in SCHEMES:
         if scheme.needs_codes and not codes:
@@ -171,9 +203,9 @@ def _of_module(
     return ("codes with scales", codes | scales) if codes and scales - codes else ("", ())
 
 
-def _are_codes(own: str, parameter: Parameter, method: str | None) -> bool:
-    dtype, shape = parameter.weight.dtype, parameter.weight.shape
-    if (_PLACES if method is None else _COUNTERS).search(own.lower()) or parameter.weight.size < 2:
+def _are_codes(own: str, form: _Form, method: str | None) -> bool:
+    dtype, shape = form
+    if (_PLACES if method is None else _COUNTERS).search(own.lower()) or prod(shape) < 2:
         return False
     return _is_short(dtype) or (dtype.kind in "iu" and len(shape) >= 2)
 
