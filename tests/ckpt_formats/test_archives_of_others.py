@@ -125,6 +125,11 @@ def test_bits_of_a_model_of_stable_baselines_are_checked(tmp_path: Path) -> None
     data[at] ^= 1
     (tmp_path / "a.zip").write_bytes(data)
     assert ckpt("verify", tmp_path / "a.zip").code == BROKEN
+    data = bytearray(AGENT.read_bytes())
+    data[data.index(b'"num_timesteps": 16') + 18] ^= 1  # 17
+    (tmp_path / "a.zip").write_bytes(data)
+    with pytest.raises(CorruptError, match="do not match their checksum"):
+        open_checkpoint(tmp_path / "a.zip")
 
 
 def test_each_optimizer_of_an_agent_gets_the_parameters_that_it_numbers() -> None:

@@ -18,7 +18,7 @@ from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
-from ckpt_formats.core.files import open_regular
+from ckpt_formats.core.files import crc32, open_regular
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
@@ -124,7 +124,10 @@ def _text(archive: Archive, name: str, window: Window) -> bytes:
     start, nbytes = archive.place(name)
     if nbytes > _MAX_TEXT:
         raise UnsafeError(f"has {nbytes:,} bytes: it would exhaust memory", where=f"{archive.path} ({name})")
-    return window.at(start, nbytes)
+    text, seal = window.at(start, nbytes), archive.seal(archive.index[name])
+    if seal is not None and crc32(text) != seal.digest:
+        raise CorruptError("the bytes do not match their checksum", where=f"{archive.path} ({name})")
+    return text
 
 
 def _json(text: bytes, path: Path) -> dict[str, Value]:
