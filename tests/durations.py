@@ -31,7 +31,7 @@ from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("slow_tests.txt")
-LIMIT = 0.3
+LIMIT = 0.2
 """Processor seconds that a quick test may take."""
 TOLERANCE = 3
 """Times above the limit at which a quick test fails: machines differ, and so do moments."""

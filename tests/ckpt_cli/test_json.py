@@ -114,6 +114,7 @@ def test_all_commands_are_run_and_stated() -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.slow
 def test_every_result_has_its_form(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because commands need what others wrote."""
     monkeypatch.chdir(here)

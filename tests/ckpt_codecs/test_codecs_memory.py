@@ -77,18 +77,21 @@ def test_a_codec_that_knows_nothing_of_it_serves_as_well() -> None:
         Alone().decode_into(values.tobytes(), np.zeros((5, 10), F32), None)
 
 
-def test_buffers_that_are_lent_within_one_another_are_not_the_same() -> None:
-    with temporary_buffer(100) as first, temporary_buffer(1000) as second:
-        assert (first.size, second.size) == (100, 1000)
-        assert not np.shares_memory(first, second)
-    with temporary_buffer(100) as again:
-        assert np.shares_memory(again, first) or np.shares_memory(again, second)
-
-
 def in_a_thread(work: Callable[[], T]) -> T:
     """With no memory of its own yet."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
+
+
+def test_buffers_that_are_lent_within_one_another_are_not_the_same() -> None:
+    def lent() -> None:
+        with temporary_buffer(100) as first, temporary_buffer(1000) as second:
+            assert (first.size, second.size) == (100, 1000)
+            assert not np.shares_memory(first, second)
+        with temporary_buffer(100) as again:
+            assert np.shares_memory(again, first) or np.shares_memory(again, second)
+
+    in_a_thread(lent)
 
 
 def test_the_least_buffer_that_is_large_enough_is_taken_again() -> None:
