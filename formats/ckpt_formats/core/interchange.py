@@ -57,7 +57,7 @@ def block_to_torch(
 
 
 def to_torch(values: Array) -> TorchTensor:
-    """Return the tensor of torch that shares the memory of a writable array, of its shape, strides and dtype.
+    """Return the tensor of torch that shares the memory of a writable array of any shape, with its strides and dtype.
 
     Raises `UnsupportedError` if torch is not installed, or has no such dtype.
     """
@@ -85,9 +85,9 @@ def to_torch(values: Array) -> TorchTensor:
 
 
 def to_dlpack(values: Array, options: dict[str, Any]) -> Any:
-    """Return a DLPack capsule that shares the memory of an array; `options` are those of `__dlpack__`.
+    """Return a DLPack capsule that shares the memory of an array of any shape; `options` are those of `__dlpack__`.
 
-    Raises `BufferError` for a type that DLPack lacks, for another device, and for `copy=False`: values are always read.
+    Raises `BufferError` for a dtype that DLPack lacks, for another device, and for `copy=False`: values are read.
     """
     given = {name: option for name, option in options.items() if option is not None}
     if given.pop("copy", None) is False:
@@ -114,7 +114,9 @@ class MappedFiles:
         self._files: dict[Path, mmap.mmap] = {}
 
     def array(self, tensor: Tensor) -> Array | None:
-        """Return the values where they lie in a mapped file; None if they do not lie in one piece of a local file.
+        """Return the values where they lie in a mapped file, of any shape and dtype of NumPy or `ml_dtypes`.
+
+        None if they do not lie in one piece of a local file.
 
         Raises `CorruptError` if the file is too short or was replaced, `NotFoundError` if it cannot be read.
         """
