@@ -41,8 +41,8 @@ SLOW_TESTS = durations.SlowTests.load()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`make quick` fails where a test has become slow."""
-    if config.option.markexpr == durations.QUICK:
+    """`make quick` fails where a test has become slow. Properties try more examples elsewhere."""
+    if config.option.markexpr == durations.QUICK and config.getoption("--hypothesis-profile") == "quick":
         config.pluginmanager.register(durations.Stopwatch())
 
 

@@ -517,6 +517,7 @@ def sample_files() -> Iterator[Path]:
                 yield path
 
 
+@pytest.mark.slow  # as long as there are samples
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason="the samples are not here")
 def test_every_sample_opens_without_torch_being_imported() -> None:
     code = (
