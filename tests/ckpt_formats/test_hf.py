@@ -91,6 +91,7 @@ def test_bare_files_of_safetensors_are_none(tmp_path: Path) -> None:
     assert detect(save(tmp_path / "model")).name == "hf"
 
 
+@pytest.mark.quick(100)
 @pytest.mark.parametrize(
     ("file", "beside"),
     [

@@ -213,6 +213,7 @@ CONTRADICTIONS = {
 }
 
 
+@pytest.mark.quick(100)
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_shapes_that_contradict_a_rule_are_an_error_that_names_the_tensor(kind: str) -> None:
     rule, shapes = CONTRADICTIONS[kind]

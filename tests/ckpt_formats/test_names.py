@@ -303,6 +303,7 @@ def test_a_table_is_parsed() -> None:
     assert replace(table, family="y") != table
 
 
+@pytest.mark.quick(100)
 @pytest.mark.parametrize("kind", BAD)
 def test_a_table_that_contradicts_itself_is_refused(kind: str) -> None:
     before, after = BAD[kind]

@@ -296,6 +296,7 @@ def test_a_plain_pickle_of_any_protocol_says_to_us_what_it_says_to_python(tree: 
     assert_same_as_torch(load_pickle(data), pickle.loads(data))
 
 
+@pytest.mark.quick(100)
 @pytest.mark.parametrize("value", [{"a": 1}, [1, 2], "text", 5, None, np.arange(3), np.float32(2)], ids=repr)
 def test_a_file_of_a_plain_pickle_is_read_whatever_it_holds(value: Any, tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(value, 2))

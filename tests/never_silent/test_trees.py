@@ -547,6 +547,7 @@ def flattened(prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@pytest.mark.quick(100)
 @pytest.mark.parametrize(
     "tree",
     [
