@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
-from ckpt.findings import changed, find_problems, nbytes_to_read, problems_of_headers
+from ckpt.findings import changed, find_problems, holes_of, nbytes_to_read, problems_of_headers
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
 from ckpt.findings.report import Finding
 from ckpt.findings.survey import survey
@@ -18,9 +18,7 @@ from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.zero_runs import holes
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint as open_any
@@ -73,8 +71,7 @@ def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json:
     if uses_codecs(checkpoint):
         load_kernels()
     started = time.monotonic()
-    files = (file.path for file in checkpoint.files)
-    zeros = [hole for path in files if not isinstance(path, StorePath) for hole in holes(path)]
+    zeros = holes_of(checkpoint)
     with progress_bar("verifying") as progress:
         count_bytes = count_to(nbytes_to_read(checkpoint), progress)
         found = find_problems(checkpoint, resources, count_bytes, note_zeros=zeros.extend)

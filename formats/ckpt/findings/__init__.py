@@ -110,6 +110,11 @@ def _cut_off(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("header", what, str(path), tuple(own))
 
 
+def holes_of(checkpoint: Checkpoint) -> list[ZeroRun]:
+    """The long ranges of local files that were never written. Nothing is read."""
+    return [hole for file in checkpoint.files if not isinstance(file.path, StorePath) for hole in holes(file.path)]
+
+
 def changed(checkpoint: Checkpoint) -> list[Finding]:
     """A finding for each file that changed since the checkpoint was opened."""
     return [Finding("changed", error.what, str(error.where)) for error in changes(checkpoint.identities)]
@@ -382,7 +387,7 @@ def verify(source: Checkpoint, *, resources: Resources | None = None, progress: 
     if uses_codecs(source):
         load_kernels()
     count_bytes = count_to(nbytes_to_read(source), progress)
-    zeros = [hole for file in source.files if not isinstance(file.path, StorePath) for hole in holes(file.path)]
+    zeros = holes_of(source)
     found = find_problems(source, resources or Resources.of_machine(), count_bytes, note_zeros=zeros.extend)
     findings = (*found, *changed(source))
     return Report(findings, len(source.seals), tuple(zero_notices(source, zeros)))
