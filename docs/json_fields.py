@@ -196,7 +196,7 @@ _NOT_FINITE = (
             "infinite": ("int", "values that are infinite"),
         }
     ],
-    "with `--values`: the states with NaN or infinity",
+    "states with NaN or infinity, of values with checksums, or all with `--values`; absent if none was read",
 )
 _MEMBER = {
     "step": ("int", "the step"),

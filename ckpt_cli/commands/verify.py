@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.argument("path", type=CheckpointPath())
 @click.option("--replay", is_flag=True, help="Repeat all logged steps of a chain, and compare with the run.")
 @click.option("--quick", is_flag=True, help="Check only what the headers of the files say; read no tensor.")
-@click.option("--values", is_flag=True, help="Read every value, and name the tensors with NaN or infinity.")
+@click.option("--values", is_flag=True, help="Read all values for NaN and zeros, also without checksums.")
 @resources(locks=False)
 @read_options
 def verify(

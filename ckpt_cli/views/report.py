@@ -43,10 +43,12 @@ def findings(
     seconds: float,
     as_json: bool,
     strange: "Sequence[NotFinite] | None" = None,
+    has_read_all: bool = False,
 ) -> None:
     """Print the findings of `verify`, or that there are none.
 
-    strange: the states with NaN or infinity; None if their values were not read.
+    strange: the states with NaN or infinity; None if no values were read. has_read_all: whether all values were, also
+    those without checksums.
     """
     if as_json:
         fields = findings_json(checkpoint.path, problems, seconds)
@@ -71,9 +73,10 @@ def findings(
             read = "were not checked" if strange is None else "cannot be compared"
             why = f"{checkpoint.format} has no checksums"
             facts = f"headers of {tensors} tensors are complete; the values {read}: {why}"
-        if strange is not None:
-            count = sum(one.nans + one.infinities for one in strange)
-            facts += f"; {count:,} values are NaN or infinite" if count else "; no value is NaN or infinite"
+        if count := sum(one.nans + one.infinities for one in strange or ()):
+            facts += f"; {count:,} values are NaN or infinite"
+        elif has_read_all:
+            facts += "; no value is NaN or infinite"
         conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.findings import changed, find_problems, holes_of, nbytes_to_read, problems_of_headers
+from ckpt.findings.float_scan import FloatScan
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
 from ckpt.findings.report import Finding
 from ckpt.findings.survey import survey
@@ -20,7 +21,6 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.zero_values import zero_notices
-from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import file as index
 
@@ -68,21 +68,23 @@ def verify(
 
 def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json: bool) -> bool:
     notes.flush()
-    if uses_codecs(checkpoint):
-        load_kernels()
+    load_kernels()
     started = time.monotonic()
     zeros = holes_of(checkpoint)
+    scan = None if values else FloatScan(checkpoint)
     with progress_bar("verifying") as progress:
         count_bytes = count_to(nbytes_to_read(checkpoint), progress)
-        found = find_problems(checkpoint, resources, count_bytes, note_zeros=zeros.extend)
-        findings = [*found, *changed(checkpoint)]
+        problems = find_problems(checkpoint, resources, count_bytes, note_zeros=zeros.extend, scan=scan)
+        findings = [*problems, *changed(checkpoint)]
     strange = None
-    if values and not findings:
+    if not findings and scan is None:
         with progress_bar("reading the values") as progress:
             strange = find_not_finite(checkpoint, resources, progress, zeros.extend)
-        notes.note(*not_finite_notice(strange))
+    elif not findings and scan is not None and checkpoint.seals:
+        strange = find_not_finite(checkpoint, resources, only=scan.names)
+    notes.note(*not_finite_notice(strange or ()))
     notes.note(*zero_notices(checkpoint, zeros))
-    report.findings(checkpoint, findings, time.monotonic() - started, as_json, strange)
+    report.findings(checkpoint, findings, time.monotonic() - started, as_json, strange, has_read_all=values)
     return not findings
 
 

@@ -145,9 +145,18 @@ static void fuzz_bfloat16(void) {
     EXPECT(is_copy == 0 || is_copy == 1);
 }
 
+static void fuzz_masked(void) {
+    i64 width = (i64)1 << random_below(4), count = random_count();
+    u8 *words = random_words(width, count);
+    u64 mask = one_in(4) ? 0 : random64(), value = random64() & mask;
+    i64 same = CALL(count_masked)(width, words, count, mask, value);
+    EXPECT(same >= 0 && same <= count && (mask || same == count));
+}
+
 static void fuzz_lossless(void) {
     fuzz_planes();
     fuzz_residuals();
     fuzz_streams();
     fuzz_bfloat16();
+    fuzz_masked();
 }

@@ -64,6 +64,10 @@ i64 API(to_bfloat16)(const u32 *words, i64 count, u16 *out);
 /* Returns 1 if `rounded` are the float32 `words` as to_bfloat16 rounds them and none is a NaN, else 0. */
 i64 API(is_bfloat16_of)(const u32 *words, const u16 *rounded, i64 count);
 
+/* Returns how many of `count` words of `width` 1, 2, 4 or 8 bytes, at any address, have the bits of `value` where `mask`
+ * has ones: NaN and infinity, if both are the exponent's bits. */
+i64 API(count_masked)(i64 width, const u8 *words, i64 count, u64 mask, u64 value);
+
 /* ---- shared by the files of this family ---- */
 
 /* How a stream holds its plane: the numbers in files, as in ckpt_codecs.format_ids. */

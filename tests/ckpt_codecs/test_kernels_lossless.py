@@ -12,6 +12,7 @@ import oracle.bfloat16
 import oracle.chunks
 import oracle.entropy
 import oracle.huffman
+import oracle.masked
 import oracle.planes
 from ckpt_codecs import CodecError
 from ckpt_codecs.base import Array
@@ -25,6 +26,7 @@ TRIALS = Trials(
     oracle.entropy,
     oracle.planes,
     oracle.bfloat16,
+    oracle.masked,
     oracle.chunks,
 )
 TWINS, PROTOTYPES, KERNELS = TRIALS.twins, TRIALS.prototypes, TRIALS.kernels
@@ -237,6 +239,17 @@ def _(random: np.random.Generator, n: int) -> Trial:
     if n and random.random() < 0.2:
         values[random.integers(n)] = 0xFF800001
     return lambda run: run.is_bfloat16_of(values, copy)
+
+
+@trial("count_masked")
+def _(random: np.random.Generator, n: int) -> Trial:
+    values = words(random, n)
+    mask = (
+        int(random.integers(1 << 8 * values.itemsize, dtype=np.uint64, endpoint=False)) if random.random() < 0.5 else 0
+    )
+    mask = mask or int(values[0] if n else 1)
+    value = (int(values[random.integers(n)]) if n else 0) & mask
+    return lambda run: run.count_masked(values, mask, value)
 
 
 # --- the tests

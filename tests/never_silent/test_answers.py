@@ -50,6 +50,33 @@ def test_verify_names_the_tensors_with_nan_and_infinity(name: str, folder: Path)
     assert "no value is NaN or infinite" in ckpt("verify", folder / name.replace("bad", "good"), "--values").out
 
 
+@pytest.mark.parametrize("name", ["bad.pt", "bad", "coded", "sealed/bad.safetensors"])
+def test_verify_names_nan_and_infinity_by_default_where_there_are_checksums(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    if name == "coded":
+        save(library.open(folder / "bad"), folder / name, library.Universal(codec="planes"))
+    if name.startswith("sealed"):
+        (folder / "sealed").mkdir()
+        save(library.open(folder / "bad.pt"), folder / name)
+        library.seal(folder / name)
+    ran = ckpt("verify", folder / name)
+    assert ran.code == 0
+    assert "note: 2 values are NaN or infinite: w param (1 NaN, 1 infinite)" in ran.err
+    assert ran.out.startswith("ok: ")
+    assert "; 2 values are NaN or infinite (" in ran.out
+    rows = json.loads(ckpt("verify", folder / name, "--json").out)["not_finite"]
+    assert rows == [{"tensor": "w", "state": "param", "nan": 1, "infinite": 1}]
+    (note,) = library.verify(library.open(folder / name)).notes
+    assert note.names == ("w param (1 NaN, 1 infinite)",)
+
+
+def test_verify_lists_no_value_that_is_finite_or_was_not_read(folder: Path) -> None:
+    assert json.loads(ckpt("verify", folder / "good", "--json").out)["not_finite"] == []
+    assert "NaN" not in ckpt("verify", folder / "good.pt").out
+    assert "not_finite" not in json.loads(ckpt("verify", folder / "bad.safetensors", "--json").out)
+
+
 def test_verify_says_that_it_checked_no_value_where_there_are_no_checksums(folder: Path) -> None:
     spoken = ckpt("verify", folder / "good.safetensors").out
     assert "headers of 2 tensors are complete; the values were not checked: safetensors has no checksums" in spoken

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native.library import ADDRESS, DOUBLE, INT, INT64, address, bind, scratch
+from ckpt_codecs.native.library import ADDRESS, DOUBLE, INT, INT64, UINT64, address, bind, scratch
 
 _SCRATCH = (ADDRESS, INT64)
 _BYTES = (ADDRESS, INT64)
@@ -31,6 +31,7 @@ SIGNATURES = {
     "split_planes": (INT64, INT, INT64, ADDRESS, INT64, *_BYTES),
     "to_bfloat16": (INT64, ADDRESS, INT64, ADDRESS),
     "is_bfloat16_of": (INT64, ADDRESS, ADDRESS, INT64),
+    "count_masked": (INT64, INT64, ADDRESS, INT64, UINT64, UINT64),
 }
 kernels = bind(SIGNATURES)
 
@@ -180,6 +181,11 @@ def is_bfloat16_of(words: Array, rounded: Array) -> bool:
     """Tell if `rounded`, (n,) uint16, are the bits of `words`, (n,) uint32, rounded to bfloat16, without NaNs."""
     _check_sizes(words, rounded)
     return bool(kernels.is_bfloat16_of(address(words, _UINT32), address(rounded, _UINT16), words.size))
+
+
+def count_masked(words: Array, mask: int, value: int) -> int:
+    """Count the words, (n,) uint8, uint16, uint32 or uint64, that have the bits of `value` where `mask` has ones."""
+    return int(kernels.count_masked(words.itemsize, address(words, words.dtype), words.size, mask, value))
 
 
 def _base(base: Array | None) -> tuple[int, int | None]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt.findings.float_scan import FloatScan
+from ckpt.findings.not_finite import find_not_finite, not_finite_notice
 from ckpt.findings.report import Finding, Report
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
@@ -21,7 +23,7 @@ from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import sealed_range
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal, SealPart, SealTable
+from ckpt_formats.core.files import Observer, Reader, Seal, SealPart, SealTable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
@@ -33,7 +35,6 @@ from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.zero_runs import ZeroRun, holes
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.universal.encode_state import flat
-from ckpt_formats.universal.encoded import uses_codecs
 from ckpt_formats.universal.replay import DeltaBlob
 
 _MAX_CHUNKS = 8
@@ -73,14 +74,15 @@ def find_problems(
     count_bytes: CountBytes = lambda nbytes: None,
     replayed: Replayed = Replayed(),
     note_zeros: Callable[[Iterable[ZeroRun]], None] = lambda runs: None,
+    scan: FloatScan | None = None,
 ) -> list[Finding]:
     """All findings, sorted by kind and file. Empty if the checkpoint is complete and undamaged.
 
     What was `replayed` is part of them, and is not checked again. `note_zeros` is called, from any thread, with the
-    zeros in what was read.
+    zeros in what was read. `scan` is shown all values that have checksums.
     """
     with interruptible(count_bytes) as count:
-        return _examine(checkpoint, resources, count, replayed, note_zeros)
+        return _examine(checkpoint, resources, count, replayed, note_zeros, scan)
 
 
 def problems_of_headers(checkpoint: Checkpoint) -> list[Finding]:
@@ -126,14 +128,16 @@ def _examine(
     count_bytes: CountBytes,
     replayed: Replayed,
     note_zeros: Callable[[Iterable[ZeroRun]], None],
+    scan: FloatScan | None,
 ) -> list[Finding]:
+    observer = None if scan is None else scan.note
     findings = list(_coverage(checkpoint))
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
     findings += contradictions(checkpoint)
     work: list[tuple[int, _Item]] = [
-        (seal.nbytes, (partial(_seal, seal, tensors, count), sealed_range(seal)))
-        for seal, tensors, count in _seals(checkpoint, resources, count_bytes)
+        (seal.nbytes, (partial(_seal, seal, tensors, count, observer), sealed_range(seal)))
+        for seal, tensors, count in _seals(checkpoint, resources, count_bytes, observer)
     ]
     work += [
         (nbytes, (partial(_agreement, parameter), _compared_ranges(parameter)))
@@ -145,7 +149,7 @@ def _examine(
     work += [
         (
             sum(parameter.states[state].nbytes for state in states),
-            (partial(_values, parameter, states), ranges_together(parameter.states[state] for state in states)),
+            (partial(_values, parameter, states, scan), ranges_together(parameter.states[state] for state in states)),
         )
         for parameter, states in _together(checkpoint)
     ]
@@ -194,7 +198,7 @@ def contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _seals(
-    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes
+    checkpoint: Checkpoint, resources: Resources, count_bytes: CountBytes, observer: Observer | None
 ) -> list[tuple[Seal, tuple[str, ...], CountBytes]]:
     """The seals that are to be compared one by one, the parameters with bytes in each, and what counts them.
 
@@ -206,7 +210,7 @@ def _seals(
         return [(seal, touched.get(seal, ()), count_bytes) for seal in seals]
 
     def unequal(part: SealPart) -> list[int]:
-        with Reader(check=False) as reader:
+        with Reader(check=False) as reader, reader.observed(observer):
             numbers = part.unequal(reader)
         count_bytes(part.nbytes)
         return numbers
@@ -251,9 +255,12 @@ def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:
     return {seal: tuple(own) for seal, own in names.items()}
 
 
-def _seal(seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes, transfer: Transfer) -> list[Finding]:
+def _seal(
+    seal: Seal, tensors: tuple[str, ...], count_bytes: CountBytes, observer: Observer | None, transfer: Transfer
+) -> list[Finding]:
     try:
-        is_valid = seal_is_valid(seal, transfer.reader)
+        with transfer.reader.observed(observer):
+            is_valid = seal_is_valid(seal, transfer.reader)
         damaged = [] if is_valid else damaged_chunks(seal, transfer.reader)
     except CkptError as error:
         return [Finding("unreadable", error.what, str(seal.path), tensors)]
@@ -280,12 +287,13 @@ def _together(checkpoint: Checkpoint) -> Iterator[tuple[Parameter, list[str]]]:
     return ((checkpoint.parameters[name], states) for (name, _), states in groups.items())
 
 
-def _values(parameter: Parameter, states: list[str], transfer: Transfer) -> list[Finding]:
+def _values(parameter: Parameter, states: list[str], scan: FloatScan | None, transfer: Transfer) -> list[Finding]:
     """A finding if values cannot be decoded. Decoding compares each chunk with its checksum."""
     name = parameter.name
     try:
-        for _ in _blocks(parameter, states, transfer):
-            pass
+        for _, values in _blocks(parameter, states, transfer):
+            if scan is not None:
+                scan.note_values(name, values)
     except CkptError as error:
         return [Finding("values", error.what, error.where or name, (name,))]
     return []
@@ -382,12 +390,13 @@ def verify(source: Checkpoint, *, resources: Resources | None = None, progress: 
     """Check a checkpoint: the report is empty if it is complete and undamaged. Reads all of it.
 
     Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile. Notes of the
-    report are about zeros that may be holes.
+    report name the states with NaN or infinity, of values that have checksums, and zeros that may be holes.
     """
-    if uses_codecs(source):
-        load_kernels()
+    load_kernels()
+    own, scan = resources or Resources.of_machine(), FloatScan(source)
     count_bytes = count_to(nbytes_to_read(source), progress)
     zeros = holes_of(source)
-    found = find_problems(source, resources or Resources.of_machine(), count_bytes, note_zeros=zeros.extend)
-    findings = (*found, *changed(source))
-    return Report(findings, len(source.seals), tuple(zero_notices(source, zeros)))
+    problems = find_problems(source, own, count_bytes, note_zeros=zeros.extend, scan=scan)
+    findings = (*problems, *changed(source))
+    strange = () if findings else find_not_finite(source, own, only=scan.names)
+    return Report(findings, len(source.seals), (*not_finite_notice(strange), *zero_notices(source, zeros)))

@@ -38,6 +38,9 @@ from ckpt_formats.core.zero_runs import ZeroRuns
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
+Observer = Callable[[Path, int, memoryview], None]
+"""Is given bytes of a file: its path, where they begin in it, and (nbytes,) uint8."""
+
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 22
@@ -163,6 +166,7 @@ class Reader:
         self._seals_of_band: set[Seal] = set()
         self._in_memory = BytesInMemory()
         self._check = check
+        self._observer: Observer | None = None
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, OpenFile] = {}
@@ -209,6 +213,8 @@ class Reader:
         except OSError as error:
             raise unreadable(error, path) from error
         self.zeros.note(path, offset, out)
+        if self._observer is not None:
+            self._observer(path, offset, out)
         if seal is not None:
             self.note_sealed(seal, offset - seal.offset, out)
 
@@ -233,6 +239,15 @@ class Reader:
             yield
         finally:
             self._check = check
+
+    @contextmanager
+    def observed(self, observer: Observer | None) -> Iterator[None]:
+        """Within, `observer` is called with what is read from files."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     @property
     def sharers(self) -> int:
