@@ -19,7 +19,7 @@ def is_engine(model: object) -> bool:
     return type(model).__module__.startswith("deepspeed.") and hasattr(model, "save_checkpoint")
 
 
-def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
+def zero_run(engine: Any, rank: int) -> TrackedRun:
     """The run of a DeepSpeed engine. Raises `UnsupportedError` if its optimizer is not one of ZeRO."""
     zero = engine.optimizer
     if hasattr(zero, "single_partition_of_fp32_groups"):
@@ -47,7 +47,6 @@ def zero_run(engine: Any, rank: int, world: int) -> TrackedRun:
         aliases,
         (inner.param_groups,),
         was_loaded=engine.loaded_checkpoint_dp_world_size is not None,
-        is_shared=False,
         calls_per_step=calls,
         step=int(engine.global_steps),
         notes=lambda: _notes(engine),

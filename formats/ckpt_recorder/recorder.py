@@ -22,11 +22,12 @@ from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
+from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
-from ckpt_recorder.recording import RankPart, RankRecording, UnknownTensor, draft_layout, rank_part, without_copies
-from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run
+from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
+from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run, renamed
 from ckpt_recorder.writer import WriterSettings
 
 WhenBroken = Literal["warn", "raise"]
@@ -72,6 +73,9 @@ class RecorderOptions:
     """`raise` stops training if the log cannot be written; `warn` continues without the log."""
     retry: int = 100
     """The number of steps after which a broken recording starts again; 0: never."""
+    rename: Callable[[str], str] | None = None
+    """Returns the name in the log of a parameter or buffer, from its name in this rank's model: for ranks that have
+    parts of one model under the same names, such as stages of a pipeline."""
 
 
 class Recorder:
@@ -146,7 +150,7 @@ class Recorder:
                 where="base",
                 hint='Use base="at once".',
             )
-        self.step = self._first_step() if step is None else step
+        self.step = max(ranks.gather(self._first_step())) if step is None else step
         self._first = self.step
         begin = time.monotonic()
         self._begin()
@@ -196,9 +200,11 @@ class Recorder:
 
     def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
-            return deepspeed.zero_run(self._model, self._rank, self._world)
-        optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
-        return plain_run(self._model, [_innermost(one) for one in optimizers], self._rank, self._world)
+            run = deepspeed.zero_run(self._model, self._rank)
+        else:
+            optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
+            run = plain_run(self._model, [_innermost(one) for one in optimizers])
+        return run if self.options.rename is None else renamed(run, self.options.rename)
 
     def _first_step(self) -> int:
         if self._run.step is not None:
@@ -212,19 +218,14 @@ class Recorder:
         """Start a segment with the current state of the run. All ranks must do so together."""
         run = self._run
         _check_types(run)
-        shares = ranks.gather(rank_part(run, self._probed, self._world))
-        if len({one.weights for one in shares}) > 1:
-            raise UnsupportedError(
-                "the ranks have different weights under the same names: the run is not data parallel",
-                hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
-            )
-        shares = without_copies(shares)
+        shares = contributions(run, self._probed)
+        self._has_copies, self._equal_at = any(share.copies for share in shares), self.step
         self._first = self._base_from = self.step
         self._base_steps_left = 0
         segment = self._on_rank_0(
             lambda: segments.begin(
                 self.chain,
-                draft_layout(run, self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
+                draft_layout(self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
             )
         )
         self._share, self._segment = shares[self._rank], segment
@@ -250,7 +251,7 @@ class Recorder:
             *(self._intervals.flush_steps, options.flush_seconds),
         )
         try:
-            self._recording = RankRecording(*(self._run, share, layout, settings, self._rank, options.stall_seconds))
+            self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step, self._buffers)
             if segment.layout.parent is None:
@@ -364,10 +365,12 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
         done, every = self.step - self._first, self.options.retry
+        if not self._call and done and not done & (done - 1):  # after steps 1, 2, 4, 8, …
+            self._check_copies()
         if self._in_background:
             if not self._call:
                 self._continue_bases()
-        elif not self._call and self._intervals.base_due(done) and self._rank == 0:
+        elif not self._call and self._intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
             self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
         if self._call or not every or not done or done % every or self.step == self._last_retry:
@@ -375,6 +378,19 @@ class Recorder:
         self._last_retry = self.step  # only once, with several optimizers or a skipped step
         if any(ranks.gather(self.broken is not None)):
             self._retry()
+
+    @torch.no_grad()
+    def _check_copies(self) -> None:
+        """Stop recording if ranks that began with equal tensors have different ones: they were no copies."""
+        if not self._has_copies or self.step == self._equal_at:
+            return
+        problem = differing_copy(self._run, self._share)
+        if problem is None:
+            self._equal_at = self.step
+        elif self._recording is not None:
+            reason = f"{problem}; no step after {self._equal_at} can be trusted"
+            self._end(reason)
+            self._warn_broken(reason, "; see `rename` if the ranks have parts of one model")
 
     def _store_due_base(self) -> None:
         """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""

@@ -1,7 +1,6 @@
 """The recording of one segment by one rank: it copies values into the ring and sends orders to its writer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,28 +9,23 @@ import xxhash
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.gradients.layout import (
-    ALONE,
     LoggedOptimizer,
     LoggedTensor,
-    OptimizerVector,
     RankLayout,
     SegmentLayout,
     VectorPart,
 )
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
+from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.random_states import random_states
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
-    LocalPart,
     TrackedRun,
     content_of,
-    count_of,
     dtype_name,
     frozen_tensors,
     full_tensor,
@@ -47,62 +41,8 @@ class UnknownTensor(Exception):
     """The optimizer steps a tensor that it did not have at the start of the segment."""
 
 
-Block = tuple[str, Box]
-"""The name of a parameter, and a block of it."""
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """The contribution of one rank to a layout: plain data that is sent to all ranks."""
-
-    vectors: tuple[OptimizerVector, ...]
-    parts: tuple[tuple[int, LocalPart, int], ...]
-    """For each part: the number of its vector, the part, and the number of its elements in complete SIMD vectors."""
-    weights: str
-    """A hash of the weights of which each rank records a share; it must be equal on all ranks."""
-    shards: Mapping["Block", int]
-    """A hash of the weights of each shard; it must be equal on all ranks that have that block of the parameter."""
-
-
-def rank_part(run: TrackedRun, probed: Sequence[ProbeResult], world: int) -> RankPart:
-    """The contribution of this rank. Large parts come first; small parts share chunks."""
-    parts = []
-    for number, one in enumerate(run.tensors):
-        size = local_shard(one.tensor).numel()
-        for part in one.parts:
-            vectorized = probed[one.optimizer].vectorized(size, part.offset, part.offset + part.size)
-            parts.append((number, part, vectorized))
-    parts.sort(key=lambda item: item[1].size < ALONE)
-    vectors = tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors))
-    if world == 1:
-        return RankPart(vectors, tuple(parts), "", {})
-    return RankPart(vectors, tuple(parts), _shared_digest(run), _shard_digests(run))
-
-
-def without_copies(shares: Sequence[RankPart]) -> list[RankPart]:
-    """The contributions with each block in only one of them. Ranks with equal blocks take turns.
-
-    Raises `UnsupportedError` if ranks have different weights in the same block.
-    """
-    holders: dict[Block, list[int]] = {}
-    for rank, share in enumerate(shares):
-        for block, digest in share.shards.items():
-            earlier = holders.setdefault(block, [])
-            if earlier and shares[earlier[0]].shards[block] != digest:
-                raise UnsupportedError(
-                    f"ranks {earlier[0]} and {rank} have different `{block[0]}`: the run is not data parallel",
-                    hint="DDP, FSDP2 on meshes of any dimension, and ZeRO can be recorded.",
-                )
-            earlier.append(rank)
-    owners = {block: ranks[turn % len(ranks)] for turn, (block, ranks) in enumerate(holders.items())}
-    return [
-        replace(share, parts=tuple(row for row in share.parts if owners.get((row[1].name, row[1].box), rank) == rank))
-        for rank, share in enumerate(shares)
-    ]
-
-
 def draft_layout(
-    run: TrackedRun, probed: Sequence[ProbeResult], shares: Sequence[RankPart], name: str, first: int, codec: str
+    probed: Sequence[ProbeResult], shares: Sequence[RankPart], name: str, first: int, codec: str
 ) -> SegmentLayout:
     """The layout of a segment from the contributions of all ranks. The chain later decides its `parent`."""
     tensors: dict[str, LoggedTensor] = {}
@@ -117,12 +57,24 @@ def draft_layout(
         layouts.append(RankLayout(share.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
-        for one, groups in zip(probed, run.group_names, strict=True)
+        for one, groups in zip(probed, _merged_groups(shares), strict=True)
     )
+    aliases = {alias: name for share in shares for alias, name in share.aliases.items()}
     versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}
     return SegmentLayout(
-        name, first, codec, tuple(tensors.values()), optimizers, tuple(layouts), dict(run.aliases), versions, None
+        name, first, codec, tuple(tensors.values()), optimizers, tuple(layouts), aliases, versions, None
     )
+
+
+def _merged_groups(shares: Sequence[RankPart]) -> list[tuple[tuple[str, ...], ...]]:
+    """The names of all ranks' parameters, by optimizer and group. Ranks may have different parameters in a group."""
+    return [
+        tuple(
+            tuple(dict.fromkeys(name for share in shares for name in share.groups[number][group]))
+            for group in range(len(groups))
+        )
+        for number, groups in enumerate(shares[0].groups)
+    ]
 
 
 class RankRecording:
@@ -134,10 +86,9 @@ class RankRecording:
         share: RankPart,
         layout: RankLayout,
         settings: WriterSettings,
-        rank: int,
         stall_seconds: float,
     ) -> None:
-        self._run, self._layout, self._rank = run, layout, rank
+        self._run, self._layout, self._share = run, layout, share
         self._numbers = {id(one.tensor): number for number, one in enumerate(run.tensors)}
         self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
         """For each tensor, the start of each part in the rank's vector and in the tensor, and its size."""
@@ -239,11 +190,11 @@ class RankRecording:
         self._link.order(Kind.NOTES, step, meta)
 
     def record_frozen(self, step: int) -> None:
-        """Record parameters that no optimizer steps. All ranks gather them, and rank 0 records them."""
+        """Record parameters that no optimizer steps. Their ranks gather each, and one of them records it."""
         broken = None
         for name, tensor in frozen_tensors(self._run):
             gathered = full_tensor(tensor)
-            if self._rank == 0 and broken is None:
+            if name in self._share.frozen and broken is None:
                 try:
                     self._order_tensors(step, [(name, "frozen", gathered, content_of(gathered))])
                 except WriterBroken as error:
@@ -252,11 +203,11 @@ class RankRecording:
             raise broken
 
     def record_buffers(self, step: int, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Record the buffers that have changed, or of `buffers`, by name, if they are given. Only rank 0 does so."""
-        if self._rank:
-            return
+        """Record this rank's buffers that have changed, or of `buffers`, by name, if they are given."""
         rows = []
         for name, tensor in persistent_buffers(self._run) if buffers is None else buffers.items():
+            if name not in self._share.buffers:
+                continue
             content = content_of(tensor)
             digest = xxhash.xxh3_64_intdigest(content)
             if self._buffer_hashes.get(name) != digest:
@@ -346,21 +297,3 @@ class RankRecording:
 
 def _array(values: torch.Tensor | None) -> Array | None:
     return None if values is None else values.contiguous().cpu().numpy()
-
-
-def _shared_digest(run: TrackedRun) -> str:
-    """The hash of all weights that are full on this rank, of which it records a share."""
-    digest = xxhash.xxh3_64()
-    for one in run.tensors:
-        if run.is_shared and not hasattr(one.tensor, "placements"):
-            digest.update(content_of(one.tensor))
-    return digest.hexdigest()
-
-
-def _shard_digests(run: TrackedRun) -> dict[Block, int]:
-    return {
-        (part.name, part.box): xxhash.xxh3_64_intdigest(content_of(local_shard(one.tensor)))
-        for one in run.tensors
-        if hasattr(one.tensor, "placements")
-        for part in one.parts
-    }

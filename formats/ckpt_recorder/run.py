@@ -1,7 +1,7 @@
 """The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class TrackedTensor:
     optimizer: int
     group: int
     parts: tuple[LocalPart, ...]
-    """The parts that this rank records: all of a shard; an equal share of a tensor that all ranks have."""
+    """The parts of parameters that are in it."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,6 @@ class TrackedRun:
     """The parameter groups by optimizer, if the engine shows its optimizer only one group at a time."""
     was_loaded: bool = False
     """Did the engine load a checkpoint, without any step since?"""
-    is_shared: bool = True
-    """Do all ranks have equal values of tensors that are not DTensors, so that each records a share?"""
     calls_per_step: int = 1
     """The number of calls of the optimizer in one step."""
     step: int | None = None
@@ -72,6 +70,8 @@ class TrackedRun:
     """An object of the engine and the name of its method, after which a step is complete and `notes` belong to it."""
     counted: Callable[[], int] | None = None
     """Returns the engine's count of steps, which includes steps skipped because gradients were not finite."""
+    rename: Callable[[str], str] = str
+    """Returns the name in the log of a tensor of this rank's model, from its name there."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
@@ -114,17 +114,38 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     return names, aliases
 
 
-def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, world: int) -> TrackedRun:
-    """A run of one process, of DDP, or of FSDP2.
+def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
+    """The run with other names for its tensors, for ranks that have parts of one model.
+
+    Raises `InvalidArgumentError` if two tensors would have the same name.
+    """
+    tensors = (*run.model.named_parameters(), *run.model.named_buffers())
+    names = {clean_name(name) for name, _ in tensors}
+    if len({rename(name) for name in names}) < len(names):
+        first: dict[str, str] = {}
+        one = next(name for name in sorted(names) if first.setdefault(rename(name), name) != name)
+        raise InvalidArgumentError(
+            f"`rename` gives `{first[rename(one)]}` and `{one}` the same name `{rename(one)}`",
+            hint="Give each tensor of this rank a name of its own.",
+        )
+    return replace(
+        run,
+        tensors=tuple(
+            replace(one, parts=tuple(replace(part, name=rename(part.name)) for part in one.parts))
+            for one in run.tensors
+        ),
+        group_names=tuple(tuple(tuple(map(rename, group)) for group in groups) for groups in run.group_names),
+        aliases={rename(alias): rename(name) for alias, name in run.aliases.items()},
+        rename=rename,
+    )
+
+
+def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrackedRun:
+    """A run of one process, of DDP, of FSDP2, or of pipeline stages, whose names may differ between ranks.
 
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
     names, aliases = names_of(unwrap(model))
-    shared = _EqualShares(rank, world)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        for parameter in group["params"]:
-            if not _is_sharded(parameter):
-                shared.total += parameter.numel()
     tensors, group_names = [], []
     for number, optimizer in enumerate(optimizers):
         groups = []
@@ -136,40 +157,27 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ran
                         "the optimizer steps a tensor that is not a parameter of the model",
                         hint="Pass the model whose parameters the optimizer has to the recorder.",
                     )
-                parts = tuple(_local_parts(name, parameter, shared))
+                parts = tuple(_local_parts(name, parameter))
                 tensors.append(TrackedTensor(parameter, number, at, parts))
             groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
         group_names.append(tuple(groups))
     return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
 
 
-@dataclass
-class _EqualShares:
-    """Splits the tensors that all ranks have into equal shares. A boundary may be inside a tensor."""
-
-    rank: int
-    world: int
-    total: int = 0
-    at: int = 0
-
-    def take(self, size: int) -> tuple[int, int]:
-        """The start and stop of this rank's share of the next tensor, which has `size` elements."""
-        low, high = (self.total * n // self.world for n in (self.rank, self.rank + 1))
-        start, stop = (min(max(end - self.at, 0), size) for end in (low, high))
-        self.at += size
-        return start, stop
-
-
 def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
-def _local_parts(name: str, parameter: torch.Tensor, shared: _EqualShares) -> Iterator[LocalPart]:
+def is_local(tensor: torch.Tensor) -> bool:
+    """Does this rank have the full tensor?"""
+    return not _is_sharded(tensor) and not hasattr(tensor, "ds_numel")
+
+
+def _local_parts(name: str, parameter: torch.Tensor) -> Iterator[LocalPart]:
     dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
     if not _is_sharded(parameter):
-        start, stop = shared.take(parameter.numel())
-        if start < stop:
-            yield LocalPart(name, shape, dtype, Box.whole(shape), start, stop, start)
+        if parameter.numel():
+            yield LocalPart(name, shape, dtype, Box.whole(shape), 0, parameter.numel(), 0)
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -219,19 +227,20 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in run.model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
-                yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
+                yield run.rename(clean_name(f"{prefix}.{name}" if prefix else name)), tensor
 
 
 def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that no optimizer steps, by name, in the same order on every rank."""
+    """The parameters that no optimizer steps, by name, in the same order on every rank that has them."""
     stepped = {name for groups in run.group_names for names in groups for name in names}
     for name, parameter in run.model.named_parameters():
-        if clean_name(name) not in stepped:
-            yield clean_name(name), parameter
+        logged = run.rename(clean_name(name))
+        if logged not in stepped:
+            yield logged, parameter
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a shard. Every rank must call it."""
+    """The full tensor of a shard. Every rank that has a shard must call it."""
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full

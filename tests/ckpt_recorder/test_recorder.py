@@ -355,3 +355,8 @@ def test_what_cannot_be_recorded_is_refused_at_the_start(name: str, model: Model
     with pytest.raises(InvalidArgumentError if name == "stranger" else UnsupportedError, match=message):
         Recorder(changed, make(trained(changed)), tmp_path / "run.chain")
     assert not (tmp_path / "run.chain" / index.NAME).exists()
+
+
+def test_rename_refuses_one_name_for_two_tensors(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"gives `.*` and `.*` the same name `w`"):
+        Recorder(model, Sgd(trained(model), 0.1), tmp_path / "run.chain", rename=lambda name: "w")

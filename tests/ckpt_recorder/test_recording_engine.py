@@ -13,6 +13,7 @@ import pytest
 
 from ckpt.chains.chain import Chain
 from ckpt.job import save
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from ckpt_formats.universal.chain import file as index
@@ -139,13 +140,34 @@ def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limi
     assert limit / 2 < segment["nbytes_per_parameter"] <= limit
 
 
-REFUSED = {"differing": "have different weights", "fsdp1": "have different weights", "zero0": "ZeRO 1, 2 and 3"}
+REFUSED = {
+    "differing": "ranks 0 and 1 have different values of `words.weight`",
+    "fsdp1": "ranks 0 and 1 have different tensors",
+    "zero0": "ZeRO 1, 2 and 3",
+}
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_recorded_is_refused_by_all_ranks(kind: str, message: str, runs: Path) -> None:
     assert message in json.loads((runs / "refused.json").read_text())[kind]
     assert not (runs / f"{kind}.chain" / index.NAME).exists()
+
+
+def test_ranks_with_parts_under_the_same_names_are_recorded_with_other_names(runs: Path) -> None:
+    broken = json.loads((runs / "refused.json").read_text())["diverging"]
+    assert re.fullmatch("ranks 0 and 1 have different values of `.*` under the same name; no step after 0 .*", broken)
+    restored = states.open_state(runs / "renamed.chain", index.read(runs / "renamed.chain"), 2)
+    for rank in range(2):
+        (saved,) = (open_checkpoint(runs / f"part-{rank}.pt").parameters,)
+        mine = {
+            name.removeprefix(f"part{rank}."): one
+            for name, one in restored.parameters.items()
+            if name.startswith(f"part{rank}.")
+        }
+        assert mine.keys() == saved.keys()
+        for name, one in saved.items():
+            for state in one.states.keys() & mine[name].states.keys():
+                assert read(one.states[state]).tobytes() == read(mine[name].states[state]).tobytes(), (name, state)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ class Kind:
     """How a small model is trained. Torch's wrappers save as DCP, DeepSpeed in its own format."""
 
     name: str
-    engine: Literal["plain", "ddp", "fsdp2", "deepspeed"] = "plain"
+    engine: Literal["plain", "ddp", "fsdp2", "deepspeed", "pipeline", "experts"] = "plain"
     shards: int = 1
     """Ranks over which the batch is divided, and every parameter but under DDP."""
     replicas: int = 1
     tp: int = 1
+    pp: int = 1
     stage: int = 0
     sub_group: int = 20_000
     """Elements of a part of ZeRO 3's, which it steps one after another."""
@@ -41,7 +42,7 @@ class Kind:
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
 
 
 KINDS = {
@@ -58,6 +59,8 @@ KINDS = {
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
         Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw"),
+        Kind("pipeline_2x2", "pipeline", 2, pp=2),
+        Kind("experts", "experts", 2),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),

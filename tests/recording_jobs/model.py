@@ -64,6 +64,51 @@ class Decoder(nn.Module):
         return functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Stage(nn.Module):
+    """A half of the decoder, as a stage of a pipeline, under the names that its tensors have in the decoder."""
+
+    seen: Tensor
+    drift: Tensor
+
+    def __init__(self, whole: Decoder, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        if is_first:
+            self.words, self.positions = whole.words, whole.positions
+            self.register_buffer("seen", whole.seen)
+            self.blocks = nn.ModuleDict({"0": whole.blocks[0]})
+            return
+        self.gain, self.scale, self.sometimes = whole.gain, whole.scale, whole.sometimes
+        self.norm, self.head = whole.norm, whole.head
+        self.register_buffer("drift", whole.drift)
+        self.blocks = nn.ModuleDict({"1": whole.blocks[1]})
+        self.with_sometimes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            self.seen += 1
+            return self.blocks["0"](self.words(x[:, :-1]) + self.positions.weight)
+        self.drift *= 0.99
+        x = self.blocks["1"](x)
+        if self.with_sometimes:
+            x = x + self.sometimes(x)
+        return self.head(self.norm(x) * self.gain.mean() * self.scale * self.drift.mean())
+
+
+class Expert(nn.Module):
+    """The decoder with an expert of this rank, which its own tokens go through, under a name of its own."""
+
+    def __init__(self, whole: Decoder, number: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.experts = nn.ModuleDict({str(number): nn.Linear(WIDTH, WIDTH)})
+        whole.norm.register_forward_pre_hook(lambda _, x: (x[0] + self.experts[str(number)](x[0]),))
+
+    def forward(self, tokens: Tensor, with_sometimes: bool) -> Tensor:
+        loss: Tensor = self.whole(tokens, with_sometimes)
+        return loss
+
+
 def batch(step: int) -> Tensor:
     """The global batch of a step: sequences that follow a rule, so that there is something to learn."""
     generator = torch.Generator().manual_seed(step)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_recorder import int8, topk
 from ckpt_recorder.gradient_compression import GradientCompression
 from recording_jobs.kinds import MIDDLE, Kind
-from recording_jobs.model import BATCH, Decoder, batch
+from recording_jobs.model import BATCH, Decoder, Expert, Stage, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
 OVERFLOWING = {"initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
 SKIPPED = (5, 10)
 """The steps at which fp16 overflows, where there is a scaler."""
+PARTS = ("pipeline", "experts")
+"""The engines whose ranks have other parameters each, so that no group of the optimizer has all names."""
 _CUT = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "out": RowwiseParallel} | {
     "up": ColwiseParallel,
     "down": RowwiseParallel,
@@ -91,9 +96,66 @@ class Run:
             self.compression.load_state_dict(tree["compression"])
 
     def _tree(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        by_parameter = StateDictOptions(flatten_optimizer_state_dict=self.kind.engine in PARTS)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=by_parameter)
         notes = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self.notes().items()}
         return {"model": model, "optim": optimizer, **notes}
+
+
+@dataclass
+class PipelineRun(Run):
+    """By torch's pipeline: two stages, each copied over the ranks of its group."""
+
+    def train(self, steps: int) -> list[float]:
+        stage = PipelineStage(
+            self.model, self.is_last, 2, torch.device("cpu"), group=_mesh(self.kind)["pp"].get_group()
+        )
+        schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=_loss)
+        losses: list[Tensor] = []
+        for _ in range(steps):
+            mine = batch(self.step).chunk(self.kind.dp)[distributed.get_rank() // self.kind.pp]
+            if self.is_last:
+                self.model.module.with_sometimes = self.step % 2 == 0
+                of_step: list[Tensor] = []
+                schedule.step(target=mine, losses=of_step)
+                losses += (loss.detach() / MICRO_BATCHES for loss in of_step)
+            else:
+                schedule.step(mine)
+                losses += [torch.zeros(())] * MICRO_BATCHES
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+        return _means(losses)
+
+    @property
+    def is_last(self) -> int:
+        return distributed.get_rank() % self.kind.pp
+
+
+@dataclass
+class ExpertRun(Run):
+    """Each rank has an expert of its own, and copies of all other weights."""
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            for part in _share(self.step, self.kind):
+                loss = self.model(part, self.step % 2 == 0) / MICRO_BATCHES
+                loss.backward()
+                losses.append(loss.detach())
+            for parameter in self.model.whole.parameters():
+                if parameter.grad is not None:
+                    distributed.all_reduce(parameter.grad)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+        return _means(losses)
+
+
+def _loss(output: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @dataclass
@@ -142,13 +204,14 @@ def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         return EngineRun(kind, _engine(kind, model, matrices))
     wrapped = _wrapped(kind, model)
-    optimizer = _optimizer(kind, _groups(model, matrices))
+    optimizer = _optimizer(kind, _groups(wrapped if kind.engine in PARTS else model, matrices))
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4) if kind.scaler else None
     compression = {"topk": topk(0.01), "int8": int8()}.get(kind.compression)
     if compression is not None:
         compression.register(wrapped)
-    return Run(kind, wrapped, optimizer, scheduler, scaler, compression)
+    runs = {"pipeline": PipelineRun, "experts": ExpertRun}
+    return runs.get(kind.engine, Run)(kind, wrapped, optimizer, scheduler, scaler, compression)
 
 
 def _share(step: int, kind: Kind) -> tuple[Tensor, ...]:
@@ -168,7 +231,7 @@ def _groups(model: nn.Module, matrices: set[str]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (DECAY, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name not in matrices]["params"].append(parameter)
+            groups[not name.endswith(tuple(matrices))]["params"].append(parameter)
     return groups
 
 
@@ -188,6 +251,12 @@ def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
         return model
     if kind.engine == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
+    if kind.engine == "experts":
+        return Expert(model, distributed.get_rank())
+    if kind.engine == "pipeline":
+        mesh = _mesh(kind)
+        stage = Stage(model, mesh["pp"].get_local_rank() == 0)
+        return DistributedDataParallel(stage, process_group=mesh["dp"].get_group(), find_unused_parameters=True)
     sizes = {"replicas": kind.replicas, "shards": kind.shards, "tp": kind.tp}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
     mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
@@ -198,6 +267,12 @@ def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=data)
     return fully_shard(model, mesh=data)
+
+
+@cache
+def _mesh(kind: Kind) -> DeviceMesh:
+    """The ranks of a pipeline: the stages of a copy are neighbours."""
+    return init_device_mesh("cpu", (kind.dp, kind.pp), mesh_dim_names=("dp", "pp"))
 
 
 def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:

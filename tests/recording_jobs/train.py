@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -84,8 +85,29 @@ def refuse(out: Path) -> None:
     messages["differing"] = refusal(run, out / "differing.chain")
     messages["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
     messages["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
+    messages["diverging"] = diverging(out)
     if distributed.get_rank() == 0:
         (out / "refused.json").write_text(json.dumps(messages, indent=1))
+
+
+def diverging(out: Path) -> str:
+    """Train parts of one model that have the same names and begin with the same weights; what the recorder says.
+
+    Another recorder gets names of their own for them. OUT/part-RANK.pt is what each rank has in the end.
+    """
+    rank = distributed.get_rank()
+    run = start(Kind("diverging", "plain"))
+    run.step = rank  # another batch for each
+    with (
+        warnings.catch_warnings(record=True),
+        Recorder(run.model, run.optimizer, out / "diverging.chain") as recorder,
+        Recorder(run.model, run.optimizer, out / "renamed.chain", rename=lambda name: f"part{rank}.{name}") as other,
+    ):
+        run.train(2)
+        assert other.broken is None
+    states = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    torch.save(states, out / f"part-{rank}.pt")
+    return recorder.broken or "it is recorded"
 
 
 def fsdp1() -> Run:

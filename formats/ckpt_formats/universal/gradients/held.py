@@ -178,12 +178,12 @@ class SegmentTail:
                     self._ended[rank] = True
                 elif record.kind is Kind.FINGERPRINT:
                     self._started[rank] |= bool(self._states[rank]) and record.step == self.layout.first
-                elif rank == 0 and (record.kind is Kind.BUFFERS or record.step == self.step):
-                    self._applied[0].append(record)
+                elif record.kind is Kind.BUFFERS or (rank == 0 and record.step == self.step):
+                    self._applied[rank].append(record)
             pending[:] = (
                 r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_fingerprint(r, self.step)
             )
-        self._applied[0] = _without_old_buffers(self._applied[0])
+        self._applied = list(map(_without_old_buffers, self._applied))
 
 
 def _is_fingerprint(record: LogRecord, step: int) -> bool:

@@ -282,6 +282,7 @@ class _Buffer:
     """A recorded tensor that no optimizer steps."""
 
     segment: Segment
+    rank: int
     record: LogRecord
     name: str
     role: Role
@@ -291,7 +292,7 @@ class _Buffer:
 
     def values(self, index: int, reader: Reader) -> Array:
         """A chunk: (n,) of the dtype of the buffer. Raises `CorruptError`."""
-        path = self.segment.path(0)
+        path = self.segment.path(self.rank)
         data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
         size = self.chunking.box(index).size * self.dtype.itemsize
         if data.size != size or hash_values(data) != digest:
@@ -328,17 +329,18 @@ class _BufferBlob(Blob):
 
 def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
     """The records of each tensor up to a step, by name; a later one replaces an earlier one."""
-    for record in segment.records(0, Kind.BUFFERS):
-        if record.step > step:
-            return
-        rows, chunk = record.meta.get("tensors"), 0
-        for row in rows if isinstance(rows, list) else ():
-            name, role, dtype, shape = _row(row, segment)
-            yield name, _Buffer(segment, record, name, role, chunk, shape, DTYPES[dtype])
-            each = BUFFER_CHUNK // DTYPES[dtype].itemsize
-            chunk += -(-prod(shape) // each)
-        if chunk != record.count:
-            raise CorruptError(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(0))
+    for rank in range(len(segment.logs)):
+        for record in segment.records(rank, Kind.BUFFERS):
+            if record.step > step:
+                break
+            rows, chunk = record.meta.get("tensors"), 0
+            for row in rows if isinstance(rows, list) else ():
+                name, role, dtype, shape = _row(row, segment)
+                yield name, _Buffer(segment, rank, record, name, role, chunk, shape, DTYPES[dtype])
+                each = BUFFER_CHUNK // DTYPES[dtype].itemsize
+                chunk += -(-prod(shape) // each)
+            if chunk != record.count:
+                raise CorruptError(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(rank))
 
 
 def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:

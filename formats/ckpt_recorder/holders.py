@@ -1,0 +1,260 @@
+"""Which rank records what: each tensor is split among the ranks that hold it.
+
+Ranks hold a tensor together if they have the same elements of it under the same name. So all ranks of DDP share each
+tensor, ranks of a pipeline stage share those of the stage, and a shard that only one rank has is recorded by that rank.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
+
+import xxhash
+
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.geometry import Box, overlaps
+from ckpt_formats.universal.gradients.layout import ALONE, OptimizerVector
+from ckpt_recorder import ranks
+from ckpt_recorder.probe import ProbeResult
+from ckpt_recorder.run import (
+    LocalPart,
+    TrackedRun,
+    content_of,
+    count_of,
+    frozen_tensors,
+    is_local,
+    local_shard,
+    persistent_buffers,
+    state_names,
+    state_of,
+)
+
+Piece = tuple[str, Box, int, int]
+"""The name of a parameter, a block of it, and a range of elements of the block."""
+_HINT = (
+    "If the ranks have parts of one model, give each part's tensors names of their own with `rename`, or shard them as "
+    "DTensors. If they have copies of one model, start all ranks from the same weights."
+)
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """The tensors of one rank: plain data that is sent to all ranks."""
+
+    vectors: tuple[OptimizerVector, ...]
+    sizes: tuple[int, ...]
+    """The number of elements of each of the optimizers' tensors on this rank."""
+    parts: tuple[tuple[int, LocalPart], ...]
+    """For each part that the rank holds: the number of its vector, and the part."""
+    groups: tuple[tuple[tuple[str, ...], ...], ...]
+    """The names of parameters by optimizer and group."""
+    aliases: Mapping[str, str]
+    frozen: Mapping[str, str]
+    """A hash of each frozen tensor that is full on the rank; "" for one that is sharded."""
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The contribution of one rank to a layout."""
+
+    vectors: tuple[OptimizerVector, ...]
+    parts: tuple[tuple[int, LocalPart, int], ...]
+    """For each part: the number of its vector, the part, and the number of its elements in complete SIMD vectors."""
+    groups: tuple[tuple[tuple[str, ...], ...], ...]
+    aliases: Mapping[str, str]
+    frozen: frozenset[str]
+    """The names of the frozen tensors that this rank records."""
+    buffers: frozenset[str]
+    """The names of the buffers that this rank records."""
+    copies: Mapping[Piece, tuple[int, int, int]] = field(default_factory=dict)
+    """Of each piece that other ranks hold, too: the number of its vector, and its start and stop in the vector."""
+
+
+def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPart]:
+    """The contributions of all ranks. Every rank must call it.
+
+    Raises `UnsupportedError` if ranks have different tensors or different weights under the same name.
+    """
+    tensors = ranks.gather(_rank_tensors(run))
+    _check_optimizers(tensors)
+    _check_shapes(tensors)
+    holders: dict[Piece, list[int]] = {}
+    for rank, one in enumerate(tensors):
+        for _, part in one.parts:
+            holders.setdefault(_piece(part), []).append(rank)
+    _check_coverage(holders, {part.name: part.shape for one in tensors for _, part in one.parts})
+    copies = [
+        {
+            _piece(part): (number, part.offset, part.offset + part.size)
+            for number, part in one.parts
+            if len(holders[_piece(part)]) > 1
+        }
+        for one in tensors
+    ]
+    if any(copies):
+        own = copies[ranks.rank_and_world()[0]]
+        problem = _difference(ranks.gather(_digests(run, own, ("param",))))
+        if problem is not None:
+            raise UnsupportedError(problem, hint=_HINT)
+    _check_frozen(tensors)
+    frozen, buffers = _first_holders([one.frozen for one in tensors]), _first_holders([one.buffers for one in tensors])
+    parts = _split(tensors, holders, probed)
+    return [
+        RankPart(one.vectors, tuple(own), one.groups, one.aliases, frozen[rank], buffers[rank], copies[rank])
+        for rank, (one, own) in enumerate(zip(tensors, parts, strict=True))
+    ]
+
+
+def differing_copy(run: TrackedRun, share: RankPart) -> str | None:
+    """Why the copies of a tensor differ between ranks; None if all states are equal. Every rank must call it."""
+    return _difference(ranks.gather(_digests(run, share.copies, state_names(run))))
+
+
+def _rank_tensors(run: TrackedRun) -> RankTensors:
+    one_rank = ranks.rank_and_world()[1] == 1
+    return RankTensors(
+        tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors)),
+        tuple(local_shard(one.tensor).numel() for one in run.tensors),
+        tuple((number, part) for number, one in enumerate(run.tensors) for part in one.parts),
+        run.group_names,
+        dict(run.aliases),
+        {
+            name: xxhash.xxh3_64_hexdigest(content_of(tensor)) if is_local(tensor) and not one_rank else ""
+            for name, tensor in frozen_tensors(run)
+        },
+        tuple(name for name, _ in persistent_buffers(run)),
+    )
+
+
+def _piece(part: LocalPart) -> Piece:
+    return part.name, part.box, part.start, part.stop
+
+
+def _check_optimizers(tensors: Sequence[RankTensors]) -> None:
+    for rank, one in enumerate(tensors):
+        for what, counts in (
+            ("optimizers", [len(other.groups) for other in (tensors[0], one)]),
+            ("groups in their optimizers", [[len(groups) for groups in other.groups] for other in (tensors[0], one)]),
+        ):
+            if counts[0] != counts[1]:
+                raise UnsupportedError(
+                    f"ranks 0 and {rank} have different numbers of {what}: {counts[0]} and {counts[1]}",
+                    hint="Make the same optimizers and groups on every rank; a group may be empty.",
+                )
+
+
+def _check_shapes(tensors: Sequence[RankTensors]) -> None:
+    first: dict[str, tuple[int, LocalPart]] = {}
+    for rank, one in enumerate(tensors):
+        for _, part in one.parts:
+            other, known = first.setdefault(part.name, (rank, part))
+            if (known.shape, known.dtype) != (part.shape, part.dtype):
+                shapes = " and ".join(f"{list(p.shape)} in {p.dtype}" for p in (known, part))
+                raise UnsupportedError(
+                    f"ranks {other} and {rank} have different tensors `{part.name}`: {shapes}", hint=_HINT
+                )
+
+
+def _check_coverage(holders: Mapping[Piece, Sequence[int]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `UnsupportedError` unless the pieces of each tensor have each element once."""
+    blocks: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    for name, box, start, stop in holders:
+        blocks.setdefault(name, {}).setdefault(box, []).append((start, stop))
+    for name, by_box in blocks.items():
+        tiled = not any(overlaps(list(by_box))) and sum(box.size for box in by_box) == prod(shapes[name])
+        for box, ranges in by_box.items():
+            ends = [0, *(stop for _, stop in sorted(ranges))]
+            tiled &= [start for start, _ in sorted(ranges)] == ends[:-1] and ends[-1] == box.size
+        if not tiled:
+            having = sorted({rank for piece, of in holders.items() if piece[0] == name for rank in of})
+            raise UnsupportedError(
+                f"the parts of `{name}` on ranks {', '.join(map(str, having))} do not make up the full tensor once",
+                hint="Start the recorder on all ranks that have a part of the tensor.",
+            )
+
+
+def _check_frozen(tensors: Sequence[RankTensors]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, one in enumerate(tensors):
+        for name, digest in one.frozen.items():
+            other, known = first.setdefault(name, (rank, digest))
+            if known != digest:
+                raise UnsupportedError(f"ranks {other} and {rank} have different values of `{name}`", hint=_HINT)
+
+
+def _first_holders(names: Sequence[Mapping[str, str] | Sequence[str]]) -> list[frozenset[str]]:
+    """For each rank, its names that no rank before it has."""
+    known = set[str]()
+    first = []
+    for own in names:
+        first.append(frozenset(own) - known)
+        known |= first[-1]
+    return first
+
+
+def _digests(run: TrackedRun, copies: Mapping[Piece, tuple[int, int, int]], states: Sequence[str]) -> dict[Piece, int]:
+    """A hash of the states of each piece that other ranks hold, too."""
+    digests = {}
+    for piece, (number, start, stop) in copies.items():
+        digest = xxhash.xxh3_64()
+        for name in states:
+            values = state_of(run, number, name)
+            if values is not None:
+                digest.update(content_of(values[start:stop]))
+        digests[piece] = digest.intdigest()
+    return digests
+
+
+def _difference(digests: Sequence[Mapping[Piece, int]]) -> str | None:
+    first: dict[Piece, tuple[int, int]] = {}
+    for rank, own in enumerate(digests):
+        for piece, digest in own.items():
+            other, known = first.setdefault(piece, (rank, digest))
+            if known != digest:
+                return f"ranks {other} and {rank} have different values of `{piece[0]}` under the same name"
+    return None
+
+
+def _split(
+    tensors: Sequence[RankTensors], holders: Mapping[Piece, Sequence[int]], probed: Sequence[ProbeResult]
+) -> list[list[tuple[int, LocalPart, int]]]:
+    """The parts that each rank records, with the number of vectorized elements. Large parts come first."""
+    shares = dict(_shares(holders))
+    all_parts = []
+    for rank, one in enumerate(tensors):
+        parts = []
+        for number, part in one.parts:
+            start, stop = shares[_piece(part)][rank]
+            if start < stop:
+                own = replace(part, start=start, stop=stop, offset=part.offset + start - part.start)
+                method = probed[one.vectors[number].optimizer]
+                size = one.sizes[number]
+                parts.append((number, own, method.vectorized(size, own.offset, own.offset + own.size)))
+        parts.sort(key=lambda item: item[1].size < ALONE)
+        all_parts.append(parts)
+    return all_parts
+
+
+def _shares(holders: Mapping[Piece, Sequence[int]]) -> Iterator[tuple[Piece, dict[int, tuple[int, int]]]]:
+    """The range of each piece that each of its holders records: an equal share of all that the same ranks hold.
+
+    A boundary may be inside a tensor.
+    """
+    together: dict[tuple[int, ...], list[Piece]] = {}
+    for piece, of in holders.items():
+        together.setdefault(tuple(of), []).append(piece)
+    for of, pieces in together.items():
+        ends = list(accumulate((stop - start for _, _, start, stop in pieces), initial=0))
+        total = ends[-1]
+        for (name, box, start, stop), at in zip(pieces, ends, strict=False):
+            yield (
+                (name, box, start, stop),
+                {
+                    rank: (
+                        min(max(start + total * turn // len(of) - at, start), stop),
+                        min(max(start + total * (turn + 1) // len(of) - at, start), stop),
+                    )
+                    for turn, rank in enumerate(of)
+                },
+            )
