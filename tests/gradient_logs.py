@@ -28,6 +28,7 @@ from ckpt_formats.universal.gradients.layout import (
     SegmentLayout,
     VectorPart,
 )
+from ckpt_formats.universal.gradients.random_states import GeneratorState, RandomStateEncoder
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values, record_parts
 from ckpt_formats.universal.gradients.segment import rank_file
 
@@ -121,6 +122,7 @@ def small_log(steps: int = 3, seed: int = 1) -> Log:
     }
     truth = [deepcopy(state)]
     ranks: list[list[Entry]] = [[], []]
+    generators = [RandomStateEncoder() for _ in ranks]
     ranks[0].append(Entry(Kind.NOTES, 0, {"notes": {}, "groups": [encode(OPTIONS)]}))
     for rank, entries in enumerate(ranks):
         for name in STATES:
@@ -137,12 +139,20 @@ def small_log(steps: int = 3, seed: int = 1) -> Log:
         for rank, entries in enumerate(ranks):
             meta = {"groups": encode(OPTIONS)}
             entries.append(coded(layout, rank, Kind.GRADIENTS, step, meta, vector(layout, rank, gradients)))
+            entries.append(Entry(Kind.RANDOM, step, *generators[rank].record(random_states(rank, step))))
             if rank == 0:
                 entries.append(Entry(Kind.NOTES, step, {"notes": encode({"seen": step, "shape": (1, 2)})}))
     for rank, entries in enumerate(ranks):
         entries.append(fingerprint(layout, rank, steps, state))
         entries.append(Entry(Kind.END, steps, {}))
     return Log(layout, ranks, truth)
+
+
+def random_states(rank: int, step: int) -> dict[str, GeneratorState]:
+    """The generators that change in a step, as a recorder gives them to its writer."""
+    words = np.arange(16, dtype=np.uint8)
+    numpy = {"numpy": GeneratorState({"keys": None, "position": step}, words)} if step % 2 else {}
+    return {"torch": GeneratorState({}, words + np.uint8(rank + step)), **numpy}
 
 
 def _zeros(shape: tuple[int, ...]) -> Array:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
+from ckpt_formats.universal.gradients.record import Kind
 from ckpt_recorder.ring import Ring
 
 WRITER = "ckpt_recorder.writer"
@@ -120,14 +121,12 @@ class WriterLink:
         meta: Mapping[str, Any],
         slot: int | None = None,
         chunks: Sequence[int] | None = None,
-        random: Any = None,
     ) -> None:
         """Order a record of a filled slot, or a record without values.
 
-        `chunks`: the numbers of the chunks with values; None: all. `random`: states of random number generators, as
-        typed JSON.
+        `chunks`: the numbers of the chunks with values; None: all.
         """
-        fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks, "random": random}
+        fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks}
         self._send(fields, b"")
 
     def order_bytes(
@@ -135,6 +134,11 @@ class WriterLink:
     ) -> None:
         """Order a record of tensors' bytes. `sizes`: for each tensor its bytes, and the bytes of an element."""
         fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
+        self._send(fields, content)
+
+    def order_random(self, step: int, generators: Sequence[tuple[str, int, Any]], content: bytes) -> None:
+        """Order a record of random number generators: of each its name, the size of its bytes, and its fields."""
+        fields = {"kind": int(Kind.RANDOM), "step": step, "generators": generators, "nbytes": len(content)}
         self._send(fields, content)
 
     def order_task(self, fields: Mapping[str, Any]) -> None:

@@ -7,19 +7,71 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_formats.core.values import Value
+from ckpt_codecs.base import Array
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.universal.gradients.random_states import GeneratorState
 
 
-def random_states() -> dict[str, Value]:
-    """The states of all generators, as arrays: uint8 for torch, uint32 for NumPy and Python."""
-    states: dict[str, Value] = {"torch": torch.get_rng_state().numpy()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [state.numpy() for state in torch.cuda.get_rng_state_all()]
-    version, words, gauss = random.getstate()
-    states["python"] = {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    states["numpy"] = {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached}
-    return states
+class RandomStates:
+    """Follows all generators, to record those that changed."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        """The step to which the last states belong."""
+        self._states: dict[str, GeneratorState] = {}
+        self._before: tuple[int | None, dict[str, GeneratorState]] = (None, {})
+        """The last states of the step before, and that step."""
+        self._python: tuple[Any, GeneratorState] | None = None
+
+    def changed(self, step: int) -> dict[str, GeneratorState]:
+        """The generators whose states differ from the last ones. The states are those at `step` from now on."""
+        if step != self._step:
+            self._before = self._step, self._states
+            self._step = step
+        now = self._now()
+        changed = {name: state for name, state in now.items() if not _is_equal(state, self._states.get(name))}
+        self._states = self._states | changed
+        return changed
+
+    def return_to(self, step: int) -> dict[str, GeneratorState]:
+        """The states of all generators at `step`: the current ones, unless these were seen at that step or the next.
+
+        `changed` compares with them from now on.
+        """
+        if self._before[0] == step:
+            self._step, self._states = step, self._before[1]
+        elif self._step != step:
+            self.changed(step)
+        return self._states
+
+    def _now(self) -> dict[str, GeneratorState]:
+        """The states of all generators."""
+        states: dict[str, GeneratorState] = {"torch": GeneratorState({}, torch.get_rng_state().numpy())}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for number, state in enumerate(torch.cuda.get_rng_state_all()):
+                states[f"cuda:{number}"] = GeneratorState({}, state.numpy())
+        python = random.getstate()
+        if self._python is None or python != self._python[0]:  # slow to convert
+            version, words, gauss = python
+            fields = {"version": version, "words": None, "gauss": gauss}
+            self._python = python, GeneratorState(fields, _bytes(words))
+        states["python"] = self._python[1]
+        numpy: Any = np.random.get_state()
+        if isinstance(numpy, tuple):
+            kind, keys, position, has_gauss, cached = numpy
+            fields = {"kind": kind, "keys": None, "position": position, "has_gauss": has_gauss, "cached": cached}
+            states["numpy"] = GeneratorState(fields, _bytes(keys))
+        else:  # a generator of another kind was set
+            states["numpy"] = GeneratorState(encode(dict(numpy)), np.zeros(0, np.uint8))
+        return states
+
+
+def _bytes(words: Any) -> Array:
+    return np.array(words, "<u4").view(np.uint8)
+
+
+def _is_equal(state: GeneratorState, other: GeneratorState | None) -> bool:
+    return other is not None and state.fields == other.fields and np.array_equal(state.words, other.words)
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
@@ -29,6 +81,6 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([torch.as_tensor(np.asarray(state, np.uint8)) for state in states["cuda"]])
     python, numpy = states["python"], states["numpy"]
     random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
-    np.random.set_state(
-        (numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["cached"])
-    )
+    if "keys" in numpy:
+        numpy = numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["cached"]
+    np.random.set_state(numpy)

@@ -26,6 +26,7 @@ from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
+from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
 from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run, renamed
 from ckpt_recorder.writer import WriterSettings
@@ -139,6 +140,7 @@ class Recorder:
         self._call = 0
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
+        self._random = RandomStates()
         self._run = self._track_run()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
@@ -169,13 +171,14 @@ class Recorder:
         return None if self._recording is None else self._recording.writer_pid
 
     def note(self, **items: Any) -> None:
-        """Record other values that the run needs to resume after the last step.
+        """Record other values that the run needs to resume after the last step, and the current random states.
 
         Args:
             items: Plain values, tensors, arrays, or anything with a `state_dict`, such as a scheduler or a loader. A
                 restored checkpoint has them under these names.
         """
         notes = {name: _plain(item) for name, item in items.items()}
+        self._record_random_states(self.step)
         self._record(lambda recording: recording.record_notes(self.step, notes))
 
     def close(self) -> None:
@@ -252,6 +255,8 @@ class Recorder:
         )
         try:
             self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
+            if options.random_states:
+                self._recording.record_random_states(self.step, self._random.return_to(self.step))
             self._recording.record_notes(self.step, {})
             self._recording.record_buffers(self.step, self._buffers)
             if segment.layout.parent is None:
@@ -346,14 +351,16 @@ class Recorder:
             self._store_due_base()
             self._record_due_fingerprint()
         is_last = call == count - 1
-        random = is_last and self.options.random_states
         if is_last:  # before the gradients, so that every complete step has its buffers
+            self._record_random_states(self.step + 1)
             self._record(lambda recording: recording.record_buffers(self.step + 1))
         try:
-            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
+            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count)))
         except UnknownTensor:
             self._renew()
-            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count), random))
+            if is_last:
+                self._record_random_states(self.step + 1)
+            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count)))
         self._call = (call + 1) % count
         if is_last:
             self.step += 1
@@ -365,6 +372,8 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
         done, every = self.step - self._first, self.options.retry
+        if not self._call:
+            self._record_random_states(self.step)
         if not self._call and done and not done & (done - 1):  # after steps 1, 2, 4, 8, …
             self._check_copies()
         if self._in_background:
@@ -470,6 +479,12 @@ class Recorder:
             bases.drop()
             bases.close(wait=False)
         self._base_begun = None
+
+    def _record_random_states(self, step: int) -> None:
+        """Record the generators that changed: their states are those at `step`, unless they are recorded again."""
+        if self.options.random_states and self._recording is not None and self.broken is None:
+            states = self._random.changed(step)
+            self._record(lambda recording: recording.record_random_states(step, states))
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint

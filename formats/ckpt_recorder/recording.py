@@ -16,12 +16,12 @@ from ckpt_formats.universal.gradients.layout import (
     SegmentLayout,
     VectorPart,
 )
+from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.probe import ProbeResult, group_options
-from ckpt_recorder.random_states import random_states
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
     TrackedRun,
@@ -151,7 +151,7 @@ class RankRecording:
                         target.copy_(values[offset : offset + size])
             self._link.order(Kind.STATE, step, {"state": name}, slot)
 
-    def record_gradients(self, step: int, number: int, call: tuple[int, int], with_random_states: bool) -> None:
+    def record_gradients(self, step: int, number: int, call: tuple[int, int]) -> None:
         """Record the gradients before one call of an optimizer. `call`: its number, and the calls in a step."""
         optimizer = self._run.optimizers[number]
         slot = self._link.acquire_slot()
@@ -169,8 +169,13 @@ class RankRecording:
             chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
         if call[1] > 1:
             meta["part"] = list(call)
-        random = encode(random_states()) if with_random_states else None
-        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks, random)
+        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks)
+
+    def record_random_states(self, step: int, states: Mapping[str, GeneratorState]) -> None:
+        """Record states of random number generators, by generator."""
+        if states:
+            generators = [(name, one.words.size, one.fields) for name, one in states.items()]
+            self._link.order_random(step, generators, b"".join(one.words.tobytes() for one in states.values()))
 
     def record_nothing(self, step: int) -> None:
         """Record a step that the engine counts although its optimizer did nothing."""

@@ -28,6 +28,7 @@ from ckpt_codecs.base import Bytes
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout
+from ckpt_formats.universal.gradients.random_states import GeneratorState, RandomStateEncoder
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values
 from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_formats.universal.gradients.state import BUFFER_CHUNK
@@ -164,6 +165,7 @@ class LogWriter:
         self._settings, self._ring, self._status = settings, ring, status
         self._file: LogFile | None = None
         self._encoder: Encoder | None = None
+        self._random = RandomStateEncoder()
         self._unflushed, self._flushed_at = 0, time.monotonic()
         self._flush_steps = settings.flush_steps
         self._report_errors(self._begin)
@@ -200,6 +202,9 @@ class LogWriter:
 
     def _append(self, order: dict[str, Any], data: bytes) -> None:
         if self._file is None or self._encoder is None:
+            return
+        if order["kind"] == Kind.RANDOM:
+            self._file.append(Kind.RANDOM, order["step"], *self._random.record(_generators(order, data)))
             return
         _append(self._file, self._encoder, order, data)
         self._unflushed += order["kind"] == Kind.GRADIENTS
@@ -251,14 +256,19 @@ def _append(file: LogFile, encoder: Encoder, order: dict[str, Any], data: bytes)
     kind, chunks, values = Kind(order["kind"]), list[Bytes](), list[int]()
     if order.get("slot") is not None:
         chunks, values = encoder.chunks(order)
-        if order.get("random") is not None:
-            text = json.dumps(order["random"], separators=(",", ":")).encode()
-            chunks.append(text)
-            values.append(hash_values(np.frombuffer(text, np.uint8)))
     elif data:
         chunks = list(buffer_chunks(data, order["sizes"]))
         values = [hash_values(np.frombuffer(chunk, np.uint8)) for chunk in chunks]
     file.append(kind, order["step"], order["meta"], chunks, values)
+
+
+def _generators(order: dict[str, Any], data: bytes) -> dict[str, GeneratorState]:
+    """The states of an order, by generator."""
+    states, at = dict[str, GeneratorState](), 0
+    for name, nbytes, fields in order["generators"]:
+        states[name] = GeneratorState(fields, np.frombuffer(data, np.uint8, nbytes, at))
+        at += nbytes
+    return states
 
 
 def reason_of(error: Exception) -> str:

@@ -27,6 +27,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients import random_states
 from ckpt_formats.universal.gradients.held import HeldState, SegmentTail
 from ckpt_formats.universal.gradients.layout import (
     ALONE,
@@ -210,6 +211,45 @@ def test_every_step_is_that_of_the_run(small: Log, written: Path) -> None:
     for step, truth in enumerate(small.truth):
         assert same(values_of(restored(written.parent, step)), truth)
         assert restored(written.parent, step).extras.get("seen") == (step or None)
+
+
+def test_every_step_has_its_random_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_states, "MAX_CHANGES", 2)
+    run = small_log(7).write(tmp_path / "run").parent
+    tail = SegmentTail(run / "gradients-0000000000", None)
+    for step in range(1, 8):
+        assert tail.poll(1) >= step
+        tail.move_to(step)
+        with Reader() as reader:
+            of_shadow = tail.last_step().random_states(step, reader)
+        assert encode(of_shadow) == encode(restored(run, step).extras["random_states"])
+        for rank in range(2):
+            states: Any = of_shadow[f"rank-{rank:05d}"]
+            assert states["torch"].tolist() == list(range(rank + step, rank + step + 16))
+            assert states["numpy"]["position"] == (step if step % 2 else step - 1)
+        applied = [one for one in tail.last_step().records(1, Kind.RANDOM) if one.step <= step]
+        assert len(applied) <= 3  # those that later ones replace are forgotten
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"full": [["torch", 1 << 20], ["numpy", 16]]},
+        {"full": [["torch", 16], ["torch", 16]]},
+        {"full": [["torch"]]},
+        {"full": []},
+        {"fields": {"numpy": []}},
+        {"fields": {"numpy": {"keys": {"$exec": 1}}}},
+        {"twists": [1]},
+        {"twists": {"torch": 1 << 40}},
+    ],
+    ids=str,
+)
+def test_random_states_that_lie_are_refused(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    entry = next(one for one in log.ranks[0] if one.kind is Kind.RANDOM)
+    entry.meta = entry.meta | meta
+    _refused(log.write(tmp_path / "run"), step=1)
 
 
 def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written: Path) -> None:

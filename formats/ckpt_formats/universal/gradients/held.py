@@ -23,6 +23,7 @@ from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.parts import StatePart
+from ckpt_formats.universal.gradients.random_states import without_old_random_states
 from ckpt_formats.universal.gradients.record import ENTRY, HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, open_layout, rank_file
@@ -178,12 +179,12 @@ class SegmentTail:
                     self._ended[rank] = True
                 elif record.kind is Kind.FINGERPRINT:
                     self._started[rank] |= bool(self._states[rank]) and record.step == self.layout.first
-                elif record.kind is Kind.BUFFERS or (rank == 0 and record.step == self.step):
+                elif record.kind in (Kind.BUFFERS, Kind.RANDOM) or (rank == 0 and record.step == self.step):
                     self._applied[rank].append(record)
             pending[:] = (
                 r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_fingerprint(r, self.step)
             )
-        self._applied = list(map(_without_old_buffers, self._applied))
+        self._applied = [without_old_random_states(_without_old_buffers(records)) for records in self._applied]
 
 
 def _is_fingerprint(record: LogRecord, step: int) -> bool:
@@ -191,7 +192,7 @@ def _is_fingerprint(record: LogRecord, step: int) -> bool:
 
 
 def _is_of_one_step(record: LogRecord) -> bool:
-    return record.kind is not Kind.BUFFERS
+    return record.kind not in (Kind.BUFFERS, Kind.RANDOM)
 
 
 def _without_old_buffers(records: list[LogRecord]) -> list[LogRecord]:

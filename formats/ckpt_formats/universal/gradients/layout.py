@@ -27,7 +27,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.core.version import WRITTEN_BY
 
 NAME = "layout.json"
-VERSION = 1
+VERSION = 2
 CHUNK = 1 << 18
 """The maximum number of elements in a chunk."""
 ALONE = 1 << 16

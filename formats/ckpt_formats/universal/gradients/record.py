@@ -54,11 +54,13 @@ class Kind(IntEnum):
     """Hashes of the states at a step."""
     END = 7
     """The run closed its log."""
+    RANDOM = 9
+    """The states of random number generators at a step, of those that changed."""
 
 
 KINDS = frozenset(Kind)
 _NO_HEAD = "its head is not written yet"
-LARGE = ("notes",)
+LARGE = ("notes", "fields")
 """The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
 
 

@@ -21,6 +21,7 @@ from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout, SegmentLayout
+from ckpt_formats.universal.gradients.random_states import random_states_at
 from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, LogRecord, RankLog, hash_values, scan
 
 FOLDER = "gradients-{:010d}"
@@ -143,12 +144,14 @@ class Segment:
 
     def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
         """The states of random number generators at a step, by rank and by generator: arrays of bytes or words."""
-        states = {}
+        states: dict[str, Value] = {}
         for rank, steps in enumerate(self.updates):
             if step > self.first and steps[step - self.first - 1]:
                 record = steps[step - self.first - 1][-1].record
-                if record.count > self.layout.ranks[rank].chunk_count:
+                if record.count > self.layout.ranks[rank].chunk_count:  # a log of version 1
                     states[f"rank-{rank:05d}"] = self._random(record, rank, reader)
+            if recorded := random_states_at(self.logs[rank].records, step, self.path(rank), reader):
+                states[f"rank-{rank:05d}"] = recorded
         return states
 
     def _random(self, record: LogRecord, rank: int, reader: Reader) -> Value:
