@@ -22,6 +22,7 @@ class RandomStates:
         self._before: tuple[int | None, dict[str, GeneratorState]] = (None, {})
         """The last states of the step before, and that step."""
         self._python: tuple[Any, GeneratorState] | None = None
+        """Python's state as it gives it, and the same as it is recorded: it is slow to convert."""
 
     def changed(self, step: int) -> dict[str, GeneratorState]:
         """The generators whose states differ from the last ones. The states are those at `step` from now on."""
@@ -51,7 +52,7 @@ class RandomStates:
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 states[f"cuda:{number}"] = GeneratorState({}, state.numpy())
         python = random.getstate()
-        if self._python is None or python != self._python[0]:  # slow to convert
+        if self._python is None or python != self._python[0]:
             version, words, gauss = python
             fields = {"version": version, "words": None, "gauss": gauss}
             self._python = python, GeneratorState(fields, _bytes(words))

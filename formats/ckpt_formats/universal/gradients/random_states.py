@@ -23,7 +23,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
 
-MAX_CHANGES = 500
+MAX_CHANGES = 100
 """The maximum number of records of changes after one of full states, and of new words in them: a restore needs all."""
 MAX_TWISTS = 64
 """How often a generator may compute new words in a record; after more, the record has the new words themselves."""
