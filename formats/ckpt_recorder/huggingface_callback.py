@@ -1,5 +1,7 @@
 """A callback that records a run of Hugging Face's Trainer."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from ckpt_recorder.callbacks import installed_class
@@ -12,9 +14,9 @@ class HuggingFaceCallback(installed_class("transformers:TrainerCallback")):  # t
     The recorder starts when training starts, and closes when training ends.
     """
 
-    def __init__(self, chain: str, **options: Any) -> None:
+    def __init__(self, chain: str | os.PathLike[str], **options: Any) -> None:
         """`chain`: the folder of the chain. `options`: those of `Recorder`; the default `step` is the trainer's."""
-        self._chain, self._options = chain, options
+        self._chain, self._options = Path(chain).absolute(), options
         self.recorder: Recorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:

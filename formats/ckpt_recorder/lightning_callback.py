@@ -1,5 +1,7 @@
 """A callback that records a run of Lightning's Trainer."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from ckpt_recorder.callbacks import installed_class
@@ -12,10 +14,10 @@ class LightningCallback(installed_class("lightning.pytorch:Callback", "pytorch_l
     The recorder starts when training starts, and closes when training ends.
     """
 
-    def __init__(self, chain: str, **options: Any) -> None:
+    def __init__(self, chain: str | os.PathLike[str], **options: Any) -> None:
         """`chain`: the folder of the chain. `options`: those of `Recorder`; the default `step` is the trainer's."""
         super().__init__()
-        self._chain, self._options = chain, options
+        self._chain, self._options = Path(chain).absolute(), options
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -130,7 +130,7 @@ class Recorder:
         self._base_steps_left = 0
         """The number of steps after which pieces of a base are still copied, the same on all ranks."""
         codec = gradient_codec(self.options.codec)
-        self.chain = Path(chain)
+        self.chain = Path(chain).absolute()  # the loop may change its working directory
         self.broken: str | None = None
         self._model, self._optimizer = model, optimizer
         self._rank, self._world = ranks.rank_and_world()
