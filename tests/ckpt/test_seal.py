@@ -15,7 +15,8 @@ from ckpt_formats.containers import safetensors, safetensors_shards
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.folders import SEAL_SUFFIX
 from ckpt_formats.registry import seal_file
-from ckpt_formats.registry.seal_file import IN_FOLDER, SealedFile, to_bytes
+from ckpt_formats.registry.seal_file import SealedFile, to_bytes
+from ckpt_formats.registry.seal_places import IN_FOLDER
 from damage import ckpt
 from lying_store import LyingStore, lying
 from object_stores import BUCKET, reached

@@ -98,6 +98,25 @@ def test_inspect_imports_the_format_at_the_path_and_no_codec(sample: str, tmp_pa
     assert engines - {"hf"} == PLAIN[sample]  # a trainer of Hugging Face may have written files around any folder
 
 
+SELDOM = {
+    f"ckpt_formats.{module}"
+    for module in (
+        *("registry.seal_file", "registry.plugins", "core.value_changes", "core.name_patterns", "core.prefetch"),
+        *("containers.shard_index", "containers.contents", "core.evidence", "core.seal_checks", "core.coverage"),
+        *("engines.fsdp_ranks.dtensor", "containers.torchfile_tree"),
+    )
+}
+"""What few checkpoints need, or only reading or writing their values."""
+
+
+def test_inspect_of_a_torch_file_imports_no_module_that_it_does_not_need(tmp_path: Path) -> None:
+    sample = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+    file = next(sample.rglob("mp_rank_00_model_states.pt"))
+    (tmp_path / "model.pt").write_bytes(file.read_bytes())
+    runs = [["inspect", str(tmp_path / "model.pt")], ["inspect", str(sample)]]
+    assert not imported_by_all(tmp_path, runs, set()) & SELDOM
+
+
 @pytest.mark.parametrize("sample", ["universal-1-coded", "universal-1-delta", "recorded-1/run.chain"])
 def test_inspect_of_coded_states_imports_no_zstandard(sample: str, tmp_path: Path) -> None:
     """Rich draws the table of their sizes."""

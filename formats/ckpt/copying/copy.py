@@ -20,7 +20,8 @@ from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.zero_values import zero_notices
-from ckpt_formats.registry.seal_file import SealedFile, place_beside, seal_of_file, to_bytes
+from ckpt_formats.registry.seal_file import SealedFile, seal_of_file, to_bytes
+from ckpt_formats.registry.seal_places import place_beside
 from ckpt_formats.stores.location import source_path, target_path
 
 

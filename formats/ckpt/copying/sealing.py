@@ -31,7 +31,8 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.opening import OURS
-from ckpt_formats.registry.seal_file import SealedFile, place_of, to_bytes
+from ckpt_formats.registry.seal_file import SealedFile, to_bytes
+from ckpt_formats.registry.seal_places import place_of
 from ckpt_formats.stores.location import source_path, target_path
 
 _RANGE = 8 << 20

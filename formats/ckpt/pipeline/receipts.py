@@ -8,10 +8,10 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from ckpt.pipeline.evidence_text import MALFORMED, from_text, seal_from_json, seal_json, to_text
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.value_changes import ValueChange
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.core.zero_runs import ZeroRun
 
 

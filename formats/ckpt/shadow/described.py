@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpt.shadow.wire import MAX_STATE
 from ckpt_formats.containers.json_checks import FieldReader
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Group, Origin, OriginalForm, Parameter, Role
 from ckpt_formats.core.claims import MAX_AXES, MAX_STEPPED_ELEMENTS
@@ -19,7 +18,7 @@ from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Blob, Tensor
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.universal.gradients.parts import MAX_PARTS
 
 _ROLES: dict[str, Role] = {"parameter": "parameter", "frozen": "frozen", "buffer": "buffer", "extra": "extra"}

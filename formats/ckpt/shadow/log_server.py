@@ -28,9 +28,9 @@ import xxhash
 from ckpt.shadow import wire
 from ckpt.shadow.listener import Listener
 from ckpt.shadow.wire import FrameKind, NetworkAddress
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.files import read_whole
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.gradients.segment import rank_file

@@ -25,7 +25,6 @@ from ckpt.shadow.bases import bases_of
 from ckpt.shadow.connection import Connection, Credentials
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
 from ckpt.shadow.wire import FrameKind, NetworkAddress
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import (
     CkptError,
@@ -37,6 +36,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.own_folder import create_own, is_own
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts

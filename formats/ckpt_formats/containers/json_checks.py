@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, check_content
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP
 from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS, DType
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
@@ -22,6 +22,7 @@ from ckpt_formats.core.open_file import stream_nbytes
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief
+from ckpt_formats.core.values import is_natural as is_natural
 
 SUFFIX = ".safetensors"
 
@@ -83,6 +84,8 @@ def read_header(path: Path) -> SafetensorsFile:
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 file.seek(0)
                 head = file.read(HEAD_NBYTES)
+                from ckpt_formats.containers.contents import check_content  # only what is not read needs it
+
                 check_content(head, path)
                 if ZIP.match(head) or PICKLE.match(head):
                     raise UnsupportedError(
@@ -201,11 +204,6 @@ def _packed(shape: list[int], bits: int, where: str) -> list[int]:
     if shape and shape[-1] * bits % 8 == 0:
         return [*shape[:-1], shape[-1] * bits // 8]
     return [prod(shape) * bits // 8]
-
-
-def is_natural(value: Any, limit: int = 1 << 62) -> bool:
-    """Whether the value is an integer from 0 to `limit`. (JSON's `true` is not.)"""
-    return type(value) is int and 0 <= value <= limit
 
 
 def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:

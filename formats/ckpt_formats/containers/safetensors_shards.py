@@ -20,15 +20,8 @@ from ckpt_formats.containers.safetensors import (
     parse_json_object,
     read_header,
 )
-from ckpt_formats.containers.shard_index import (
-    INDEX_SUFFIX,
-    NO_COUNT,
-    NO_INDEX,
-    ShardIndex,
-    one_set,
-    part_of_vllm,
-    read_index,
-)
+from ckpt_formats.containers.shard_index import NO_COUNT, NO_INDEX, ShardIndex, one_set, read_index
+from ckpt_formats.containers.shard_names import INDEX_SUFFIX, part_of_vllm
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.coming_reads import request_starts
 from ckpt_formats.core.errors import CorruptError, UnsupportedError

@@ -6,17 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural, parse_json_object
+from ckpt_formats.containers.safetensors import parse_json_object
+from ckpt_formats.containers.shard_names import NUMBERED, number_of, part_of_vllm
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
-
-INDEX_SUFFIX = ".index.json"
-_OF_VLLM = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
-_NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
+from ckpt_formats.core.values import is_natural
 
 
 @dataclass(frozen=True)
@@ -85,21 +83,6 @@ def read_index(path: Path) -> ShardIndex:
     return ShardIndex(path, weight_map, total_nbytes if is_natural(total_nbytes, 1 << 62) else None)
 
 
-@dataclass(frozen=True)
-class ShardNumber:
-    """The numbers in a file name: `model-00002-of-00003.safetensors` is file 2 of 3 of `model`."""
-
-    stem: str
-    number: int
-    count: int
-
-
-def number_of(name: str) -> ShardNumber | None:
-    """The numbers in a file name; None if it has none."""
-    match = _NUMBERED.fullmatch(name)
-    return None if match is None else ShardNumber(match[1], int(match[2]), int(match[3]))
-
-
 NO_INDEX = Notice(
     "the model's files are numbered and complete, but there is no index that states the file of each tensor",
     weight=Weight.UNSURE,
@@ -141,12 +124,6 @@ def one_set(folder: Path, suffix: str, only_numbered: bool = False) -> Path | li
     return chosen if isinstance(chosen, Path) else all_numbered(chosen)
 
 
-def part_of_vllm(name: str) -> tuple[int, int] | None:
-    """The rank and the number of a file of vLLM's sharded state, by its name; None for other names."""
-    match = _OF_VLLM.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2]))
-
-
 def _parts_of_vllm(folder: Path, suffix: str) -> list[Path] | None:
     """The files of vLLM's sharded state, if a folder has no others, and one rank wrote them."""
     files = sorted(folder.glob(f"*{suffix}"))
@@ -184,8 +161,8 @@ def all_numbered(files: Sequence[Path]) -> list[Path]:
     counts: dict[str, tuple[int, Path]] = {}
     for file in files:
         if number := number_of(file.name):
-            count, first = counts.setdefault(number.stem, (number.count, file))
-            if count != number.count:
+            count, first = counts.setdefault(number.stem, (number.total, file))
+            if count != number.total:
                 raise CorruptError(
                     f"{printable(first.name)} and {printable(file.name)} state two different counts of files",
                     where=file.parent,
@@ -193,7 +170,7 @@ def all_numbered(files: Sequence[Path]) -> list[Path]:
                 )
     names = {file.name for file in files}
     for file in files:
-        if match := _NUMBERED.fullmatch(file.name):
+        if match := NUMBERED.fullmatch(file.name):
             stem, width, count, suffix = match[1], len(match[2]), int(match[3]), match[4]
             numbered = (f"{stem}-{i:0{width}}-of-{match[3]}{suffix}" for i in range(1, count + 1))
             if missing := next((name for name in numbered if name not in names), None):

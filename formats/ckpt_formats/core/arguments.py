@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from functools import cache, wraps
 from inspect import Parameter, get_annotations, signature
@@ -32,8 +32,7 @@ R = TypeVar("R")
 _MAX_SHOWN = 60
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The numbers from `least` to `most`, both of them included unless `above` or `below` leaves them out."""
 
     least: float = -inf
@@ -41,7 +40,8 @@ class Range:
     above: bool = False
     below: bool = False
 
-    def __contains__(self, number: float) -> bool:
+    def admits(self, number: float) -> bool:
+        """Whether a number is in the range."""
         return (self.least < number if self.above else self.least <= number) and (
             number < self.most if self.below else number <= self.most
         )
@@ -57,8 +57,7 @@ class Range:
         return " and ".join(bounds)
 
 
-@dataclass(frozen=True)
-class Admits:
+class Admits(NamedTuple):
     """Values that a function accepts, in words: for all others its result is false, or it raises."""
 
     words: str
@@ -338,7 +337,7 @@ def _narrowed(base: ArgumentKind, conditions: tuple[Any, ...]) -> ArgumentKind:
 def _in_range(take: Callable[[Any], Any], bounds: Range) -> Callable[[Any], Any]:
     def within(value: Any) -> Any:
         number = take(value)
-        if number in bounds:
+        if bounds.admits(number):
             return number
         raise Refused
 

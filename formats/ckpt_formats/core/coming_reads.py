@@ -3,12 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.prefetch import ObjectRange
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.prefetch import ObjectRange
 
 T = TypeVar("T")
 
@@ -18,21 +20,25 @@ _AHEAD = 32
 """Items of which the values are requested before they are needed."""
 
 
-def object_ranges(blobs: Iterable[Blob]) -> Iterator[ObjectRange]:
+def object_ranges(blobs: Iterable[Blob]) -> "Iterator[ObjectRange]":
     """The ranges of objects that the values of blobs come from. No data is read."""
     nbytes: dict[StorePath, int] = {}
     for blob in blobs:
         for raw in blob.sources():
             path = raw.path
             if isinstance(path, StorePath):
+                from ckpt_formats.core.prefetch import ObjectRange  # only stores need it
+
                 if path not in nbytes:
                     nbytes[path] = _nbytes(path)
                 yield ObjectRange(path, raw.offset, min(raw.offset + raw.span, nbytes[path]))
 
 
-def sealed_range(seal: Seal) -> Iterator[ObjectRange]:
+def sealed_range(seal: Seal) -> "Iterator[ObjectRange]":
     """The range of a seal, if its file is in a store."""
     if isinstance(seal.path, StorePath):
+        from ckpt_formats.core.prefetch import ObjectRange
+
         yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
 
 

@@ -11,14 +11,15 @@ import os
 import resource
 import stat
 from abc import abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -26,15 +27,17 @@ from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
-from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
-from ckpt_formats.core.evidence import Evidence, evidence_of, joined
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
-from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.store_path import ObjectFile, StoreError, StorePath
-from ckpt_formats.core.value_changes import ValueChanges
 from ckpt_formats.core.zero_runs import ZeroRuns
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.evidence import Evidence
+    from ckpt_formats.core.prefetch import PlannedReads
+    from ckpt_formats.core.running_checksums import RunningChecksum
+    from ckpt_formats.core.value_changes import ValueChanges
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
 
@@ -44,10 +47,6 @@ Observer = Callable[[Path, int, memoryview], None]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 22
-_MAX_RANGES = 4096
-"""Ranges of one seal of which the CRC-32 is noted; further ranges are read again."""
-_MAX_CHUNK_RUNS = 64
-"""Runs of whole chunks of one seal that are noted; chunks of further runs are read again."""
 _PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
@@ -152,7 +151,7 @@ class Reader:
         max_files: int | None = None,
         identities: Identities | None = None,
         band: Band | None = None,
-        planned: PlannedReads | None = None,
+        planned: "PlannedReads | None" = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
@@ -170,11 +169,9 @@ class Reader:
         self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         self._identities = identities or {}
         self._files: dict[Path, OpenFile] = {}
-        self._checksums: dict[Seal, _RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven] = {}
+        self._checksums: dict[Seal, RunningChecksum] = {}
         self._cache: OrderedDict[Hashable, _Array] = OrderedDict()
         self._buffers: dict[Hashable, _Array] = {}
-        self.changes = ValueChanges()
-        """What was changed other than by rounding in values that were computed of what it read."""
         self.zeros = ZeroRuns()
         """Where there was nothing but zeros in what it read itself, not by its band."""
 
@@ -225,6 +222,13 @@ class Reader:
         """
         if self._check:
             self._checksum(seal).note(start, data)
+
+    @cached_property
+    def changes(self) -> "ValueChanges":
+        """What was changed other than by rounding in values that were computed of what it read."""
+        from ckpt_formats.core.value_changes import ValueChanges  # an index is made without values
+
+        return ValueChanges()
 
     def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
         if self._planned is None or not isinstance(path, StorePath):
@@ -309,8 +313,10 @@ class Reader:
     def _cached_nbytes(self) -> int:
         return sum(self._buffers.get(key, array).nbytes for key, array in self._cache.items())
 
-    def evidence(self, of: Container[Seal] | None = None) -> Evidence:
+    def evidence(self, of: Container[Seal] | None = None) -> "Evidence":
         """The evidence of everything that was read so far of sealed ranges: of all, or of these only."""
+        from ckpt_formats.core.evidence import evidence_of, joined  # an index is made without values
+
         read = ((seal, one.pieces()) for seal, one in self._checksums.items() if of is None or seal in of)
         own = evidence_of(read)
         return own if self._band is None else joined((own, self._band.evidence(self._seals_of_band)))
@@ -322,14 +328,11 @@ class Reader:
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]
 
-    def _checksum(self, seal: Seal) -> "_RunningCrc | _RunningHash | _RunningLeaves | _RunningUneven":
+    def _checksum(self, seal: Seal) -> "RunningChecksum":
         if seal not in self._checksums:
-            if seal.kind == "crc32":
-                self._checksums[seal] = _RunningCrc()
-            elif seal.leaves is not None and not seal.chunk_nbytes:
-                self._checksums[seal] = _RunningUneven(seal, seal.leaves.nbytes)
-            else:
-                self._checksums[seal] = _RunningLeaves(seal) if seal.chunk_nbytes else _RunningHash()
+            from ckpt_formats.core.running_checksums import running_checksum
+
+            self._checksums[seal] = running_checksum(seal)
         return self._checksums[seal]
 
 
@@ -468,124 +471,3 @@ def unreadable(error: OSError, path: Path) -> CkptError:
         return CorruptError("the disk reports an input/output error", where=path, hint="Restore the file from a copy.")
     number = error.errno or 0
     return NotFoundError(f"cannot be read: {os.strerror(number)}", where=path, hint=_HINTS.get(number))
-
-
-class _RunningLeaves:
-    """The hashes of the whole chunks of a range that were read front to back, in one run or in several."""
-
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
-        self._runs: list[_ChunkRun] = []
-
-    def note(self, start: int, data: memoryview) -> None:
-        for run in reversed(self._runs):
-            if run.stop == start:
-                break
-        else:
-            skipped = -start % self._seal.chunk_nbytes
-            if skipped >= len(data) or len(self._runs) >= _MAX_CHUNK_RUNS:
-                return
-            run, data = _ChunkRun(self._seal, start + skipped), data[skipped:]
-            self._runs.append(run)
-        run.extend(data)
-
-    def pieces(self) -> list[Piece]:
-        # A piece of no bytes says that the range was read, and so must be verified.
-        return [run.piece() for run in self._runs] or [Piece(0, 0, int(xxhash.xxh3_128_intdigest(b"")))]
-
-
-class _ChunkRun:
-    """The hashes of whole chunks that follow one another."""
-
-    def __init__(self, seal: Seal, start: int) -> None:
-        self._seal = seal
-        self._start, self.stop = start, start
-        self._state: xxhash.xxh3_128 | None = None
-        """Of the chunk of which only the beginning was read."""
-        self._leaves = bytearray()
-
-    def extend(self, data: memoryview) -> None:
-        seal, at = self._seal, 0
-        while at < len(data):
-            rest = min(seal.chunk_nbytes - self.stop % seal.chunk_nbytes, seal.nbytes - self.stop)
-            if not rest:
-                return  # beyond the range
-            part = data[at : at + rest]
-            at += len(part)
-            self.stop += len(part)
-            if self._state is None and len(part) == rest:
-                self._leaves += xxhash.xxh3_128_digest(part)
-                continue
-            self._state = self._state or xxhash.xxh3_128()
-            self._state.update(part)
-            if len(part) == rest:
-                self._leaves += self._state.digest()
-                self._state = None
-
-    def piece(self) -> Piece:
-        whole = min(self._start + len(self._leaves) // 16 * self._seal.chunk_nbytes, self._seal.nbytes)
-        return Piece(self._start, whole, int(xxhash.xxh3_128_intdigest(bytes(self._leaves))))
-
-
-class _RunningCrc:
-    """The CRC-32s of the ranges that were read. A range that begins where the last one ended extends it."""
-
-    def __init__(self) -> None:
-        self._ranges: list[list[int]] = []
-        """Of each: start, stop, CRC-32."""
-
-    def note(self, start: int, data: memoryview) -> None:
-        last = self._ranges[-1] if self._ranges else None
-        if last is not None and last[1] == start:
-            last[1], last[2] = start + len(data), crc32(data, last[2])
-        elif len(self._ranges) < _MAX_RANGES:
-            self._ranges.append([start, start + len(data), crc32(data)])
-
-    def pieces(self) -> list[Piece]:
-        return [Piece(*one) for one in self._ranges]
-
-
-class _RunningHash:
-    """The hash of the range, as far as it was read front to back."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-        self._stop = 0
-
-    def note(self, start: int, data: memoryview) -> None:
-        if start == self._stop:
-            self._state.update(data)
-            self._stop += len(data)
-
-    def pieces(self) -> list[Piece]:
-        return [Piece(0, self._stop, int(self._state.intdigest()))]
-
-
-class _RunningUneven:
-    """The hashes of chunks of several lengths, as far as the range was read front to back."""
-
-    def __init__(self, seal: Seal, lengths: _Array) -> None:
-        self._seal, self._lengths = seal, deque[int](lengths.tolist())
-        self._hash = xxhash.xxh3_128 if seal.kind == "xxh3-128" else xxhash.xxh3_64
-        self._state, self._left = self._hash(), self._lengths.popleft() if self._lengths else 0
-        self._digests, self._stop = bytearray(), 0
-
-    def note(self, start: int, data: memoryview) -> None:
-        if start != self._stop:
-            return
-        self._stop += len(data)
-        while data:
-            part, data = data[: self._left], data[self._left :]
-            self._state.update(part)
-            self._left -= len(part)
-            if self._left:
-                return
-            self._digests += self._state.digest()
-            if not self._lengths:
-                return
-            self._state, self._left = self._hash(), self._lengths.popleft()
-
-    def pieces(self) -> list[Piece]:
-        is_whole = self._stop == self._seal.nbytes and not self._lengths and not self._left
-        digests = bytes(self._digests) if is_whole else b""  # of a part: a piece of no bytes, as above
-        return [Piece(0, self._stop if is_whole else 0, int(xxhash.xxh3_128_intdigest(digests)))]

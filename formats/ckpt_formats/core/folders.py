@@ -11,6 +11,8 @@ _MAX_NAMES = 200_000
 """Limit of the entries of a folder that are read."""
 SEAL_SUFFIX = ".ckpt-seal"
 """The ending of files with the checksums of a checkpoint: they are compared with it, and are no part of it."""
+CONFIG = "config.json"
+TRAINER_STATE = "trainer_state.json"
 _HARMLESS = re.compile(
     r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~|ckpt-seal)"
     r"|events\.out\.tfevents\..*|__pycache__"
@@ -44,6 +46,11 @@ def names_in(path: Path) -> list[str]:
 def is_torch_file_of_run(name: str) -> bool:
     """Whether Trainer and Accelerate write a file of this name with torch.save, beside a model."""
     return _TORCH_FILE_OF_A_RUN.fullmatch(name) is not None
+
+
+def is_of_trainer(name: str) -> bool:
+    """Whether a trainer of Hugging Face writes a file of this name around the checkpoint of an engine."""
+    return name in (CONFIG, TRAINER_STATE) or is_torch_file_of_run(name)
 
 
 def is_harmless(name: str) -> bool:

@@ -13,18 +13,17 @@ import numpy as np
 
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
-from ckpt_formats.core.value_changes import ValueChange
 from ckpt_formats.core.zero_runs import ZeroRun
 
 if TYPE_CHECKING:
+    from ckpt_formats.core.evidence import Evidence
     from ckpt_formats.core.transfer import Transfer
+    from ckpt_formats.core.value_changes import ValueChange
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -152,6 +151,12 @@ class Plan(Checked):
         return sum(file.nbytes for file in self.files)
 
 
+def _no_evidence() -> Evidence:
+    from ckpt_formats.core.evidence import Evidence  # only writing needs it
+
+    return Evidence()
+
+
 @dataclass(frozen=True)
 class Receipt:
     """The result of writing one file: plain data, small, and enough to verify the file."""
@@ -160,7 +165,7 @@ class Receipt:
     nbytes: int
     seals: tuple[Seal, ...]
     entry: Mapping[str, Any]
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = field(default_factory=_no_evidence)
     """Of what was read of the source's seals."""
     e_tag: str = ""
     """What a store calls this version of the object; empty if the file is in a file system."""
@@ -214,6 +219,8 @@ class WritableFormat(Checked, Format):
 
     def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
         """Whether the file of a receipt, written into `folder` by an earlier run, still has the bytes of then."""
+        from ckpt_formats.core.seal_checks import seal_is_valid  # only a job that goes on needs it
+
         path = folder / receipt.file
         return all(seal_is_valid(replace(seal, path=path), reader) for seal in receipt.seals)
 

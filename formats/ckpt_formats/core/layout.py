@@ -15,7 +15,6 @@ from ckpt_formats.core.arguments import Checked, Count, Positive
 from ckpt_formats.core.errors import InvalidArgumentError, RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
-from ckpt_formats.core.name_patterns import full_match
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
 
@@ -83,6 +82,8 @@ class Rule(Checked):
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for the parameter of this name."""
+        from ckpt_formats.core.name_patterns import full_match  # most formats have no rules
+
         return full_match(self.pattern, name)
 
     def sized(self, sizes: Mapping[str, int]) -> "Rule":

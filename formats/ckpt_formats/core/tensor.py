@@ -26,7 +26,6 @@ from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.indexing import block_of_key
 from ckpt_formats.core.short_repr import short_repr
-from ckpt_formats.core.value_changes import ValueChange, changed_by_cast, check_allowed, count_kinds, totals
 
 if TYPE_CHECKING:
     from ckpt_formats.core.interchange import TorchTensor
@@ -232,6 +231,8 @@ class CastBlob(DerivedBlob):
 
         before, after: its values, of one shape, which may be any, and of any float dtypes.
         """
+        from ckpt_formats.core.value_changes import changed_by_cast  # an index is made without values
+
         place = box if self.start is None else box.shift(self.start)
         reader.changes.note(changed_by_cast(self.name, place, before, after, self.refused))
 
@@ -259,6 +260,8 @@ class ComputedBlob(Blob):
         return ComputedBlob(self.base.crop(box), self.name, start)
 
     def read_into(self, out: Array, reader: Reader) -> None:
+        from ckpt_formats.core.value_changes import ValueChange, count_kinds  # an index is made without values
+
         self.base.read_into(out, reader)
         whole = Box.whole(self.shape)
         place = whole if self.start is None else whole.shift(self.start)
@@ -565,6 +568,8 @@ def checked_read(tensor: Tensor, identities: Identities | None = None) -> Array:
     values overflow in a cast that does not allow it. Checksums that cover more than the tensor's own bytes are not
     verified; `ckpt verify` does that.
     """
+    from ckpt_formats.core.value_changes import check_allowed, totals  # an index is made without values
+
     for problem in tensor.problems():
         raise IncompleteError(problem)
     with Reader(check=False, identities=identities) as reader:

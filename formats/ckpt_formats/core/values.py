@@ -194,3 +194,8 @@ def _joined(left: str, items: Iterable[Iterator[str]], right: str) -> Iterator[s
             yield ", "
         yield from item
     yield right
+
+
+def is_natural(value: Any, limit: int = 1 << 62) -> bool:
+    """Whether the value is an integer from 0 to `limit`. (JSON's `true` is not.)"""
+    return type(value) is int and 0 <= value <= limit

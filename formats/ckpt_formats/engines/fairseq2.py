@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, open_file, tensor_of
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError, form_of
@@ -23,7 +22,7 @@ from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.state_dicts.read import training_state
 
 _MODEL, _OPTIMIZER, _TRAINER, _READER = "model", "optimizer", "trainer", "data_reader"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.containers.msgpack import array_pieces, map_header, read_tree, text_bytes
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
@@ -21,7 +20,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 SUFFIX = ".msgpack"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural, parse_json_object
+from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.torchfile import TensorRef, TorchFile, tensor_of
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.claims import MAX_SMALL_JSON
@@ -19,7 +19,7 @@ from ckpt_formats.core.layout import Layout, merge
 from ckpt_formats.core.rules import rule_set
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 _FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 _PARAMS = "params.json"

@@ -6,7 +6,7 @@ refused, never read.
 
 from pathlib import Path
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, ZIP, is_npz
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, ZIP, is_npz
 from ckpt_formats.containers.npy import header_nbytes, parse_header
 from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members

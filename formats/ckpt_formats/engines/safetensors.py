@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import SUFFIX, is_natural, is_safetensors, read_header
+from ckpt_formats.containers.safetensors import SUFFIX, is_safetensors, read_header
 from ckpt_formats.containers.safetensors_shards import (
     OPTIMIZER_KEY,
     SAFETENSORS_INDEX,
@@ -26,7 +26,7 @@ from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, Writa
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 INDEX = f"model{SAFETENSORS_INDEX}"
 METADATA = {"format": "pt"}

@@ -11,8 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, ZIP, is_stable_baselines
-from ckpt_formats.containers.safetensors import is_natural
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, ZIP, is_stable_baselines
 from ckpt_formats.containers.torchfile import TensorRef, open_file
 from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
@@ -21,7 +20,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
 from ckpt_formats.core.files import crc32, open_regular
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
 

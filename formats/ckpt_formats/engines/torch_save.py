@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, SAFETENSORS
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, SAFETENSORS
 from ckpt_formats.containers.torchfile import STARTS, TensorRef, TorchFile, open_file, tensor_of
-from ckpt_formats.containers.torchfile_tree import tree_part, unshare_states, write_tree
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import (
     MASTER,
@@ -88,6 +87,8 @@ class Torch(WritableFormat):
         return _read_foreign(file, options)
 
     def plan(self, source: Checkpoint) -> Plan:
+        from ckpt_formats.containers.torchfile_tree import tree_part  # only writing needs it
+
         was = source.original
         known = self.original and was is not None and was.format == self.name and was.form is not None
         form = was.form() if was is not None and was.form is not None and known else None
@@ -96,6 +97,8 @@ class Torch(WritableFormat):
         return Plan((file,), single_file=_FILE)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
+        from ckpt_formats.containers.torchfile_tree import write_tree
+
         return write_tree(folder, part, transfer)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
@@ -103,6 +106,8 @@ class Torch(WritableFormat):
 
 
 def _tree(source: Checkpoint) -> dict[str, Value]:
+    from ckpt_formats.containers.torchfile_tree import unshare_states
+
     plain = _ItemEncoder(source.parameters)
     model: dict[str, Value] = {}
     states: dict[str, Value] = {}

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.errors import IncompleteError, RulesError, UnsupportedError, form_of
@@ -22,7 +21,7 @@ from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.hf import HuggingFace
 from ckpt_formats.engines.hf.read import HAS_RECIPE
 from ckpt_formats.engines.torch_folder import TorchFolder

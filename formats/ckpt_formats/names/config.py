@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.table import Table
 

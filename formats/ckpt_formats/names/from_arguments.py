@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 from ckpt_formats.names.architecture import Activation, Architecture, Scaling
 from ckpt_formats.names.family import KNOWN
 from ckpt_formats.names.table import Table

@@ -11,8 +11,8 @@ from itertools import groupby, product
 from math import prod
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.claims import MAX_EXPECTED_NAMES
+from ckpt_formats.core.values import is_natural
 
 PLACES = ("layer", "expert")
 """The placeholders, the outer one first."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, foreign_content, holds_tensors, is_file_inside
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, STAND_IN, holds_tensors, is_file_inside
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.claims import MAX_SMALL_JSON
-from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import read_range, read_whole
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import StorePath
@@ -43,9 +43,11 @@ def notices_of_carried(checkpoint: Checkpoint) -> Iterator[Notice]:
     stand_ins: dict[str, list[str]] = {}
     for name, blob, nbytes in _bytes_of_files(checkpoint):
         head = _head(blob, nbytes)
-        content = foreign_content(head)
-        if content is not None and content.error is CorruptError:
-            stand_ins.setdefault(content.what, []).append(name)
+        if STAND_IN.match(head):
+            from ckpt_formats.containers.contents import foreign_content  # few checkpoints have one
+
+            if (content := foreign_content(head)) is not None:
+                stand_ins.setdefault(content.what, []).append(name)
         elif holds_tensors(head) if _is_file(blob, nbytes) else is_file_inside(head):
             unread.append(name)
         elif _is_file(blob, nbytes) and blob.path.suffix == ".json" and _is_no_json(blob.path, nbytes):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from ckpt_formats.containers.contents import other_ending
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
@@ -96,6 +95,8 @@ def notices_of_content(source: Path, format_name: str) -> tuple[Notice, ...]:
     expected = ENDINGS.get(source.suffix.lower())
     if expected == format_name or format_name not in _BY_CONTENT or expected not in _BY_CONTENT:
         return ()
+    from ckpt_formats.containers.contents import other_ending  # only few files need it
+
     return (other_ending(source, format_name),)
 
 

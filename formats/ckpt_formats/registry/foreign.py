@@ -4,15 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.containers.contents import (
-    HEAD_NBYTES,
-    PICKLE,
-    SAFETENSORS,
-    ZIP,
-    check_content,
-    is_npz,
-    is_stable_baselines,
-)
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, is_npz, is_stable_baselines
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
@@ -55,6 +47,8 @@ def check_file(path: Path) -> None:
         if kind in (*_ARCHIVES, "an archive of NumPy") and isinstance(error, UnsupportedError):
             raise error
     if kind not in _ARCHIVES:
+        from ckpt_formats.containers.contents import check_content  # only what is not read needs it
+
         check_content(head, path)
     if kind is not None:
         raise UnsupportedError(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))

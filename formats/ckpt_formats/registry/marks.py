@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.containers.contents import SAFETENSORS
+from ckpt_formats.containers.file_starts import SAFETENSORS
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of
 

@@ -10,8 +10,8 @@ from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
 from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, form_of
-from ckpt_formats.core.folders import names_in
-from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.folders import is_of_trainer, names_in
+from ckpt_formats.core.format import Format, ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.missing_states import check_states
 from ckpt_formats.core.state_table import TabulatedParameters
@@ -21,8 +21,7 @@ from ckpt_formats.registry.carried import notices_of_carried
 from ckpt_formats.registry.downloads import unfinished_downloads
 from ckpt_formats.registry.endings import notices_of_content
 from ckpt_formats.registry.location import Located, locate
-from ckpt_formats.registry.plugins import blamed_on_package, returned
-from ckpt_formats.registry.seal_file import with_seals
+from ckpt_formats.registry.seal_places import seal_files_of
 from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, check_world, parts_unread
 from ckpt_formats.registry.stated_steps import contradicting_steps
 from ckpt_formats.registry.traces import check_traces
@@ -139,18 +138,35 @@ def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
 def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint with the checksums that a seal file has of it."""
     checkpoint = _read(located, options)
-    return checkpoint if located.format.name in OURS else with_seals(checkpoint, located.path)
+    if located.format.name in OURS:
+        return checkpoint
+    seal_files = seal_files_of({file.path for file in checkpoint.files} | {located.path}, located.path)
+    if not seal_files:
+        return checkpoint
+    from ckpt_formats.registry.seal_file import with_seals  # few checkpoints have one
+
+    return with_seals(checkpoint, located.path, seal_files)
 
 
 def _read(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint, with the files that a trainer saved next to it."""
-    with blamed_on_package(located.format):
-        checkpoint = returned(located.format.read(located.path, options), Checkpoint)
+    checkpoint = _read_by(located.format, located.path, options)
     if located.format.name not in _OF_ENGINES or not located.path.is_dir():
+        return checkpoint
+    if not any(map(is_of_trainer, names_in(located.path))):
         return checkpoint
     from ckpt_formats.engines.hf.trainer_files import with_run_around  # it imports the reader of torch's files
 
     return with_run_around(checkpoint, located.path)
+
+
+def _read_by(format: Format, path: Path, options: ReadOptions) -> Checkpoint:
+    if type(format).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return format.read(path, options)
+    from ckpt_formats.registry.plugins import blamed_on_package, returned  # only other packages need it
+
+    with blamed_on_package(format):
+        return returned(format.read(path, options), Checkpoint)
 
 
 def _check_folders(checkpoint: Checkpoint, located: Located) -> None:

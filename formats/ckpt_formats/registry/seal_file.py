@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.containers import sealed_json
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader, Seal
-from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of
 from ckpt_formats.core.seal_checks import seal_is_valid
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
-
-IN_FOLDER = f"checkpoint{SEAL_SUFFIX}"
-"""The seal file of a folder. That of a file has the file's name with the suffix, and lies next to it."""
+from ckpt_formats.core.values import is_natural
+from ckpt_formats.registry.seal_places import IN_FOLDER, places_of_file
 
 _FORMAT = "ckpt-seal"
 _VERSION = 1
@@ -55,16 +51,6 @@ class SealedFile:
             Seal(path, start, end - start, "crc32", crc, f"{name}, bytes {start:,} to {end:,}")
             for start, end, crc in zip(starts, self.ends, self.crcs, strict=False)
         )
-
-
-def place_of(path: Path) -> Path:
-    """Where the seal file of a checkpoint is, or would be. `path`: a file or a folder."""
-    return place_beside(path) if path.is_file() else path / IN_FOLDER
-
-
-def place_beside(file: Path) -> Path:
-    """Where the seal file of a single file is, or would be, whether the file is there or not."""
-    return file.with_name(file.name + SEAL_SUFFIX)
 
 
 def to_bytes(files: Mapping[str, SealedFile]) -> bytes:
@@ -117,15 +103,15 @@ def _row(row: Any, place: Path) -> tuple[str, SealedFile]:
     return name, SealedFile(tuple(ends), crcs)
 
 
-def with_seals(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """The checkpoint with the seals of all seal files for it. `path`: where it was opened.
+def with_seals(checkpoint: Checkpoint, path: Path, seal_files: Sequence[Path]) -> Checkpoint:
+    """The checkpoint with the seals of these seal files. `path`: where it was opened.
 
     Raises `IncompleteError` if a sealed file is missing, `CorruptError` if it has another length, or if a small file
     without tensors does not fit its checksum.
     """
     own = {file.path for file in checkpoint.files} | {path}
     sealed, places = dict[Path, SealedFile](), dict[Path, Path]()
-    for place in _places(own, path):
+    for place in seal_files:
         named = _files_at(place, own, path)
         sealed |= named
         places |= dict.fromkeys(named, place)
@@ -145,43 +131,12 @@ def with_seals(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     return replace(checkpoint, parameters=parameters, seals=every)
 
 
-def _places(own: Set[Path], path: Path) -> list[Path]:
-    """The seal files that exist for a checkpoint at `path`, whose files are `own`."""
-    if not path.is_dir():
-        return _places_of_file(path)
-    # Folders are listed: asking for the seal file of each file would take as many calls as there are ranks.
-    folders = dict.fromkeys((path, *(file.parent for file in own if file != path)))
-    listed = sorted(one for folder in folders for one in _seal_files_in(folder))
-    whole = path / IN_FOLDER
-    of_files = [one for one in listed if one != whole and one.with_name(one.name.removesuffix(SEAL_SUFFIX)) in own]
-    return [whole, *of_files] if whole in listed else of_files
-
-
-def _places_of_file(path: Path) -> list[Path]:
-    """The seal files that exist for a single file: that of its folder, and its own."""
-    places = (path.parent / IN_FOLDER, place_beside(path))
-    if isinstance(path, StorePath):
-        # The listing is needed in any case, to find other parts. Without the right to it, the objects are asked for.
-        names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()
-        if names - {path.name}:
-            return [place for place in places if place.name in names]
-    return [place for place in places if place.is_file()]
-
-
 def seal_of_file(path: Path) -> SealedFile | None:
     """The checksums of a single file, by the seal files that exist for it. Raises `CorruptError` as `with_seals`."""
     sealed = dict[Path, SealedFile]()
-    for place in _places_of_file(path):
+    for place in places_of_file(path):
         sealed |= _files_at(place, {path}, path)
     return sealed.get(path)
-
-
-def _seal_files_in(folder: Path) -> list[Path]:
-    try:
-        entries = [one for one in entries_of(folder) if one.name.endswith(SEAL_SUFFIX) and one.is_file()]
-    except OSError:
-        return []
-    return [folder / one.name for one in entries]
 
 
 def _files_at(place: Path, own: Set[Path], path: Path) -> dict[Path, SealedFile]:

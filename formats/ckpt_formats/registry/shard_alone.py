@@ -4,14 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.containers.shard_index import number_of, part_of_vllm
+from ckpt_formats.containers.shard_names import INDEX_SUFFIX, number_of, part_of_vllm
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 
 _RANK_FILES = (
     (r"mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed"),
@@ -126,14 +125,14 @@ def _worlds(extras: Mapping[str, Value]) -> Iterator[tuple[str, int]]:
 
 def parts_unread(path: Path) -> Iterator[Notice]:
     """Notices for a file that can be read alone, although the checkpoint has further files."""
-    from ckpt_formats.containers.shard_index import INDEX_SUFFIX, read_index  # only single files need it
-
     number = number_of(path.name)
-    if number is not None and number.count > 1:
-        text = f"this is file {number.number} of {number.count} of a model; the tensors of the other files are not read"
+    if number is not None and number.total > 1:
+        text = f"this is file {number.number} of {number.total} of a model; the tensors of the other files are not read"
         yield Notice(f"{text}. To read all, name the folder or its index", weight=Weight.LOST)
         return
     for index in sorted(path.parent.glob(f"*{INDEX_SUFFIX}"))[:_MAX_INDICES]:
+        from ckpt_formats.containers.shard_index import read_index  # few files have an index beside them
+
         try:
             files = set(read_index(index).file_of.values())
         except CkptError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, is_file_inside
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, is_file_inside
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.values import Record, Value
 from ckpt_formats.state_dicts.leaves import is_extra_state

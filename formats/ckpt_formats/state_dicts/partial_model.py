@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 
 _LAYER = re.compile(r"((?:.*\.)?(?:layers?|blocks?|h))\.(\d{1,6})\.(.+)")
 _PARALLEL_KEY = re.compile(

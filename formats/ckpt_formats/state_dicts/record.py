@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, flaw
 from ckpt_formats.core.tensor import DerivedBlob, Fragment, Tensor
-from ckpt_formats.core.values import Value, tensor_names
+from ckpt_formats.core.values import Value, is_natural, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.training_state import TrainingState

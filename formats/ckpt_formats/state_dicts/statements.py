@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 MIXED = "Files of several steps or runs were mixed: copy all files of one step again."
 _MAX_SHOWN = 60

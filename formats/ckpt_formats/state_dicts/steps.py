@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 _STEP_KEYS = ("step", "global_step", "iteration", "global_steps")
 _STEP_PLACES = ("train_state", "trainer_state", "trainer", "state", "app")

@@ -13,13 +13,12 @@ from math import prod
 
 import numpy as np
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import StorageView
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Fragment, Tensor, c_strides, from_fragments
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.core.views import permuted
 
 _MAX_PERMUTED = 8 << 20

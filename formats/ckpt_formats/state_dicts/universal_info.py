@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.layout import Partitioning, Rule, ShardBlock
-from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import c_strides
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 ORIGIN = "universal_checkpoint_info"
 
@@ -69,6 +67,8 @@ def _rules(info: Mapping[str, Value], where: Path) -> Iterator[Rule]:
 def _prefix(pattern: Any, origin: str) -> str:
     if not isinstance(pattern, str):
         raise ValueError(f"a pattern is {pattern!r}")
+    from ckpt_formats.core.rules import safe_pattern  # only tensor parallelism has patterns
+
     safe_pattern(pattern, origin)
     return f"(?:{pattern}).*"
 

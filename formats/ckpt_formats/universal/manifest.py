@@ -15,7 +15,6 @@ import xxhash
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.sealed_json import hash_number, hash_text
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.arguments import Admits
@@ -23,7 +22,7 @@ from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.claims import MAX_MANIFEST, MAX_PACKS, MAX_PATH
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
-from ckpt_formats.core.values import Value, tensor_names
+from ckpt_formats.core.values import Value, is_natural, tensor_names
 from ckpt_formats.universal import columns
 from ckpt_formats.universal.chain.file import step_of
 from ckpt_formats.universal.check_index import Owner, Pack

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, SAFETENSORS, check_content
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, SAFETENSORS
 from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_reader import PAD, PROTO, Interpreter
@@ -87,6 +87,8 @@ def open_file(path: Path | str, base: int = 0, length: int | None = None) -> Tor
             )
         if head[0] == PROTO:
             return _open_stream(window)
+        from ckpt_formats.containers.contents import check_content  # only what is not read needs it
+
         check_content(start, path)
         raise CorruptError(
             "is neither an archive nor a stream of torch.save, nor a pickle of protocol 2 or later", where=path

@@ -17,7 +17,6 @@ from typing import Any, overload
 
 import numpy as np
 
-from ckpt_formats.containers.contents import archive_kind
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, crc32
@@ -473,6 +472,8 @@ def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any)
         seen.add(name)
     if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
         return _torchscript_error(f"{window.path} ({name})")
+    from ckpt_formats.containers.contents import archive_kind  # only what is not read needs it
+
     if (kind := archive_kind(names, compressed=bool(entries["method"].any()))) is not None:
         return kind.error(kind.what, where=window.path, hint=kind.hint)
     flags, method = int(entries["flags"][number]), int(entries["method"][number])
@@ -544,6 +545,8 @@ def _resolve_zip64(extra: bytes, fields: tuple[int, int, int], window: ByteSourc
 
 def _check_kind(names: Sequence[str], path: Path) -> None:
     """Raise `UnsupportedError` if the names are those of an archive that another program wrote."""
+    from ckpt_formats.containers.contents import archive_kind  # only what is not read needs it
+
     if (kind := archive_kind(names)) is not None:
         raise kind.error(kind.what, where=path, hint=kind.hint)
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order
-from ckpt_formats.core.values import Value, kind_of
+from ckpt_formats.core.values import Value, is_natural, kind_of
 
 T = TypeVar("T")
 

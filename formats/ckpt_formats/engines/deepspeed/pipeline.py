@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 
 _TIED = "tied_modules."
 

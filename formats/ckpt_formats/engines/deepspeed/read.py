@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.identity import in_threads
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.agreement import check_files
 from ckpt_formats.engines.deepspeed.folder import Folder
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.layout import Layout, Rule
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.options import LayoutOptions
 from ckpt_formats.engines.deepspeed.pipeline import Pipeline, pipeline_of
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, with_replicas
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.experts import ExpertNames, expert_ranks
 from ckpt_formats.engines.deepspeed.flat_partitions import parameter_offsets, undo_round_robin
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, vector

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Format, ReadOptions
-from ckpt_formats.engines.fsdp_ranks.folder import has_script_names, is_rank_file
 
 
 class FsdpRanks(Format):
@@ -28,6 +27,8 @@ class FsdpRanks(Format):
     summary = "FSDP, one file of torch.save for each rank: DTensors, ShardedTensors"
 
     def detect(self, path: Path) -> bool:
+        from ckpt_formats.engines.fsdp_ranks.folder import has_script_names, is_rank_file
+
         try:
             if path.is_file():
                 return is_rank_file(path.name)

@@ -21,9 +21,9 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
+from ckpt_formats.engines.fsdp_ranks.lookups import FLAT
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, ranks_of_copies
 
-FLAT = "_flat_param"
 _ALIGNMENT = 16
 """An upper limit of the padding after a parameter, in elements. The next one begins at a multiple of 16 bytes."""
 _SHAPES = (

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.values import Global, Record, Value, kind_of
+from ckpt_formats.core.values import Global, Record, Value, is_natural, kind_of
 
 T = TypeVar("T")
 
+FLAT = "_flat_param"
+"""The last part of the name of a flat parameter of FSDP1."""
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 

@@ -7,12 +7,11 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TensorRef, tensor_of
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import read
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 from ckpt_formats.engines.fsdp_ranks.folder import MAX_RANKS
 from ckpt_formats.engines.fsdp_ranks.lookups import attribute, numbers
 

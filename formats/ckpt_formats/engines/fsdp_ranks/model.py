@@ -6,8 +6,9 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT, innermost, unflatten, units_of
+from ckpt_formats.engines.fsdp_ranks.flat_parameter import innermost, unflatten, units_of
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
+from ckpt_formats.engines.fsdp_ranks.lookups import FLAT
 from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor
 

@@ -12,8 +12,7 @@ from ckpt_formats.containers.torchfile import TensorRef
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, StdDict, Value
-from ckpt_formats.engines.fsdp_ranks.flat_parameter import FLAT
-from ckpt_formats.engines.fsdp_ranks.lookups import class_of, parts, subclass
+from ckpt_formats.engines.fsdp_ranks.lookups import FLAT, class_of, parts, subclass
 
 _SHARDED = ("DTensor", "ShardedTensor")
 _NUMBER = re.compile(r"(?<=rank)([_-]?)(\d{1,6})(?!.*rank[_-]?\d)", re.IGNORECASE)

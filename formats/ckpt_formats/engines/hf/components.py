@@ -18,10 +18,11 @@ from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt_formats.core.files import read_whole
+from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.folder import CONFIG, MODEL_INDEX, MODULES, sort_files
+from ckpt_formats.engines.hf.folder import MODEL_INDEX, MODULES, sort_files
 from ckpt_formats.engines.hf.side_files import read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_model
 

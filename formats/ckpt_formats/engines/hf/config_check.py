@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import printable
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.engines.hf.model_names import NameMatch
 
 _KEYS = {

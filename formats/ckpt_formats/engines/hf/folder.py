@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of, is_torch_file_of_run
+from ckpt_formats.core.folders import CONFIG, SEAL_SUFFIX, TRAINER_STATE, entries_of, is_torch_file_of_run
 
 Container = Literal["safetensors", "torch"]
 
-CONFIG = "config.json"
-TRAINER_STATE = "trainer_state.json"
 MODEL_INDEX = "model_index.json"
 """The list of components in a pipeline of diffusers."""
 MODULES = "modules.json"
@@ -93,11 +91,6 @@ def is_training_file(name: str) -> bool:
 def is_further(name: str) -> bool:
     """True if it is the second or a later model or optimizer of a run with several."""
     return re.fullmatch(r"(model|pytorch_model|optimizer)_\d+\.(safetensors|pt|bin)", name) is not None
-
-
-def names_in_run(path: Path) -> list[str]:
-    """The names in a folder, except for files that DeepSpeed writes there. [] if the folder cannot be read."""
-    return [name for name in _names(path) if not _DEEPSPEED.fullmatch(name)]
 
 
 def recognised(path: Path) -> bool:

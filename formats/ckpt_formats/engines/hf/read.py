@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.errors import IncompleteError, form_of
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.folders import TRAINER_STATE
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.hf.components import (
     ComponentFiles,
     components_of,
@@ -22,7 +22,7 @@ from ckpt_formats.engines.hf.components import (
     merge_models,
     read_components,
 )
-from ckpt_formats.engines.hf.folder import TRAINER_STATE, Folder, is_further, sort_files
+from ckpt_formats.engines.hf.folder import Folder, is_further, sort_files
 from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard

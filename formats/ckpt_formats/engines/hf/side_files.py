@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.containers.contents import HEAD_NBYTES, check_content
+from ckpt_formats.containers.contents import check_content
+from ckpt_formats.containers.file_starts import HEAD_NBYTES
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import open_regular, read_whole
+from ckpt_formats.core.folders import CONFIG, TRAINER_STATE
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE
 
 MAX_JSON_BYTES = 1 << 20
 """A JSON file of at most this size is read as typed values, a larger one as bytes."""

@@ -3,14 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.folders import is_harmless
+from ckpt_formats.core.folders import TRAINER_STATE, is_harmless
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.values import Value
-from ckpt_formats.engines.hf.folder import CONFIG, TRAINER_STATE, is_training_file, names_in_run, sort_files
+from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.engines.hf.folder import sort_files
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.run_files import PREFIX
@@ -19,11 +18,8 @@ from ckpt_formats.state_dicts.run_files import PREFIX
 def with_run_around(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     """The checkpoint with the run's files in its folder as extras: `hf/trainer_state.json`, `hf/scheduler.pt`, ...
 
-    It is unchanged if there are no such files. Raises `CkptError` for files that cannot be read.
+    There must be one of them (`folders.is_of_trainer`). Raises `CkptError` for files that cannot be read.
     """
-    names = names_in_run(path)
-    if not any(name == CONFIG or is_training_file(name) for name in names):
-        return checkpoint
     known_paths = {shard.path for shard in checkpoint.files}
     folder = sort_files(path)
     side_files = (file for file in folder.side_files if file not in known_paths and not is_harmless(file.name))

@@ -9,12 +9,13 @@ from ckpt_formats.containers.shard_index import numbered_names
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.config_check import check_fits
-from ckpt_formats.engines.hf.folder import CONFIG, is_training_file, sort_files
+from ckpt_formats.engines.hf.folder import is_training_file, sort_files
 from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
 from ckpt_formats.engines.hf.remarks import remarks
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files

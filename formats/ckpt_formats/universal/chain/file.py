@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import ErrorFigures
 from ckpt_formats.core.claims import MAX_LIST, MAX_PACKS, MAX_PATH
@@ -21,6 +20,7 @@ from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.values import is_natural
 from ckpt_formats.core.version import WRITTEN_BY
 
 NAME = "chain.json"

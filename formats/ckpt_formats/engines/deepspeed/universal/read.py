@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_codecs import Rounded
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.errors import CorruptError, IncompleteError
@@ -21,7 +20,7 @@ from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin

@@ -8,7 +8,6 @@ they are DeepSpeed's own form of rules.
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.containers.torchfile_tree import tree_part
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.claims import MAX_FILE_NAME
@@ -18,7 +17,7 @@ from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Global, Record, StdDict, Value
+from ckpt_formats.core.values import Global, Record, StdDict, Value, is_natural
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, OPTIMIZER
 from ckpt_formats.engines.deepspeed.universal.options import UniversalOptions

@@ -7,9 +7,8 @@ If versions of Megatron use different names for one argument, each name is tried
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 
 
 @dataclass(frozen=True)

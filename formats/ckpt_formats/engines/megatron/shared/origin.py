@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Origin
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.stages import Stages
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt_formats.containers.safetensors import is_natural
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, label
 from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import slab
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Record, Value
+from ckpt_formats.core.values import Record, Value, is_natural
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
