@@ -15,8 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ckpt.chains.append import append
+from ckpt.chains.chain import Chain
+from ckpt.chains.estimate import CHUNKS, _evenly
 from ckpt.chains.restore import open_step
-from ckpt.chains.write import DeltaPolicy
+from ckpt.chains.write import DeltaPolicy, parent_folder
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_codecs import NotApplicable, from_config
@@ -26,6 +28,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config,
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
@@ -35,6 +38,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder as chain_folder
+from ckpt_formats.universal.chain.members import member_at
 from damage import ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
@@ -556,3 +560,34 @@ def test_verify_reads_each_byte_for_its_checksum_and_once_to_decode_it(
 
 def test_the_default_codec_loses_nothing() -> None:
     assert parse_delta(DEFAULT_DELTA).lossless
+
+
+def test_member_at_names_the_steps_that_are_nearest() -> None:
+    steps = (1, 2, 3, 4, 50, 51, 60, 90, 91)
+    of = [index.Member(f"{step}", "base", step, "", None, (), 1, 1, "") for step in steps]
+    run = index.ChainIndex(tuple(of))
+    assert member_at(Path("run"), run, 60) is of[6]
+    assert member_at(Path("run"), run, None) is of[-1]
+    with pytest.raises(NotFoundError) as refused:
+        member_at(Path("run"), run, 61)
+    assert refused.value.hint == "The nearest are 50, 51, 60, 90, 91; `ckpt log` lists all."
+
+
+def test_an_estimate_takes_samples_from_all_of_a_model() -> None:
+    sizes = [(100,), (800,), (100,)]
+    samples = _evenly([parameter(str(i), {"param": np.zeros(size, np.uint8)}) for i, size in enumerate(sizes)])
+    assert len(samples) == CHUNKS
+    assert [(one.name, at) for one, at in samples][::7] == [("0", 62), ("2", 37)]
+
+
+def test_restore_refuses_a_path_without_a_chain(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no chain at this path"):
+        Chain(tmp_path / "run").restore(None, tmp_path / "target.pt")
+
+
+def test_a_delta_refuses_a_parent_that_is_no_universal_checkpoint(tmp_path: Path) -> None:
+    values = checkpoint([parameter("w", {"param": np.ones(4, np.float32)})])
+    save(values, tmp_path / "parent")
+    assert parent_folder(open_checkpoint(tmp_path / "parent")) == tmp_path / "parent"
+    with pytest.raises(UnsupportedError, match="a delta's parent is a universal checkpoint or a chain"):
+        parent_folder(values)

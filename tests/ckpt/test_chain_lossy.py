@@ -22,7 +22,7 @@ from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_codecs.base import Shape
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
-from ckpt_codecs.lossy import PRESETS, LcCheckpoint, Subspace
+from ckpt_codecs.lossy import PRESETS, ErrorStats, LcCheckpoint, Subspace
 from ckpt_codecs.registry import DELTA_CODECS
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.format import ReadOptions
@@ -31,6 +31,7 @@ from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.error_figures import figures
 from damage import UNSUPPORTED, Ran, ckpt
 from held import bits, checkpoint, contents, parameter, plain
 from lossy_states import BF16, training
@@ -540,3 +541,11 @@ def test_bounds_that_no_codec_can_keep_are_wrong_usage(
     done = ckpt("append", tmp_path / "run", saved[0], *options)
     assert done.code == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_figures_have_those_that_a_codec_promised() -> None:
+    measured = ErrorStats(4, 1, 0.5, 0.25, 4.0)
+    result = figures(measured, changed=False, promised={"tail": 0.125})
+    assert result is not None
+    assert (result["tail"], result["differing"], result["max_abs"]) == (0.125, 1, 0.5)
+    assert figures(ErrorStats(4), changed=False, promised={"tail": 0.125}) is None

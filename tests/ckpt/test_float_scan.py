@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from ckpt.findings.float_scan import FloatScan
-from ckpt.findings.not_finite import can_have, count_not_finite
+from ckpt.findings.not_finite import NotFinite, can_have, count_not_finite, find_not_finite
+from ckpt.findings.report import Finding, Report
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.value_changes import count_kinds
-from held import checkpoint
+from held import checkpoint, parameter
 
 FILE = Path("/held/f")
 FLOATS = [name for name, dtype in DTYPES.items() if can_have(dtype)]
@@ -68,3 +69,15 @@ def test_float_scan_names_all_views_of_a_storage_and_no_tensor_of_another_type()
         "half": FileBlob.packed(FILE, 36, (1,), DTYPES["float16"]),
     }
     assert seen(places, values.tobytes(), [40, 50]) == {"whole", "turned", "row"}
+
+
+@pytest.mark.parametrize(("value", "counts"), [(np.nan, (1, 0)), (-np.inf, (0, 1)), (1.0, None)])
+def test_find_not_finite_counts_nan_and_infinity_by_themselves(value: float, counts: tuple[int, int] | None) -> None:
+    source = checkpoint([parameter("w", {"param": np.array([value, 1], np.float32)})])
+    assert find_not_finite(source) == ([] if counts is None else [NotFinite("w", "param", *counts)])
+    assert find_not_finite(source, only={"v"}) == []
+
+
+def test_a_report_is_ok_if_it_has_no_findings() -> None:
+    assert Report(()).ok
+    assert not Report((Finding("checksum", "what", "where"),)).ok

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt.chains.notebook import of_chain
 from ckpt_formats.core.notebook import table, text
+from ckpt_formats.universal.chain.file import ChainIndex, Member
 from held import checkpoint, parameter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
@@ -174,3 +176,9 @@ def test_the_notebook_of_the_page_shows_checkpoints_and_progress(
     done, total = elements.text.split(",")[0].removeprefix("saving ").strip().split(" of ")
     assert done == total
     assert not any(output.output_type == "stream" for cell in notebook.cells for output in cell.outputs)
+
+
+@pytest.mark.parametrize(("errors", "values"), [({}, "exact"), ({"param": {"max_abs": 1.0}}, "approximate")])
+def test_a_chain_shows_whether_the_values_of_a_state_are_exact(errors: dict[str, Any], values: str) -> None:
+    member = Member("1", "base", 1, "", None, ("planes",), 2, 1, "", errors)
+    assert f">{values}</td>" in of_chain(Path("run"), ChainIndex((member,)), 1, 1)

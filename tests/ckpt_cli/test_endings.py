@@ -139,7 +139,9 @@ def test_a_file_whose_states_do_not_fit_is_damaged(name: str, here: Path) -> Non
     facts = {**good, **change} if isinstance(change, dict) else change
     arrays = {"w": np.ones(2, np.float32), "optimizer.fp32.w": np.ones(2, np.float32)}
     save_file(arrays, "a.safetensors", metadata={"ckpt.optimizer": json.dumps(facts)})
-    assert ckpt("inspect", "a.safetensors").code == 20
+    refused = ckpt("inspect", "a.safetensors")
+    assert refused.code == 20
+    assert ("names a parameter that is not in the file" in refused.err) == name.endswith("unknown name")
     save_file(arrays, "b.safetensors", metadata={"ckpt.optimizer": json.dumps(good)})
     assert ckpt("inspect", "b.safetensors").code == 0
     save_file({"optimizer.fp32.x": arrays["w"]}, "c.safetensors", metadata={"ckpt.optimizer": json.dumps(good)})

@@ -278,10 +278,17 @@ def test_another_package_offers_a_codec(tmp_path: Path) -> None:
     assert "not a subclass of Codec of that name" in done.stdout
 
 
-def test_what_another_package_offers_must_be_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = metadata.EntryPoint("mine", "json:loads", "ckpt.codecs")
+class NoCodec:
+    """It has the name, but is none."""
+
+    name = "mine"
+
+
+@pytest.mark.parametrize("place", ["json:loads", f"{__name__}:NoCodec"])
+def test_a_codec_of_another_package_is_a_class_derived_from_codec(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = metadata.EntryPoint("mine", place, "ckpt.codecs")
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [offered])
-    with pytest.raises(ckpt_codecs.CodecError, match="json:loads of codec 'mine' is not a subclass of Codec"):
+    with pytest.raises(ckpt_codecs.CodecError, match=f"{place} of codec 'mine' is not a subclass of Codec"):
         ckpt_codecs.parse("mine")
 
 

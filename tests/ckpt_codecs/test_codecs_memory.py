@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
 from ckpt_codecs.base import encode_bound
-from ckpt_codecs.scratch import acquire_buffer, release_buffer, temporary_buffer
+from ckpt_codecs.scratch import _MAX_FREE, acquire_buffer, release_buffer, temporary_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array
 from codec_arrays import BF16, CHUNKED, F32, cases
@@ -227,3 +227,15 @@ def test_states_are_written_and_read_without_fresh_pages_for_each_chunk(tmp_path
     [[written, read]] = run(STATES.format(folder=str(tmp_path)))
     assert written < 16
     assert read < 16
+
+
+def test_release_buffer_drops_the_oldest_of_too_many() -> None:
+    sizes = [5000 + i for i in range(_MAX_FREE + 1)]
+
+    def smallest() -> int:
+        for size in sizes:
+            release_buffer(np.empty(size, np.uint8))
+        return acquire_buffer(1).size
+
+    with ThreadPoolExecutor(1) as pool:  # a new thread has no buffers
+        assert pool.submit(smallest).result() == sizes[1]

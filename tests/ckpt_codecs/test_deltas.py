@@ -14,6 +14,7 @@ from ckpt_codecs.deltas.residuals.choose import decode_residual
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
 from ckpt_codecs.deltas.residuals.float16 import encode_float16
 from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
+from ckpt_codecs.deltas.unpredicted import estimate_unpredicted
 from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config, find_delta, parse_delta
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
@@ -223,3 +224,9 @@ def test_the_default_is_lossless() -> None:
 def test_a_configuration_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(CodecError):
         parse_delta(text)
+
+
+def test_estimate_unpredicted_is_that_of_all_values() -> None:
+    values = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
+    assert 0.95 * values.nbytes < estimate_unpredicted(values) < 1.05 * values.nbytes
+    assert estimate_unpredicted(values[:0]) == 0

@@ -453,3 +453,16 @@ def test_one_file_of_a_checkpoint_is_not_taken_for_a_file_of_torch(pattern: str,
     with pytest.raises(NotFoundError, match="which is a folder") as caught:
         open_checkpoint(file)
     assert str(tmp_path / "step") in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ([1, [2]], [("a",)]),
+        ([1, {"b": 2}], [("a", 0), ("a", 1, "b")]),
+        ([[1, {"b": 2}], 3], [("a", 0, 0), ("a", 0, 1, "b"), ("a", 1)]),
+        ((1, {"b": 2}), [("a",)]),
+    ],
+)
+def test_flattened_divides_lists_with_dicts_in_them(value: Any, paths: list[tuple[str | int, ...]]) -> None:
+    assert [path for _, path, _ in flattened({"a": value})] == paths

@@ -1,6 +1,7 @@
 """What DeepSpeed's own files say, piece by piece: whose a value is, what may differ, and what must not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.experts import expert_ranks
 from ckpt_formats.engines.deepspeed.extras import collect_extras
-from ckpt_formats.engines.deepspeed.optimizer_states import check_options
+from ckpt_formats.engines.deepspeed.optimizer_states import _mixed, check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.state_dicts.universal_info import rules_of
 from held import lay
@@ -102,3 +103,11 @@ def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Pat
 def test_the_ranks_that_hold_the_same_experts(contiguous: bool, ranks: list[int]) -> None:
     """Of six data-parallel ranks in three groups: DeepSpeed deals them in turn, or to neighbours if told so."""
     assert expert_ranks(1, 2, 6, contiguous) == ranks
+
+
+def test_mixed_names_the_first_rank_that_disagrees() -> None:
+    files: Any = [SimpleNamespace(path=Path(f"step/{name}.pt")) for name in "abc"]
+    error = _mixed("lr", files, ["1", "2", "2"])
+    assert error.what == "ranks disagree: `lr` is 1 in a.pt but 2 in b.pt"
+    assert str(error.where) == "step"
+    assert _mixed("lr", files, ["1", "1", "2"]).what.endswith("is 1 in a.pt but 2 in c.pt")

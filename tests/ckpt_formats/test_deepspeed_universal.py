@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
+from ckpt_formats.engines.deepspeed.universal.folder import list_universal
+from ckpt_formats.engines.deepspeed.write_layout import _with_masters
+from ckpt_formats.engines.deepspeed.write_parts import _coordinates
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
@@ -467,3 +471,25 @@ def test_links_in_place_of_parameters_are_not_followed(tmp_path: Path) -> None:
     (folder / "zero" / "norm.weight").symlink_to(tmp_path / "outside")
     with pytest.raises(IncompleteError, match="no folder"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("unfinished", "hint"), [(True, "convert again"), (False, "Copy them from the checkpoint")])
+def test_list_universal_names_model_files_that_are_missing(unfinished: bool, hint: str, tmp_path: Path) -> None:
+    (tmp_path / ("tmp" if unfinished else "zero")).mkdir()
+    with pytest.raises(IncompleteError, match="which list the groups of parameters, are missing") as refused:
+        list_universal(tmp_path)
+    assert hint in str(refused.value.hint)
+
+
+def test_with_masters_names_a_parameter_that_is_in_no_group_or_in_two() -> None:
+    both = [parameter(name, {"param": np.ones(2, np.float32)}) for name in "ab"]
+    for names, misplaced in ((("a",), "b"), (("a", "b", "a"), "a"), (("a", "b", "c"), "c")):
+        with pytest.raises(UnsupportedError, match=f"`{misplaced}` is not in exactly one group"):
+            _with_masters(checkpoint(both, (Group({"lr": 0.1}, names),)))
+    assert "fp32" in _with_masters(checkpoint(both, (Group({"lr": 0.1}, ("a", "b")),))).parameters["a"].states
+
+
+def test_files_of_layers_are_planned_in_the_order_of_the_layers() -> None:
+    target = SimpleNamespace(pp=1, tp=2, dp=1, stage=1, pipeline=object())
+    planned: Any = list(_coordinates(target, SimpleNamespace(names_by_layer={3: [], 0: [], 12: []})))  # type: ignore[arg-type]
+    assert [(one.tp, one.layer) for one in planned[-6:]] == [(tp, layer) for tp in (0, 1) for layer in (0, 3, 12)]

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_formats.containers.keys import KeyHashes
+from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
+from ckpt_formats.core.values import Global, Record
 
 COUNT = 20_000
 EQUAL = [complex(-1000003.0 * i, i) for i in range(COUNT)]
@@ -92,3 +95,10 @@ def test_many_different_keys_are_taken() -> None:
 def test_typed_json_of_impossible_values_is_corrupt(content: object) -> None:
     with pytest.raises(CorruptError, match="not a typed value"):
         decode(content, HERE)
+
+
+def test_hashable_counts_hashes_only_of_keys_that_have_them() -> None:
+    assert hashable(5, "here") == 5
+    record, hashes = Record(Global("a", "b")), KeyHashes()
+    for _ in range(1000):
+        assert hashable(record, "here", hashes) is record

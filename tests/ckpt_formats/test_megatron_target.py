@@ -16,6 +16,7 @@ from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.stages import Stages
+from ckpt_formats.engines.megatron.shared.write_arguments import layout_string
 from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer
@@ -90,3 +91,7 @@ def test_a_rank_has_its_own_extra_states_and_else_those_of_the_first_that_has_th
     whole = {"a": b"first", "b": b"first", "c": b"second", "d": b"third"}
     assert items.extra_states(RankCoords(0, 0)) == whole
     assert items.extra_states(RankCoords(1, 0)) == {**whole, "b": b"second"}
+
+
+def test_layout_string_has_the_layers_of_each_chunk() -> None:
+    assert layout_string(Stages((1, 3, 0, 2), 2)) == "Et|ttt||ttL"

@@ -353,3 +353,10 @@ def test_a_file_that_ends_too_early_or_is_not_there_is_said(tmp_path: Path) -> N
 def test_a_row_of_a_slab_is_its_block() -> None:
     values = array(DTYPES["uint8"], (4, 5))
     assert bits(read(tensor(values).crop(slab((4, 5), 1, 2, 4)))) == bits(values[:, 2:4])
+
+
+def test_a_tensor_without_elements_has_a_shape_that_an_array_can_have() -> None:
+    most = (1 << 63) // 4 - 1
+    assert Tensor((0, most), DTYPES["float32"], ()).nbytes == 0
+    with pytest.raises(CorruptError, match="is none that can be"):
+        Tensor((0, most + 1), DTYPES["float32"], ())

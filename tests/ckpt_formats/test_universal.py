@@ -25,10 +25,12 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, Param
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
+from ckpt_formats.universal.checked import KnownBlob, KnownTensor
 from ckpt_formats.universal.index import TYPES
 from forged import Change, Forged, both, codec, drop, forge, number, put
 from held import arrays, checkpoint, contents, everything, flip, folder, parameter, plain, shapes, tensor
@@ -792,3 +794,14 @@ def test_only_what_is_asked_for_is_read(shape: tuple[int, ...]) -> None:
         for shard in reopened.files:
             shard.path.write_bytes(b"\xff" * shard.nbytes)
         assert Universal().read(at / "target", ReadOptions()).parameters["w"].states[MODEL].shape == shape
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float64"])
+def test_a_known_tensor_gives_parts_of_its_chunks(dtype: str) -> None:
+    values = np.arange(60, dtype=dtype).reshape(6, 10)
+    digest = xxhash.xxh3_128_digest(values.tobytes())
+    known = KnownBlob.whole(KnownTensor(tensor(values), digest, "w", "param", "here"))
+    assert np.array_equal(read(known.crop(Box((1, 2), (4, 9)))), values[1:4, 2:9])
+    other = KnownBlob.whole(KnownTensor(tensor(values + 1), digest, "w", "param", "here"))
+    with pytest.raises(CorruptError, match="chunk 0 of 1 of its state `param` is not that of the chain"):
+        read(other.crop(Box((1, 2), (4, 9))))

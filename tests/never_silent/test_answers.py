@@ -14,6 +14,7 @@ from ckpt.findings.not_finite import NotFinite, find_not_finite
 from ckpt.job import save
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.registry import writable
+from ckpt_formats.registry.encoded import uses_codecs
 from damage import UNSUPPORTED, ckpt
 from held import checkpoint, parameter
 
@@ -55,7 +56,11 @@ def test_verify_names_nan_and_infinity_by_default_where_there_are_checksums(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
     if name == "coded":
-        save(library.open(folder / "bad"), folder / name, library.Universal(codec="planes"))
+        values = np.tile(spoiled(), (64, 1))
+        values[8:] = 1
+        source = checkpoint([parameter("w", {"param": values})])
+        save(source, folder / name, library.Universal(codec="planes"))
+        assert uses_codecs(library.open(folder / name))
     if name.startswith("sealed"):
         (folder / "sealed").mkdir()
         save(library.open(folder / "bad.pt"), folder / name)
