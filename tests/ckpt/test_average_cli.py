@@ -93,7 +93,7 @@ def test_the_states_of_a_chain_are_averaged_by_their_paths(tmp_path: Path) -> No
     assert tensor(tmp_path / "mean").tobytes() == ((arrays[0] + arrays[1]) / 2).astype(np.float32).tobytes()
 
 
-def test_what_is_not_in_the_average_is_noted(tmp_path: Path) -> None:
+def test_notes_name_what_is_not_in_the_average(tmp_path: Path) -> None:
     done = ckpt("average", ZERO1, ZERO1, tmp_path / "mean")
     assert done.code == 0, done.err
     assert "optimizer's states are not in the result" in done.err
@@ -105,7 +105,7 @@ def test_what_is_not_in_the_average_is_noted(tmp_path: Path) -> None:
         assert tensor(tmp_path / "mean", name).tobytes() == tensor(ZERO1, name).tobytes()
 
 
-def test_only_selected_tensors_are_averaged(models: list[Path], tmp_path: Path) -> None:
+def test_average_takes_selected_tensors_only(models: list[Path], tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", 5, **{"extra.ids": np.arange(3)})
     done = ckpt("average", other, models[0], tmp_path / "mean")
     assert (done.code, "lacks 1 tensors" in done.err) == (20, True)

@@ -197,7 +197,7 @@ class Refusing(DeltaCodec):
 
 
 @pytest.mark.parametrize("holds", [0, 1, 2, 3])
-def test_where_a_codec_gives_up_the_parameter_is_stored_alone(
+def test_parameter_is_stored_alone_when_the_codec_gives_up(
     holds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it at one of the two chunks that are tried, or in the midst of writing."""
@@ -293,7 +293,7 @@ def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_pat
     assert ckpt("verify", run).code == 0
 
 
-def test_what_is_named_exact_and_what_is_not_trained_loses_nothing(coarse: str, tmp_path: Path) -> None:
+def test_exact_names_and_untrained_parameters_lose_nothing(coarse: str, tmp_path: Path) -> None:
     states = list(drifting(2))
     w = [state.parameters["w"].states for state in states]
     held = [[("lossy", "parameter"), ("kept", "parameter"), ("frozen", "frozen")] for _ in states]
@@ -413,7 +413,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     assert ckpt("append", run, saved[1]).code == 0
 
 
-def test_what_a_crash_left_is_said_and_removed(tmp_path: Path) -> None:
+def test_append_names_and_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     run = tmp_path / "run"
     ckpt("append", run, saved[0])

@@ -83,7 +83,7 @@ def is_state(run: Path, saved: Path) -> bool:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("command", ["diff", "compact"])
-def test_on_a_full_disk_the_chain_stays_what_it_was(command: str, whole: Path, disk: Path) -> None:
+def test_chain_stays_as_it_was_on_a_full_disk(command: str, whole: Path, disk: Path) -> None:
     run = shutil.copytree(whole / "run", disk / "run")
     before = snapshot(run)
     arguments = ("append", run, whole / "step4") if command == "diff" else ("compact", run, "--keep", "last:1")
@@ -259,7 +259,7 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
     assert unfinished > STOPS // 2
 
 
-def test_what_a_killed_command_spilled_is_not_part_of_the_target(whole: Path, tmp_path: Path) -> None:
+def test_spilled_states_of_a_killed_command_are_not_part_of_the_target(whole: Path, tmp_path: Path) -> None:
     """While states of a chain are encoded again, they are beside the pack."""
     folder = tmp_path / "folder"
     folder.mkdir()

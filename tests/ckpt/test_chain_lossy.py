@@ -97,7 +97,7 @@ def test_errors_settle_and_do_not_add_up(options: tuple[str, str], saved: list[P
     assert ckpt("verify", run).code == 0
 
 
-def test_what_is_recorded_is_what_is_lost(saved: list[Path], tmp_path: Path) -> None:
+def test_error_figures_are_the_errors_of_the_stored_values(saved: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     appended(run, saved[:3], "--preset", "balanced")
     for state in (WEIGHTS, "exp_avg", "exp_avg_sq"):
@@ -107,7 +107,7 @@ def test_what_is_recorded_is_what_is_lost(saved: list[Path], tmp_path: Path) -> 
         assert np.count_nonzero(off) <= recorded["differing"]
 
 
-def test_where_nothing_was_learned_little_is_lost(saved: list[Path], tmp_path: Path) -> None:
+def test_lossy_delta_loses_little_when_nothing_was_learned(saved: list[Path], tmp_path: Path) -> None:
     """Rows of unseen tokens have second moments of zero, which must not make their steps long."""
     run = tmp_path / "run"
     appended(run, saved[:4], "--preset", "balanced")

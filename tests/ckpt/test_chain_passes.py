@@ -125,7 +125,7 @@ def test_compact_decodes_each_delta_once_and_leaves_no_values_behind(
         assert contents(open_member(run, result.after, member)) == steps[member.step]
 
 
-def test_without_room_for_values_compact_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compact_writes_the_same_without_memory_for_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then each state is replayed from its base, and no file is needed for values."""
     run = chain_of(tmp_path / "run", 5)
     other = shutil.copytree(run, tmp_path / "other")
@@ -137,7 +137,7 @@ def test_without_room_for_values_compact_writes_the_same(tmp_path: Path, monkeyp
     assert all((run / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
-def test_what_a_killed_compact_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_compact_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = chain_of(tmp_path / "run", 3)
     (run / folder.REPLAYED.format(4)).write_bytes(b"values")
     compact(run, Retention(("last:1",)), DeltaPolicy(), Execution(2))

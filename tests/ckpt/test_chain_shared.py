@@ -116,7 +116,9 @@ def test_parameters_that_did_not_change_are_in_no_delta(tmp_path: Path) -> None:
     assert_states(tmp_path / "run", states)
 
 
-def test_after_a_delta_that_shares_nothing_no_base_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_opens_no_base_after_a_delta_that_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = list(run_of(4))
     trained = [
         checkpoint([state.parameters["w"]], state.groups, origin=state.origin) for state in states

@@ -178,7 +178,7 @@ def test_a_last_state_in_the_same_bucket_is_read_again_not_replayed(user: StoreS
     assert len(opened) == 1
 
 
-def test_of_two_that_append_one_wins_and_the_other_says_so(
+def test_append_fails_when_another_append_won(
     user: StoreServer, saved: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, errors = appended(saved, 2), list[CkptError]()
@@ -258,7 +258,7 @@ def test_a_scratch_folder_that_another_process_sweeps_at_once_is_made_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_a_chain_is_refused(user: StoreServer, saved: list[Path], tmp_path: Path) -> None:
+def test_append_refuses_places_that_cannot_be_a_chain(user: StoreServer, saved: list[Path], tmp_path: Path) -> None:
     appended(saved, 1)
     before = objects(user)
     with unconditional(user) as careless, reached(careless), pytest.raises(OutputError, match="ignores"):

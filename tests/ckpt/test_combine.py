@@ -448,7 +448,7 @@ def test_two_tensors_for_one_are_refused() -> None:
         merge_lora(model, adapter)
 
 
-def test_what_is_combined_can_be_pickled() -> None:
+def test_combined_checkpoint_can_be_pickled() -> None:
     """Work may be done in other processes."""
     model = checkpoint({"proj.weight": np.ones((4, 3), np.float32)})
     adapter = small_adapter({"proj": (4, 3)}, use_dora=True)
@@ -826,7 +826,7 @@ def test_a_slice_of_dora_reads_the_rows_of_its_norms_once(trained: Build) -> Non
         ({"use_dora": True}, IncompleteError, "lacks lora_magnitude_vector"),
     ],
 )
-def test_what_is_not_known_is_refused(
+def test_merge_refuses_unknown_adapters(
     trained: Build, edit: dict[str, Any], error: type[CkptError], message: str
 ) -> None:
     base, adapter = trained(llama(), edit=edit, r=4, target_modules=["q_proj"])

@@ -113,7 +113,7 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_training_leaves_becomes_smaller(level: str, tmp_path: Path) -> None:
+def test_compress_makes_trained_checkpoints_smaller(level: str, tmp_path: Path) -> None:
     compressed = compress(checkpoint([trained()]), tmp_path / "small", level=level)
     saved_rows = {row.state: row for row in savings.rows(compressed)}
     assert isinstance(blob(compressed, "w", "param"), DerivedBlob)

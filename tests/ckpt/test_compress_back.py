@@ -173,7 +173,7 @@ def test_a_file_of_torch_is_what_it_was(kind: str, legacy: bool, tmp_path: Path)
     assert lying(actual) == lying(expected)
 
 
-def test_what_only_a_trusting_load_takes_is_what_it_was(tmp_path: Path) -> None:
+def test_restored_file_is_the_original_when_only_a_trusting_load_takes_it(tmp_path: Path) -> None:
     held = {
         "model": {"w": torch.randn(300, 10)},
         "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
@@ -231,7 +231,7 @@ def test_a_tie_in_the_metadata_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sample", sorted(p.name for p in SAMPLES.iterdir() if p.is_dir() and p.name != "damaged"))
 @pytest.mark.slow
-def test_it_is_in_the_format_that_it_was_in(sample: str, tmp_path: Path) -> None:
+def test_decompressed_checkpoint_has_its_original_format(sample: str, tmp_path: Path) -> None:
     source = open_checkpoint(SAMPLES / sample)
     done(ckpt("compress", SAMPLES / sample, f"{tmp_path / 'small'}/"))
     output = done(ckpt("decompress", tmp_path / "small", tmp_path / "again"))
@@ -266,7 +266,7 @@ def test_the_name_of_a_file_is_what_one_expects(tmp_path: Path) -> None:
         assert contents(open_checkpoint(tmp_path / name)) == contents(open_checkpoint(tmp_path / "model.ckpt"))
 
 
-def test_it_goes_through_other_steps_and_back(tmp_path: Path) -> None:
+def test_checkpoint_goes_through_other_commands_and_back(tmp_path: Path) -> None:
     """Written plain, compressed again: it is known what it was. Once a tensor is missing, it cannot be that."""
     held = FILES["model, optimizer, epoch"]()
     torch.save(held, tmp_path / "file.pt")
@@ -374,7 +374,7 @@ def test_a_file_that_cannot_come_back_as_it_was_says_so(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "again.pt", weights_only=True)["model"]["w"], values)
 
 
-def test_what_has_its_form_comes_back_without_a_note(tmp_path: Path) -> None:
+def test_checkpoint_with_its_form_comes_back_without_a_note(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "file.pt")
     done(ckpt("convert", tmp_path / "file.pt", tmp_path / "ours.pt", "--to", "torch"))
     assert "note:" not in back(tmp_path / "ours.pt", tmp_path / "again.pt")

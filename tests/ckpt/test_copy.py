@@ -69,7 +69,7 @@ def test_another_server_gives_the_same(tmp_path: Path) -> None:
         goes_around("universal-1-delta", server, tmp_path)
 
 
-def test_what_is_no_part_is_named_and_left_out_unless_all_is_asked_for(tmp_path: Path) -> None:
+def test_copy_names_and_leaves_out_other_files_unless_all_are_requested(tmp_path: Path) -> None:
     planned = ckpt("copy", ZERO1, tmp_path / "out", "--dry-run", "--json")
     plan = json.loads(planned.out)
     assert {one["file"] for one in plan["files"]} == expected(ZERO1.name).keys()
@@ -202,7 +202,7 @@ def test_a_chain_to_which_a_run_appends_is_copied_as_it_was(tmp_path: Path, monk
     assert files(tmp_path / "copy.chain") == expected(CHAIN.name)
 
 
-def test_of_a_log_that_grows_the_complete_records_are_copied(tmp_path: Path) -> None:
+def test_copy_of_a_growing_log_has_its_complete_records(tmp_path: Path) -> None:
     source = SAMPLES / "recorded-1" / "run.chain"
     shutil.copytree(source, tmp_path / "run.chain")
     rank = next((tmp_path / "run.chain").glob("gradients-0000000003/rank-00000.ckg"))

@@ -77,7 +77,7 @@ def test_a_log_is_followed_in_parts(
     assert files(tmp_path / "back") == files(RECORDED)
 
 
-def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:
+def test_copy_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:
     seen: list[follow.CopyUpdate] = []
     rank = (run / "gradients-0000000003" / "rank-00001.ckg").open("rb")
     fcntl.flock(rank, fcntl.LOCK_EX)  # as a recorder does
@@ -97,7 +97,7 @@ def test_it_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> Non
 
 
 @pytest.mark.slow
-def test_at_each_moment_of_a_log_that_grows_the_copy_has_its_steps(user: StoreServer, tmp_path: Path) -> None:
+def test_copy_has_the_steps_of_a_growing_log_at_each_moment(user: StoreServer, tmp_path: Path) -> None:
     run, seen = tmp_path / "run.chain", set[int]()
     for _ in growing_log.grow(RECORDED, run, seed=1, pieces=8):
         try:
@@ -132,7 +132,7 @@ def test_the_command_ends_with_a_signal(user: StoreServer, run: Path) -> None:
     assert not any("/.ckpt/" in key for key in keys(user))
 
 
-def test_what_the_chain_has_no_more_is_removed_and_what_a_kill_left_is_used(
+def test_copy_removes_what_the_chain_dropped_and_uses_what_a_kill_left(
     user: StoreServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 

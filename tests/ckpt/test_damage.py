@@ -137,5 +137,5 @@ def test_no_attack_ran(sources: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert {path.suffix for path in tmp_path.iterdir()} == {".pt"}
 
 
-def test_there_are_more_than_a_hundred_kinds_of_damage() -> None:
+def test_damages_are_of_more_than_a_hundred_kinds() -> None:
     assert len(DAMAGES) > 100

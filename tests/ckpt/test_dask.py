@@ -160,7 +160,7 @@ def test_worker_without_ckpt_is_named(cluster: DaskProcesses, model: Path, tmp_p
     cluster.workers.pop().wait()
 
 
-def test_what_a_worker_cannot_see_is_named(model: Path, tmp_path: Path) -> None:
+def test_dask_worker_names_a_path_that_it_cannot_see(model: Path, tmp_path: Path) -> None:
     source = library.open(model)
     format = library.Universal(pack_nbytes=1)
     shared = SharedPlan.of(format.plan(source), source, format)
@@ -180,7 +180,7 @@ def test_what_a_worker_cannot_see_is_named(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_said_what_runs_where_and_a_task_is_small(
+def test_dask_states_what_runs_where_and_its_tasks_are_small(
     cluster: DaskProcesses, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distributed.protocol import pickle
@@ -257,7 +257,7 @@ def test_a_scheduler_that_is_lost_ends_the_command_which_can_go_on(
     assert os.listdir(folder) == ["out"]
 
 
-def test_what_does_not_scale_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_refuses_commands_that_do_not_scale_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = ckpt("convert", ZERO1, tmp_path / "out", "--to", "torch", "--executor", "dask://127.0.0.1:1")
     assert done.code == 22
     assert "the target is one file (torch), which one process writes" in done.err

@@ -37,7 +37,7 @@ def of(first: Checkpoint, second: Checkpoint, **options: Any) -> Diff:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nothing_differs_from_itself_whatever_its_bits(dtype: Any, shape: Any) -> None:
+def test_diff_of_a_checkpoint_with_itself_is_empty_whatever_its_bits(dtype: Any, shape: Any) -> None:
     values = array(dtype, shape)
     sums = diff_sums(values, values.copy())
     assert (sums.elements, sums.changed, sums.largest, sums.rms) == (values.size, 0, 0.0, 0.0)
@@ -178,7 +178,7 @@ def test_states_are_compared_alone_if_asked_for() -> None:
         pair_tensors(source, source, ["momentum"])
 
 
-def test_what_is_read_is_what_was_said() -> None:
+def test_diff_reads_the_bytes_that_it_announced() -> None:
     """Each byte of both, once: histograms come out of the same pass. Of other shapes, nothing."""
     first, second = everything(1), everything(2)
     longer = {**second.parameters, "alone": parameter("alone", {"param": array(F32, (9,))})}

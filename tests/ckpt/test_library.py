@@ -283,7 +283,7 @@ def test_blocks_of_files_are_those_of_numpy(key: Any, tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("key", WRONG_KEYS, ids=repr)
-def test_what_is_no_basic_index_is_an_index_error(key: Any) -> None:
+def test_parameter_refuses_indices_that_are_not_basic(key: Any) -> None:
     tensor = Tensor.of(ArrayBlob(np.zeros((10, 7, 3))))
     with pytest.raises(IndexError):
         tensor[key]
@@ -542,7 +542,7 @@ def test_an_error_of_the_users_progress_is_the_users(tmp_path: Path) -> None:
     assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS).files > 0
 
 
-def test_in_another_thread_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_installs_no_handlers_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python allows handlers in the main thread only; what a server installed there must stay."""
     installed: list[Any] = []
     monkeypatch.setattr(signal, "signal", lambda *arguments: installed.append(arguments))
@@ -567,7 +567,7 @@ def test_in_another_thread_nothing_is_installed(tmp_path: Path, monkeypatch: pyt
     assert installed  # it would have been seen
 
 
-def test_in_the_main_thread_handlers_are_as_before(tmp_path: Path) -> None:
+def test_library_restores_handlers_in_the_main_thread(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS)
     interrupted(ckpt.open(ZERO1), tmp_path / "other")
@@ -588,7 +588,7 @@ def test_an_interrupt_by_signal_leaves_no_target(tmp_path: Path) -> None:
     assert ckpt.save(ckpt.open(ZERO1), tmp_path / "out", SMALL_PACKS).resumed > 0
 
 
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_library_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = ckpt.open(ZERO1)
     ckpt.save(run, tmp_path / "out", ckpt.Torch())
     ckpt.verify(run)
@@ -599,7 +599,7 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert tuple(capfd.readouterr()) == ("", "")
 
 
-def test_only_stores_and_kernels_read_the_environment() -> None:
+def test_environment_is_read_by_stores_and_kernels_only() -> None:
     """The page says so. The recorder gives its own to the process that it starts."""
     readers = set()
     for path in [*(ROOT / "formats").rglob("*.py"), *(ROOT / "codecs").rglob("*.py")]:

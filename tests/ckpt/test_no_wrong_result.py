@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_refused_or_harmless(name: str, sources: Path, tmp_path
 
 @pytest.mark.parametrize("name", SEALED)
 @pytest.mark.slow
-def test_what_convert_refuses_verify_finds(name: str, sources: Path, tmp_path: Path) -> None:
+def test_verify_finds_what_convert_refuses(name: str, sources: Path, tmp_path: Path) -> None:
     rng, flipper = random.Random(name), Flipper(sources / name, tmp_path / name)
     for _ in range(TRIALS):
         file, at, bit = flipper.flip(rng)
@@ -102,7 +102,7 @@ def test_what_convert_refuses_verify_finds(name: str, sources: Path, tmp_path: P
 
 @pytest.mark.parametrize("name", sorted(set(SOURCES) - set(SEALED)))
 @pytest.mark.slow
-def test_without_checksums_a_flipped_bit_still_ends_in_no_other_error(name: str, sources: Path, tmp_path: Path) -> None:
+def test_flipped_bit_ends_in_no_untyped_error_without_checksums(name: str, sources: Path, tmp_path: Path) -> None:
     rng, flipper = random.Random(name), Flipper(sources / name, tmp_path / name)
     codes: Counter[int] = Counter()
     for _ in range(TRIALS):

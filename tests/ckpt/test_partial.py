@@ -130,7 +130,9 @@ def test_a_saved_state_of_the_same_step_is_a_repair(whole: Path, tmp_path: Path)
         (("--partial", "--live", "step4", "--lost-ranks", "1"), 22, "not of single ranks"),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, ...], code: int, text: str, whole: Path, tmp_path: Path) -> None:
+def test_partial_recovery_refuses_what_it_cannot_do(
+    arguments: tuple[str, ...], code: int, text: str, whole: Path, tmp_path: Path
+) -> None:
     words = [whole / word if (whole / word).exists() else word for word in arguments]
     done = ckpt("restore", whole / "run", tmp_path / "out", *words)
     assert (done.code, text in done.err) == (code, True), done.err

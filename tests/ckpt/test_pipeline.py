@@ -419,7 +419,7 @@ def test_a_target_inside_or_around_its_source_is_refused(tmp_path: Path) -> None
     plan(held, tmp_path / "run" / "source2", Universal(pack_nbytes=SMALL_PACKS))
 
 
-def test_what_is_not_whole_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_save_refuses_an_incomplete_source_before_it_writes(tmp_path: Path) -> None:
     holed = replace(many().parameters["p5"].states[MODEL].crop(Box((0,), (1000,))), shape=(2000,))
     source = many()
     bad = replace(source.parameters["p5"], states={MODEL: holed})
@@ -510,7 +510,7 @@ def test_work_in_flight_is_bounded_and_everything_is_done_once(in_flight: int) -
     assert most <= in_flight + 1
 
 
-def test_after_the_first_error_nothing_more_is_started_and_all_that_runs_is_waited_for() -> None:
+def test_run_tasks_starts_nothing_after_an_error_and_waits_for_what_runs() -> None:
     started: list[int] = []
     ended: list[int] = []
     gate = threading.Event()
@@ -543,7 +543,7 @@ class AtOnce(Executor):
         return future
 
 
-def test_of_errors_at_one_time_the_earliest_items_is_raised_after_all_results() -> None:
+def test_run_tasks_raises_the_error_of_the_earliest_item() -> None:
     def work(i: int) -> int:
         if i in (3, 5, 6, 7):
             raise ValueError(str(i))

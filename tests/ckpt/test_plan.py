@@ -76,7 +76,7 @@ def intervals(run: RunCosts, log: LogCosts, steps: int, flush: int) -> float:
     return total
 
 
-def test_without_restarts_the_formula_is_that_of_the_design_to_first_order() -> None:
+def test_plan_without_restarts_is_the_first_order_formula() -> None:
     """(M + R) (exp((k t + C)/M) - 1): R is small against M there."""
     run = replace(RUN, restart=1.0)
     simple = (run.mtbf + run.restart) * math.expm1((300 + run.base_stall) / run.mtbf)
@@ -120,7 +120,7 @@ def test_young_and_daly_are_as_published() -> None:
     assert plan.daly.waste - plan.bases.waste < 1e-4  # Daly's estimate is that good here
 
 
-def test_more_of_every_cost_wastes_more() -> None:
+def test_waste_grows_with_every_cost() -> None:
     plan = plan_schedule(RUN, LOG)
     assert plan.logged is not None
     for worse in (
@@ -212,7 +212,7 @@ def test_figures_of_a_log_without_sense_are_refused_by_name(value: float) -> Non
             DataRates(**{field: value})
 
 
-def test_what_cannot_work_is_refused_with_a_hint() -> None:
+def test_plan_refuses_costs_that_cannot_work_with_a_hint() -> None:
     with pytest.raises(InvalidArgumentError, match="a restart takes 120 s, but a failure comes every 100 s") as refused:
         replace(RUN, mtbf=100)
     assert refused.value.where == "restart"

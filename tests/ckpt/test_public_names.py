@@ -33,7 +33,7 @@ def test_every_public_name_has_a_docstring_and_an_example(name: str) -> None:
     )
 
 
-def test_at_most_45_names_are_at_the_top() -> None:
+def test_top_of_the_library_has_at_most_45_names() -> None:
     assert len(ckpt.__all__) <= 45
     assert NAMESPACES.keys() == {"errors", "ext", "partial", "planning", "types"}
     for space in NAMESPACES.values():

@@ -143,7 +143,7 @@ def test_a_full_read_is_few_blocks_however_many_parameters_there_are(
 
 
 @pytest.mark.parametrize("target", ["out", "out.ucp"])
-def test_one_state_is_three_reads(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_state_takes_three_reads(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest, the index, and the state; in a single file the first bytes, manifest with index, and the state."""
     values = np.arange(700_000, dtype=np.float32)
     parameters = [parameter(f"w{i}", {"param": values + i}) for i in range(3)]

@@ -155,7 +155,7 @@ def sources(draw: st.DrawFn, unlike: bool = False, least: int = 0) -> Checkpoint
 
 
 @given(sources(), st.integers(1, 3), DEGREES)
-def test_what_is_written_at_any_stage_and_degree_is_what_is_read(source: Checkpoint, stage: int, dp: int) -> None:
+def test_reshard_at_any_stage_and_degree_reads_back_the_same(source: Checkpoint, stage: int, dp: int) -> None:
     with folder() as at:
         resharded = reshard(source, at / "out", zero=stage, dp=dp)
         assert_same(resharded, source)
@@ -268,14 +268,14 @@ def test_a_pipeline_comes_back_from_other_stages_and_ranks(tmp_path: Path) -> No
     assert values(resharded) == values(source)
 
 
-def test_what_single_ranks_had_goes_back_to_them(tmp_path: Path) -> None:
+def test_values_of_single_ranks_go_back_to_them(tmp_path: Path) -> None:
     source = open_checkpoint(ZERO1)
     ranks = {"zero_pp_rank_1_mp_rank_00": {"optimizer": {"overflow_seen": [1, 2]}}}
     resharded = reshard(replace(source, extras={**source.extras, "ranks": ranks}), tmp_path / "out")
     assert resharded.extras["ranks"] == ranks
 
 
-def test_what_ranks_had_that_will_not_be_is_said_to_be_lost(tmp_path: Path) -> None:
+def test_notes_name_values_of_ranks_that_are_no_more(tmp_path: Path) -> None:
     source = open_checkpoint(ZERO1)
     ranks = {f"zero_pp_rank_{i}_mp_rank_00": {"optimizer": {"overflow_seen": [1, i]}} for i in (0, 1)}
     source = replace(source, extras={**source.extras, "ranks": ranks})
@@ -651,7 +651,7 @@ def test_the_plan_names_the_files_that_will_be_and_what_moves(stage: int, dp: in
     assert [row["rank"]["dp"] for row in optimizers] == list(range(dp if stage else 0))
 
 
-def test_nothing_moves_but_step_counts_where_nothing_changes(tmp_path: Path) -> None:
+def test_reshard_to_the_same_layout_changes_step_counts_only(tmp_path: Path) -> None:
     plan = plan_of(ZERO1, tmp_path / "out")
     held_before = sum(tensor.nbytes for p, state, tensor in open_checkpoint(ZERO1).tensors() if p.role != "extra")
     assert [row["moved_nbytes"] for row in plan["files"]] == [0, 0, 8]  # the two groups', read on the first rank
@@ -774,7 +774,7 @@ def wrong_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["for real", "dry"])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_written_is_said_before_anything_is(
+def test_reshard_refuses_what_cannot_be_written_before_it_writes(
     name: str, dry: tuple[str, ...], wrong_sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(wrong_sources)

@@ -64,7 +64,7 @@ def test_torch_loads_what_is_restored_and_trains_on(whole: Path, tmp_path: Path)
     assert json.dumps(sorted(map(str, loaded(tmp_path / "dcp"))))  # PyTorch's own reader takes it
 
 
-def test_it_is_for_as_many_ranks_as_asked(whole: Path, tmp_path: Path) -> None:
+def test_restore_writes_for_the_requested_number_of_ranks(whole: Path, tmp_path: Path) -> None:
     done = ckpt("restore", whole / "run", tmp_path / "out", "--to", "deepspeed", "--zero", 1, "--dp", 3)
     assert done.code == 0, done.err
     assert len(list((tmp_path / "out").rglob("*optim_states.pt"))) == 3
@@ -146,7 +146,9 @@ KEPT = {
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("options", KEPT, ids=" ".join)
-def test_what_stays_is_what_it_was(options: tuple[str, ...], whole: Path, run: Path, tmp_path: Path) -> None:
+def test_compact_leaves_the_values_of_remaining_steps(
+    options: tuple[str, ...], whole: Path, run: Path, tmp_path: Path
+) -> None:
     before = {member.step: member.content for member in index.read(run).members}
     planned = json.loads(ckpt("compact", run, *options, "--dry-run", "--json").out)["steps"]
     done = ckpt("compact", run, *options, "--json")

@@ -33,7 +33,7 @@ def matching(chosen: list[str]) -> set[str]:
 
 
 @given(patterns, patterns)
-def test_what_is_kept_is_what_matches_and_is_not_skipped(keep: list[str], drop: list[str]) -> None:
+def test_select_takes_what_matches_and_is_not_skipped(keep: list[str], drop: list[str]) -> None:
     selected = select(SOURCE, keep, drop)
     expected = (matching(keep) if keep else set(MODEL_NAMES)) - matching(drop)
     assert {name for name, p in selected.parameters.items() if p.role != "extra"} == expected
@@ -120,7 +120,7 @@ def test_casting_to_what_it_is_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "bool", "complex64", "nonsense", "", "FP32"])
-def test_what_is_no_float_is_not_a_precision(name: str) -> None:
+def test_cast_refuses_types_that_are_no_floats(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="not a floating-point type"):
         cast(SOURCE, name)
 

@@ -250,7 +250,7 @@ def test_a_full_disk_costs_a_base_and_nothing_else(run: Path, monkeypatch: pytes
     assert [event.error.what for event in events if event.error] == ["no space left on the disk"] * 2
 
 
-def test_nobody_reads_while_a_step_is_applied(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shadow_is_not_read_while_it_applies_a_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers see states of single steps only, though another thread applies steps all the time.
 
     They read all the time, too, and cannot keep that thread from its work.

@@ -207,7 +207,7 @@ def test_a_step_that_was_is_not_to_be_reached(parts: Parts) -> None:
     parts.go_to(*[12] * len(parts.shadows))
 
 
-def test_what_parts_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
+def test_shadow_parts_refuse_what_they_cannot_do(run: Path, tmp_path: Path) -> None:
     done = ckpt("shadow", run, "--part", "1/2", "--base-every", 3, "--once")
     assert done.code == 2, done
     assert "cannot write bases" in done.err

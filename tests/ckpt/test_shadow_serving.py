@@ -201,7 +201,7 @@ def _head(run: Path, rank: int) -> record.FileHead:
     return open_layout(run / SEGMENT)[1][rank]
 
 
-def test_what_was_applied_is_freed_and_not_needed_again(
+def test_applied_records_are_freed_and_not_needed_again(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed = 0
@@ -424,9 +424,7 @@ def test_a_server_that_answers_at_once_is_not_asked_without_a_pause(
         assert len(times) - before < 40
 
 
-def test_whatever_ends_the_thread_of_a_mirror_is_seen(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_the_thread_of_a_mirror_is_seen(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror.LogMirror, "_sizes", lambda self, folder: {}["x"])
     with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="cannot be used: KeyError"):
         states_until(shadow, 12)

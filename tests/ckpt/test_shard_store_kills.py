@@ -46,7 +46,7 @@ def _publish() -> None:
     ],
     ids=["published", "journal", "probe", "job"],
 )
-def test_what_one_that_was_killed_at_its_end_has_left_is_removed(
+def test_leftovers_of_a_shard_killed_at_its_end_are_removed(
     left: tuple[str, ...], again: tuple[object, ...], user: StoreServer
 ) -> None:
     assert ckpt(*COMMAND, "--shard", "0/2").code == 0
@@ -106,7 +106,7 @@ def test_the_mark_of_a_job_is_not_that_of_another_target(user: StoreServer) -> N
 
 
 @pytest.mark.slow
-def test_one_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> None:
+def test_shard_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> None:
     """Its own clock may not show it: the machine was stopped."""
     target = target_path(URL)
     assert isinstance(target, StorePath)

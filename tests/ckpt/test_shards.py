@@ -96,7 +96,7 @@ def test_the_number_of_a_shard(text: str, variables: dict[str, str], expected: t
         ("auto", {"_CONDOR_JOB_AD": "/nowhere"}, "no job array is found"),
     ],
 )
-def test_what_names_no_shard_is_refused(text: str, variables: dict[str, str], message: str) -> None:
+def test_shard_refuses_texts_that_name_none(text: str, variables: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         parse_shard(text, variables)
 
@@ -260,7 +260,7 @@ def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_one_of_three_is_killed_and_repeated_and_one_runs_twice(local: dict[str, bytes], tmp_path: Path) -> None:
+def test_shards_finish_when_one_is_killed_and_one_runs_twice(local: dict[str, bytes], tmp_path: Path) -> None:
     def start(number: int) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-m", "ckpt_cli", *map(str, COMMAND), "--shard", f"{number}/3"]
         return subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL)

@@ -132,7 +132,7 @@ def test_a_large_file_is_uploaded_in_parts(user: StoreServer, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename"])
-def test_what_is_interrupted_is_no_checkpoint_and_can_be_continued(
+def test_interrupted_target_is_no_checkpoint_and_can_be_continued(
     point: staging.Point, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, options = f"s3://{BUCKET}/a/out", ("--to", "deepspeed", "--dp", "3")

@@ -67,7 +67,7 @@ def test_the_commands_are_listed_with_a_line_each() -> None:
         assert re.search(rf"^  {name} +\S", done.out, re.MULTILINE)
 
 
-def test_without_arguments_the_help_is_shown() -> None:
+def test_ckpt_shows_its_help_without_arguments() -> None:
     done = ckpt()
     assert done.code == 2
     assert "Usage: ckpt" in done.out + done.err
@@ -180,7 +180,7 @@ def test_a_target_that_another_process_writes_is_left_alone(tmp_path: Path) -> N
     assert ckpt("convert", ZERO1, tmp_path / "out").code == 0
 
 
-def test_what_an_interrupted_run_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_run_are_no_checkpoint(tmp_path: Path) -> None:
     assert ckpt("convert", ZERO1, tmp_path / "hf", "--to", "safetensors").code == 0
     assert ckpt("convert", ZERO1, tmp_path / "universal").code == 0
     assert ckpt("convert", ZERO1, tmp_path / "model.pt", "--to", "torch").code == 0

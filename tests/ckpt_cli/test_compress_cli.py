@@ -193,7 +193,7 @@ def test_an_estimate_takes_no_longer_for_more(tmp_path: Path) -> None:
     assert "nothing was written" in ran.out
 
 
-def test_without_the_check_the_files_are_the_same(trained: Path, small: Path, tmp_path: Path) -> None:
+def test_compress_writes_the_same_files_without_the_check(trained: Path, small: Path, tmp_path: Path) -> None:
     done(ckpt("compress", trained, f"{tmp_path / 'unchecked'}/", "--no-check"))
     for path in small.rglob("*.safetensors"):
         assert (tmp_path / "unchecked" / path.relative_to(small)).read_bytes() == path.read_bytes()
@@ -213,7 +213,7 @@ def test_a_codec_that_is_not_there_is_refused(codec: str, trained: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_in_the_way_is_said(trained: Path, tmp_path: Path) -> None:
+def test_compress_names_what_is_in_the_way(trained: Path, tmp_path: Path) -> None:
     assert ckpt("compress", tmp_path / "nothing", f"{tmp_path / 'small'}/").code == NOT_FOUND
     (tmp_path / "there").mkdir()
     for extra in ((), ("--dry-run",)):

@@ -84,7 +84,7 @@ def test_the_page_needs_nothing_else(pair: tuple[Path, Path], tmp_path: Path) ->
     assert "@import" not in text
 
 
-def test_only_its_own_script_and_style_may_run(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_page_of_diff_runs_its_own_script_and_style_only(pair: tuple[Path, Path], tmp_path: Path) -> None:
     parsed = Page(page(tmp_path, *pair))
     (policy,) = (str(a["content"]) for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
     _, script = parsed.texts("script")

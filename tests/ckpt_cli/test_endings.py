@@ -37,7 +37,7 @@ def test_a_name_without_such_an_ending_is_a_folder(name: str, here: Path) -> Non
     assert (here / name / "manifest.json").is_file()
 
 
-def test_what_is_named_wins_with_a_note(here: Path) -> None:
+def test_named_format_wins_over_the_ending_with_a_note(here: Path) -> None:
     done = ckpt("convert", ZERO1, "out.safetensors", "--to", "torch")
     assert done.code == 0
     assert "note: out.safetensors is written in format torch, but its ending is that of format safetensors" in done.err

@@ -34,7 +34,7 @@ def checked(done: Ran) -> None:
     assert all(text.strip() and "None" not in text for _, text in labels)
 
 
-def test_there_are_sixty_and_all_commands_that_read_or_write_are_among_them() -> None:
+def test_odd_invocations_are_sixty_and_of_all_commands_that_read_or_write() -> None:
     assert len(ODD) >= 60
     unused = set(COMMANDS) - {odd.arguments.split()[0] for odd in ODD.values()}
     assert unused <= {

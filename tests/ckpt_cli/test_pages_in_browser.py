@@ -54,7 +54,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_goes_wrong_and_axe_finds_no_fault(name: str, browser: Any, pages: dict[str, Path]) -> None:
+def test_pages_have_no_errors_and_axe_finds_no_fault(name: str, browser: Any, pages: dict[str, Path]) -> None:
     for width, scheme in ((1280, "light"), (390, "dark")):
         with opened(browser, pages[name], width, scheme) as tab:
             assert tab.overflow() <= 0, (width, "wider than the window")
@@ -88,7 +88,7 @@ def test_pages_are_dark_where_that_is_preferred_wide_and_printed_in_light(
         assert tab.wrong == []
 
 
-def test_nothing_goes_wrong_in_edge_cases(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+def test_pages_have_no_errors_in_edge_cases(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
     recorded = SAMPLES / "recorded-1" / "run.chain"
     for name, text in samples.edge_cases(pages["log"].with_name("run.chain"), recorded).items():
         (tmp_path / "page.html").write_text(text, "ascii")

@@ -38,7 +38,7 @@ def test_inspect_lists_all_checkpoints_of_a_run(run: Path) -> None:
     assert report["meant"] is None
 
 
-def test_what_latest_names_is_meant(run: Path, tmp_path: Path) -> None:
+def test_folder_of_a_run_means_what_latest_names(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "latest").write_text("step-9\n")
     assert json.loads(ckpt("inspect", folder, "--json").out)["meant"] == "step-9"
@@ -47,7 +47,7 @@ def test_what_latest_names_is_meant(run: Path, tmp_path: Path) -> None:
     assert "of 5 checkpoints here, step-9 is read, because `latest` names it" in done.err
 
 
-def test_without_a_pointer_the_checkpoints_are_named_the_newest_last(run: Path, tmp_path: Path) -> None:
+def test_error_names_the_checkpoints_of_a_run_when_there_is_no_pointer(run: Path, tmp_path: Path) -> None:
     done = ckpt("convert", run, tmp_path / "out")
     assert done.code == 10
     assert "holds 5 checkpoints: step-7, step-8, step-9, step-10, step-11.ucp" in done.err

@@ -61,14 +61,14 @@ def test_the_text_says_what_json_says() -> None:
     assert "does not pay" in ckpt("plan", *RUN, "--replay", "0.7s").out
 
 
-def test_without_costs_of_a_log_only_bases_are_planned() -> None:
+def test_plan_has_bases_only_without_costs_of_a_log() -> None:
     fields = planned(*RUN)
     assert fields["logged"] is None
     assert not fields["log_pays"]
     assert "a log of gradients is not planned" in texts(fields)
 
 
-def test_what_is_not_stated_is_named_in_notes() -> None:
+def test_notes_of_a_plan_name_figures_that_are_not_stated() -> None:
     fields = planned("--step", "1s", "--mtbf", "3h", "--state", "10GB", "--write", "1GB/s")
     assert fields["run"]["base_stall"] == 10
     assert fields["run"]["base_delay"] == 0
@@ -109,7 +109,7 @@ def test_what_is_not_stated_is_named_in_notes() -> None:
         ((*RUN, "--mtbf", "0"), "mtbf must be a number above 0"),
     ],
 )
-def test_what_is_missing_or_no_figure_is_wrong_usage(arguments: tuple[object, ...], message: str) -> None:
+def test_plan_refuses_missing_figures_as_wrong_usage(arguments: tuple[object, ...], message: str) -> None:
     done = ckpt("plan", *arguments, "--json")
     assert done.code == USAGE
     assert message in json.loads(done.out)["error"]["what"]

@@ -63,6 +63,6 @@ def test_a_terminal_that_cannot_redraw_gets_one_line() -> None:
     assert on_a_terminal(80, TERM="dumb") == "converting ...\r\n"
 
 
-def test_what_is_no_terminal_stays_quiet() -> None:
+def test_progress_is_quiet_without_a_terminal() -> None:
     done = subprocess.run([sys.executable, "-c", WORK], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

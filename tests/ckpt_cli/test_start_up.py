@@ -60,7 +60,7 @@ def imported_by_all(tmp_path: Path, runs: list[list[str]], blocked: set[str]) ->
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
-def test_what_needs_no_checkpoint_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
+def test_commands_without_a_checkpoint_import_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
     report = tmp_path / "modules.json"
     code = REPORT.format(blocker="", report=str(report), runs=[arguments]).replace("json.dumps(sorted", "str(sorted")
     done = run_python(code.replace("atexit, json,", "atexit,"))

@@ -146,7 +146,7 @@ def test_a_copy_is_its_master_rounded() -> None:
 
 
 @pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
-def test_what_a_codec_gave_away_it_never_touches_again(codec: Codec) -> None:
+def test_codec_never_touches_returned_arrays_again(codec: Codec) -> None:
     """Neither chunks nor values are scratch."""
     random = np.random.default_rng(0)
     first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
@@ -200,7 +200,7 @@ def test_a_configuration_as_json_makes_the_codec_again(codec: Codec) -> None:
         "zstd:level=x",
     ],
 )
-def test_what_is_no_codec_is_refused(text: str) -> None:
+def test_parse_refuses_what_is_no_codec(text: str) -> None:
     with pytest.raises(CodecError):
         parse(text)
 
@@ -228,7 +228,7 @@ def test_each_codec_is_listed_by_its_own_name() -> None:
 
 
 @pytest.mark.parametrize("level", ["fast", "default", "max"])
-def test_there_is_a_codec_for_every_state(level: str) -> None:
+def test_candidate_codecs_are_there_for_every_state(level: str) -> None:
     for dtype in STORABLE:
         for role in ("parameter", "frozen", "buffer", "extra"):
             for state in ("fp32", "param", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"):

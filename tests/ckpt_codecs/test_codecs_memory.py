@@ -104,7 +104,7 @@ def test_the_least_buffer_that_is_large_enough_is_taken_again() -> None:
     assert in_a_thread(taken)
 
 
-def test_what_other_threads_took_does_not_gather() -> None:
+def test_buffers_that_other_threads_acquired_do_not_accumulate() -> None:
     def given() -> int:
         tracemalloc.start()
         for _ in range(500):

@@ -213,7 +213,7 @@ def test_a_chunk_gets_no_memory_for_the_asking(codec: DeltaCodec) -> None:
     tracemalloc.stop()
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_error_states_what_is_wrong_with_a_chunk() -> None:
     with pytest.raises(CodecError, match="relative to another state fp32"):
         decoded(DELTAS[0], chunk(), StatePair({}, STATES))
     rule = delta_from_config({"name": "replay", "optimizer": "adam-torch"})

@@ -63,7 +63,7 @@ def test_weights_follow_from_moments_and_second_moments_from_first(
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_of_gradients_in_bfloat16_these_alone_are_stored(kind: str) -> None:
+def test_bfloat16_gradients_alone_are_stored(kind: str) -> None:
     actual = cost(*stepped(getattr(torch.optim, kind), bf16=True, lr=1e-3, weight_decay=0.0))
     assert actual["fp32"] < 0.25
     assert actual["exp_avg_sq"] < 0.1
@@ -94,7 +94,7 @@ def test_numbers_that_are_absent_or_wrong_are_found_in_the_values(rate: float, w
     assert actual["exp_avg_sq"] < 0.7
 
 
-def test_some_steps_cost_more_and_no_more_than_the_plain_codec() -> None:
+def test_several_steps_cost_no_more_than_the_plain_codec() -> None:
     one, ten = (sum(cost(*stepped(torch.optim.AdamW, steps, lr=1e-3)).values()) for steps in (1, 10))
     assert one < 30
     assert ten < 78

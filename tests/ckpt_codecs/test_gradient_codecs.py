@@ -266,7 +266,7 @@ def test_memory_that_is_given_changes_no_bytes(codec: Codec) -> None:
 
 
 @EACH
-def test_only_float32_is_coded(codec: Codec) -> None:
+def test_gradient_codecs_take_float32_only(codec: Codec) -> None:
     for dtype in (np.float64, np.uint32, np.float16):
         with pytest.raises(NotApplicable):
             codec.encode(np.zeros(100, dtype), None)

@@ -461,7 +461,7 @@ def test_quantize(shape: tuple[int, int], kind: str, seed: int, step: float, off
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -1.1e6])
 @pytest.mark.parametrize("place", [0, 300, 599])
-def test_what_has_no_multiple_is_refused(value: float, place: int) -> None:
+def test_lossy_kernels_refuse_what_has_no_multiple(value: float, place: int) -> None:
     values = np.ones((2, 300), F32)
     values.reshape(-1)[place] = value
     for function in (lossy.quantize, TWINS["quantize"]):

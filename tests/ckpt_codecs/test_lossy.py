@@ -81,7 +81,7 @@ def test_kernels_of_each_level_and_their_twins_write_and_read_the_same(codec: De
 
 
 @EACH
-def test_what_is_no_number_comes_back_bit_for_bit_and_numbers_stay_numbers(codec: DeltaCodec) -> None:
+def test_lossy_codecs_return_nan_bit_for_bit_and_numbers_as_numbers(codec: DeltaCodec) -> None:
     for name, change in CHANGES:
         result = there_and_back(codec, change)
         for state, true in change.after.items():
@@ -116,7 +116,7 @@ def test_integers_are_not_for_lossy_codecs(codec: DeltaCodec) -> None:
 
 
 @EACH
-def test_nothing_lossy_calls_itself_lossless(codec: DeltaCodec) -> None:
+def test_lossy_codecs_do_not_call_themselves_lossless(codec: DeltaCodec) -> None:
     assert not codec.lossless
 
 
@@ -224,7 +224,7 @@ def test_the_basis_saves_where_weights_move_in_few_directions() -> None:
     assert errors[1] < errors[0]
 
 
-def test_one_scale_serves_the_whole_state() -> None:
+def test_scale_is_one_for_the_whole_state() -> None:
     large, small = training((96, 64), 2), training((64, 48), 2, 1)
     still = [{n: a * np.float32(0.01) if n != "exp_avg_sq" else a for n, a in s.items()} for s in small]
     codec = Subspace().survey(((a["fp32"].size, StatePair(b, a)) for b, a in (large, still)), StepInfo())
@@ -322,7 +322,7 @@ def test_excp_warns_where_second_moments_live_long(beta2: float | None, warned: 
 # --- measures
 
 
-def test_what_is_measured_adds_up_over_chunks() -> None:
+def test_error_stats_add_up_over_chunks() -> None:
     change = dict(CHANGES)["adam-(96, 64)"]
     result = there_and_back(Subspace(), change)
     whole = measure(change, result)["fp32"]

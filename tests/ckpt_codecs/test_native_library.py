@@ -115,7 +115,7 @@ def test_a_renamed_source_is_another(checkout: Path) -> None:
     assert hash_sources(checkout / "codecs" / "kernels") != before
 
 
-def test_without_a_library_it_is_said_what_to_do(checkout: Path) -> None:
+def test_missing_library_is_an_error_with_a_repair(checkout: Path) -> None:
     (checkout / "codecs" / "ckpt_codecs" / "native" / library.PATH.name).unlink()
     done = run(LEVEL, checkout)
     assert done.returncode != 0
@@ -137,7 +137,7 @@ def test_an_installed_package_compares_no_sources(checkout: Path) -> None:
     assert run(LEVEL, checkout).returncode == 0
 
 
-def test_only_the_folder_of_the_kernels_is_one_of_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_find_sources_takes_the_folder_of_the_kernels_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_sources() == ROOT / "codecs" / "kernels"
     (tmp_path / "kernels").mkdir()
     monkeypatch.setattr(sources, "__file__", str(tmp_path / "ckpt_codecs" / "native" / "sources.py"))
@@ -263,7 +263,7 @@ def test_another_level_is_bound_for_a_while() -> None:
     assert deltas.kernels.scale.__name__ == f"v{library.level()}_scale"
 
 
-def test_nothing_is_loaded_before_the_first_kernel() -> None:
+def test_library_is_loaded_at_the_first_kernel() -> None:
     code = (
         "from ckpt_codecs.native import deltas, library\n"
         "print(library.load.cache_info().currsize)\n"

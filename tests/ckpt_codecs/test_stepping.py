@@ -152,7 +152,7 @@ def test_a_large_tensor_has_the_same_bits_whatever_the_number_of_threads(threads
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}], ids=str)
-def test_without_fusing_the_moments_of_adam_are_the_same_and_the_weights_nearly(how: dict[str, bool]) -> None:
+def test_moments_of_adam_are_the_same_without_fusing_and_weights_nearly(how: dict[str, bool]) -> None:
     """torch takes roots by a function of vectors whose last bit is not IEEE 754's on every machine."""
     states = train(torch.optim.AdamW, {"lr": 1e-3, **how}, Adam(1e-3, weight_decay=0.01), 4096)
     assert differing_bits(*states["exp_avg"]) == 0
@@ -160,7 +160,7 @@ def test_without_fusing_the_moments_of_adam_are_the_same_and_the_weights_nearly(
     assert np.abs(expected - weights).max() < 1e-7
 
 
-def test_what_is_no_step_is_refused() -> None:
+def test_optimizer_step_refuses_what_is_no_step() -> None:
     states = {name: np.zeros(8, np.float32) for name in Adam(1e-3, amsgrad=True).states}
     gradients = np.ones(8, np.float32)
     for step in (Adam(1e-3), Sgd(1e-3, momentum=0.9), Adagrad(1e-2), Lion(1e-4), DeepSpeedCpuAdam(1e-3)):

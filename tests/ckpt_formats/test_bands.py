@@ -142,7 +142,7 @@ def test_a_file_that_ends_too_early_is_an_error_of_every_reader_that_needs_it(tm
 
 
 @pytest.mark.parametrize("nbytes", [1, 300, 4000, 1 << 20])
-def test_one_reader_reads_no_more_than_what_lies_between_its_columns(nbytes: int, tmp_path: Path) -> None:
+def test_band_of_one_reader_reads_no_more_than_lies_between_its_columns(nbytes: int, tmp_path: Path) -> None:
     """A group of which all others have left, after a run that was killed."""
     values, blob = matrix(tmp_path / "file", 64, 64)
     part = blob.crop(slab(blob.shape, 1, 32, 64))

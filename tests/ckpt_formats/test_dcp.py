@@ -76,7 +76,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", WRITERS)
-def test_what_torch_saves_is_read_bit_for_bit(how: str, tmp_path: Path) -> None:
+def test_dcp_that_torch_saved_is_read_bit_for_bit(how: str, tmp_path: Path) -> None:
     saved = state()
     restored = open_checkpoint(save(saved, tmp_path / "saved", **WRITERS[how]))
     assert_holds(restored, saved)
@@ -105,7 +105,7 @@ def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
     assert (whole.dtype, 0 < whole.shape[0] < values.nbytes) == (np.uint8, True)
 
 
-def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_that_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_version, "_derived_version", "2_3")
     saved = state()
     saved["plain"] = {"a": 1, "b": [{"c": 2}]}
@@ -117,7 +117,7 @@ def test_what_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest
     assert restored.extras["plain"] == saved["plain"]
 
 
-def test_without_checksums_there_is_nothing_to_check(tmp_path: Path) -> None:
+def test_archive_without_checksums_has_no_seals_to_check(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         saved = state()
@@ -166,7 +166,7 @@ def test_names_stay_flat_where_no_paths_are_saved(tmp_path: Path) -> None:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("keys", [*STYLES, None], ids=str)
-def test_what_is_written_torch_loads_as_what_it_saved(keys: str | None, mesh: tuple[int, int], tmp_path: Path) -> None:
+def test_torch_loads_a_written_dcp_as_its_own(keys: str | None, mesh: tuple[int, int], tmp_path: Path) -> None:
     nested = state()
     saved = flat(nested) if keys == "torchtitan" else nested
     if keys == "accelerate":
@@ -372,7 +372,7 @@ def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
     assert not objects.same(one, ItemRange("one", 0, at))
 
 
-def test_of_items_that_differ_in_their_values_alone_one_is_parsed(tmp_path: Path, monkeypatch: Any) -> None:
+def test_items_that_differ_in_values_alone_are_parsed_once(tmp_path: Path, monkeypatch: Any) -> None:
     parsed: list[object] = []
     monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))
     values = {f"w{i}": torch.full((4, 3), float(i)) for i in range(5)}
@@ -416,7 +416,7 @@ def test_a_step_is_taken_from_the_folder_only_if_nothing_else_tells(tmp_path: Pa
     assert open_checkpoint(tmp_path / "step-98").origin.step == 98
 
 
-def test_what_lies_beside_a_checkpoint_and_is_not_read_is_named(tmp_path: Path) -> None:
+def test_notes_name_files_beside_a_checkpoint_that_are_not_read(tmp_path: Path) -> None:
     nested = state()
     save({"model": nested["model"]}, tmp_path / "pair" / "pytorch_model_fsdp_0")
     save({"optimizer": nested["optim"]}, tmp_path / "pair" / "optimizer_0")
@@ -427,7 +427,7 @@ def test_what_lies_beside_a_checkpoint_and_is_not_read_is_named(tmp_path: Path) 
     assert any("and not read: meta.pt" in notice for notice in half.notices)
 
 
-def test_it_is_told_by_its_metadata(tmp_path: Path) -> None:
+def test_dcp_is_detected_by_its_metadata(tmp_path: Path) -> None:
     save(state(), tmp_path / "saved")
     assert detect(tmp_path / "saved").name == "dcp"
     assert not DCP().detect(tmp_path / "nothing")
@@ -435,7 +435,7 @@ def test_it_is_told_by_its_metadata(tmp_path: Path) -> None:
     assert not DCP().detect(tmp_path / "empty")
 
 
-def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
+def test_entry_of_a_written_dcp_can_be_loaded_alone(tmp_path: Path) -> None:
     saved = state()
     written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written", 2)
     loaded_state: State = {}
@@ -448,7 +448,7 @@ def test_one_entry_can_be_loaded_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
-def test_one_file_of_a_checkpoint_is_not_taken_for_a_file_of_torch(pattern: str, tmp_path: Path) -> None:
+def test_file_of_a_dcp_is_not_detected_as_a_file_of_torch(pattern: str, tmp_path: Path) -> None:
     file = next(write(everything(), tmp_path / "step").glob(pattern))
     with pytest.raises(NotFoundError, match="which is a folder") as caught:
         open_checkpoint(file)

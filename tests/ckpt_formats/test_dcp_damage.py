@@ -208,7 +208,7 @@ def planted(folder: Path, fqn: str, offset: tuple[int, ...] | None, item: bytes,
 
 
 @pytest.mark.parametrize("fqn", [WEIGHT, "train_state.note"])
-def test_what_decodes_to_gigabytes_is_refused(fqn: str, damaged: Path) -> None:
+def test_metadata_that_decode_to_gigabytes_are_refused(fqn: str, damaged: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     bomb = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(64)) + compressor.flush()
@@ -335,7 +335,7 @@ FLIPS = 120 * TIMES
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [".metadata", "*.distcp"])
-def test_one_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path, damaged: Path) -> None:
+def test_flipped_bit_anywhere_is_refused_or_harmless(kind: str, whole: Path, damaged: Path) -> None:
     rng = random.Random(kind)
     good = open_checkpoint(whole)
     expected, extras = contents(good), dict(good.extras)

@@ -251,7 +251,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_it_verifies(kind: Kind, checkpoint: Checkpoint) -> None:
+def test_converted_checkpoint_is_verified_without_findings(kind: Kind, checkpoint: Checkpoint) -> None:
     assert checkpoint.seals or kind.way.zstd, (
         "torch writes a CRC-32 of everything; of what is compressed it lies inside"
     )
@@ -353,7 +353,7 @@ def test_a_run_of_any_layout_holds_what_the_sources_run_held(job: Job, written: 
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_it_computes_what_the_sources_run_computed(job: Job, written: Made) -> None:
+def test_converted_checkpoint_computes_what_its_source_computes(job: Job, written: Made) -> None:
     report = written.report(job)
     assert abs(report["evaluation"] - report["expected"]["evaluation"]) <= ROUNDING[dtype_of(job)]
 

@@ -66,7 +66,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 
 
 @given(metadatas(), st.sampled_from([2, 4, 5]))
-def test_whatever_torch_pickles_is_read_as_what_it_is(expected: Metadata, protocol: int) -> None:
+def test_metadata_that_torch_pickled_is_read_as_it_is(expected: Metadata, protocol: int) -> None:
     with folder() as at:
         (at / ".metadata").write_bytes(pickle.dumps(expected, protocol))
         metadata = read_metadata(at / ".metadata")

@@ -44,7 +44,7 @@ def assert_is_the_truth(actual: Checkpoint, truth: Path) -> None:
     assert actual.origin.step == int(about["step"])
 
 
-def test_it_is_what_the_run_held(sample: Path) -> None:
+def test_sample_has_the_values_of_its_run(sample: Path) -> None:
     checkpoint = open_checkpoint(sample)
     assert_is_the_truth(checkpoint, sample / "truth.safetensors")
     assert [str(notice) for notice in checkpoint.notices] == [f"{UNREAD}: truth.safetensors"]
@@ -56,7 +56,7 @@ def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
     assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
 
 
-def test_what_is_no_tensor_is_carried_of_old_releases_too() -> None:
+def test_values_that_are_no_tensors_are_carried_from_old_releases() -> None:
     (old,) = (open_checkpoint(path) for path in SAMPLES if path.name.startswith("dcp-2.2-"))
     assert old.extras["train_state"] == {"step": 5, "seen": [1, 2], "note": "no tensor here"}
     assert old.extras["random"][1] == {"epoch": 1}

@@ -87,7 +87,7 @@ def test_stages_have_the_layers_that_their_names_say_and_tied_modules_where_they
     assert pipeline.users == {"embed": (0, 1)}
 
 
-def test_what_ranks_have_otherwise_than_the_first_is_kept_for_each(tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks_are_carried_for_each(tmp_path: Path) -> None:
     models = {str(rank): saved(tmp_path / f"{rank}.pt", {"note": rank // 2, "same": 7}) for rank in range(4)}
     optims = {str(rank): saved(tmp_path / f"{rank}.optim", {"scale": rank // 2}) for rank in range(4)}
     other = {"note": 1, "optimizer": {"scale": 1}}

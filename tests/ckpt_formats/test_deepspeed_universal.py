@@ -126,7 +126,7 @@ def exchange(folder: Path, layer: str) -> None:
 
 
 @pytest.mark.parametrize("name", [ZERO1, ZERO3])
-def test_what_their_converter_made_is_read_as_its_source(name: str) -> None:
+def test_folder_of_the_converter_is_read_as_its_source(name: str) -> None:
     actual, expected = open_checkpoint(theirs(name)), source(name)
     assert_same(actual, expected)
     assert actual.origin == expected.origin
@@ -183,14 +183,14 @@ def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) ->
     assert contents(reopened) == contents(expected)
 
 
-def test_there_and_back_by_way_of_other_degrees_nothing_changes(tmp_path: Path) -> None:
+def test_reshard_there_and_back_changes_nothing(tmp_path: Path) -> None:
     first = write(source(ZERO1), tmp_path / "a")
     save(first, tmp_path / "b", writable("deepspeed", dp=3, zero=3))
     last = write(open_checkpoint(tmp_path / "b"), tmp_path / "c", zero=2)
     assert_same(last, source(ZERO1))
 
 
-def test_only_what_is_trained_has_a_folder(tmp_path: Path) -> None:
+def test_trained_parameters_alone_have_folders(tmp_path: Path) -> None:
     expected = source(ZERO3)
     write(expected, tmp_path / "u")
     held = {path.name for path in (step_in(tmp_path / "u") / "zero").iterdir()}
@@ -200,7 +200,7 @@ def test_only_what_is_trained_has_a_folder(tmp_path: Path) -> None:
     assert held == trained | {"optimizer_state.pt"}
 
 
-def test_there_are_no_tensors_beside_the_parameters(tmp_path: Path) -> None:
+def test_universal_folder_has_no_tensors_but_parameters(tmp_path: Path) -> None:
     write(source(ZERO3), tmp_path / "u")
     step = step_in(tmp_path / "u")
     assert (step / "zero" / "optimizer_state.pt").stat().st_size < 10_000
@@ -209,7 +209,7 @@ def test_there_are_no_tensors_beside_the_parameters(tmp_path: Path) -> None:
     assert with_weights["module"]["position.weight"].shape == source(ZERO3).parameters["position.weight"].weight.shape
 
 
-def test_for_stage_3_only_options_that_all_groups_share_are_written(tmp_path: Path) -> None:
+def test_stage_3_target_has_the_options_that_all_groups_share(tmp_path: Path) -> None:
     write(source(ZERO1), tmp_path / "u")
     saved = torch.load(step_in(tmp_path / "u") / "zero" / "optimizer_state.pt", weights_only=False)
     assert [group["weight_decay"] for group in saved["param_groups"]] == [0.1, 0.0]
@@ -265,7 +265,7 @@ def _of_other_optimizers() -> dict[str, tuple[Checkpoint, int | None, str]]:
 
 
 @pytest.mark.parametrize("name", _of_other_optimizers())
-def test_what_deepspeed_could_not_load_is_refused(name: str, tmp_path: Path) -> None:
+def test_write_refuses_what_deepspeed_could_not_load(name: str, tmp_path: Path) -> None:
     original, zero, says = _of_other_optimizers()[name]
     with pytest.raises(UnsupportedError, match=says):
         plan(original, tmp_path, zero=zero)
@@ -276,7 +276,7 @@ def test_stage_0_is_no_universal_checkpoint_of_deepspeed() -> None:
         writable("deepspeed-universal", zero=0)
 
 
-def test_without_adams_moments_it_is_for_stages_1_and_2_only(tmp_path: Path) -> None:
+def test_stage_3_is_refused_without_moments_of_adam(tmp_path: Path) -> None:
     original = trained("w")
     states = {s: t for s, t in original.parameters["w"].states.items() if s != "exp_avg_sq"}
     sgd = replace(original, parameters={"w": replace(original.parameters["w"], states=states)})
@@ -481,7 +481,7 @@ def test_list_universal_names_model_files_that_are_missing(unfinished: bool, hin
     assert hint in str(refused.value.hint)
 
 
-def test_with_masters_names_a_parameter_that_is_in_no_group_or_in_two() -> None:
+def test_a_parameter_in_no_group_or_in_two_is_named() -> None:
     both = [parameter(name, {"param": np.ones(2, np.float32)}) for name in "ab"]
     for names, misplaced in ((("a",), "b"), (("a", "b", "a"), "a"), (("a", "b", "c"), "c")):
         with pytest.raises(UnsupportedError, match=f"`{misplaced}` is not in exactly one group"):

@@ -72,7 +72,7 @@ def test_their_converter_gets_as_far_as_we_say(failures: dict[str, str | None]) 
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_what_their_converter_made_is_what_the_engine_held(
+def test_converted_universal_checkpoint_has_the_values_of_the_engine(
     kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
 ) -> None:
     restored, truth = open_checkpoint(theirs / kind), truth_of(zoo, kind)
@@ -217,12 +217,12 @@ def test_training_goes_on_as_it_would_have(job: Job, reports: dict) -> None:
 # What DeepSpeed gets wrong when it loads
 
 
-def test_with_round_robin_gradients_deepspeed_mixes_up_what_it_loads(reports: dict) -> None:
+def test_deepspeed_mixes_up_values_when_gradients_are_round_robin(reports: dict) -> None:
     """The same folder is loaded right without them: see the jobs."""
     assert sum(place.endswith("/fp32") for place in reports[str(MIXES_UP)]["mismatches"]) > 20
 
 
-def test_at_stage_3_deepspeed_gives_all_groups_of_its_own_folders_the_first_ones_options(reports: dict) -> None:
+def test_deepspeed_stage_3_gives_all_groups_the_options_of_the_first(reports: dict) -> None:
     """From ours it takes only what all groups have in common."""
     decays = [change.get("weight_decay") for change in unlike(reports[str(FIRST_OPTIONS)])]
     assert decays == [None, (0.0, 0.1), (0.03, 0.1)]

@@ -33,7 +33,7 @@ def test_no_kind_is_left_out():
         pytest.skip(f"no C++ compiler builds the operators of DeepSpeed that these need: {' '.join(left_out)}")
 
 
-def test_what_we_read_is_what_the_engine_held(kind, truth):
+def test_values_read_are_those_of_the_engine(kind, truth):
     assert_is_the_truth(open_checkpoint(kind / "ckpt"), truth)
 
 

@@ -59,7 +59,7 @@ def test_a_member_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3, "1", None, 1.5, True])
-def test_what_is_no_version_is_refused(version: object, tmp_path: Path) -> None:
+def test_format_refuses_what_is_no_version(version: object, tmp_path: Path) -> None:
     folder = shutil.copytree(PLAIN, tmp_path / "folder")
     state_version(folder / manifest.NAME, version)
     assert_refused("inspect", folder)

@@ -122,7 +122,7 @@ def cuts(draw) -> tuple[torch.Tensor, np.ndarray, list[Placement]]:
 
 @given(cuts())
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_whatever_torch_distributes_we_put_together(tmp_path_factory, cut):
+def test_tensors_that_torch_distributed_are_joined(tmp_path_factory, cut):
     tensor, mesh, placements = cut
     folder = tmp_path_factory.mktemp("cut")
     write(folder, mesh.size, model=lambda rank: {"w": spread(tensor, mesh.tolist(), placements)})
@@ -183,7 +183,7 @@ def test_a_tensor_may_be_a_parameter(tmp_path):
     assert is_weight(checkpoint)
 
 
-def test_what_older_releases_say_of_a_mesh_is_read(folder):
+def test_meshes_of_older_releases_are_read(folder):
     """Until 2.9 the ranks as one tensor; until 2.10 sizes and strides in two tuples, or two numbers."""
 
     def as_tensor(record: Record) -> None:
@@ -282,7 +282,7 @@ def test_averages_beside_a_model_are_put_together_from_sharded_tensors(tmp_path)
     assert is_weight(checkpoint, name)
 
 
-def test_what_differs_among_the_models_and_is_no_tensor_is_kept_for_each_rank(tmp_path):
+def test_values_that_differ_between_the_models_of_ranks_are_carried_for_each(tmp_path):
     checkpoint = open_checkpoint(
         write(tmp_path, 2, model=lambda rank: {"w": rows(WEIGHT, 2), "_extra_state": b"%d" % rank})
     )
@@ -313,7 +313,7 @@ def test_an_extra_state_that_looks_like_a_model_is_no_model(tmp_path):
     assert checkpoint.extras["extra_state"]["optimizer"] == {"state": {}, "param_groups": []}
 
 
-def test_what_else_lies_in_the_folder_is_named(folder):
+def test_notes_name_other_files_in_the_folder(folder):
     (folder / "fsdp_config.json").write_text("{}")
     assert [str(notice) for notice in open_checkpoint(folder).notices] == [
         "in the folder of the checkpoint, and not read: fsdp_config.json"
@@ -342,14 +342,14 @@ def test_an_optimizer_state_that_is_no_dict_is_carried(tmp_path):
 # --- refused
 
 
-def test_one_rank_s_file_alone_is_refused(folder):
+def test_file_of_one_rank_alone_is_refused(folder):
     file = folder / "model_world_size_2_rank_0.pt"
     assert isinstance(detect(file), FsdpRanks)
     with pytest.raises(UnsupportedError, match="one rank of several"):
         open_checkpoint(file)
 
 
-def test_of_one_rank_s_file_the_first_part_is_named(tmp_path):
+def test_error_names_the_first_part_in_the_file_of_one_rank(tmp_path):
     write(tmp_path, 2, model=lambda rank: {"a": {"x": rows(WEIGHT, 2)}, "b": rows(WEIGHT, 2)})
     alone = (tmp_path / "model_world_size_2_rank_0.pt").rename(tmp_path / "part.pt")
     with pytest.raises(UnsupportedError, match=r"rank of 2: `a\.x` is a block of a DTensor"):
@@ -404,7 +404,7 @@ def test_two_names_of_one_rank_are_refused(folder, tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_where_names_do_not_say_how_many_ranks_there_are_the_mesh_does(folder, tmp_path):
+def test_world_size_is_that_of_the_mesh_when_names_do_not_state_it(folder, tmp_path):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", tmp_path / "pytorch_model_fsdp_0_rank0.bin")
     with pytest.raises(CorruptError, match="rank 1 lacks it"):
         open_checkpoint(tmp_path)

@@ -104,7 +104,7 @@ def assert_is_the_truth(actual: Checkpoint, job: Job) -> None:
     ]
 
 
-def test_what_we_read_is_what_the_job_held(job):
+def test_values_read_are_those_of_the_job(job):
     assert detect(job.path).name == "fsdp-ranks"
     checkpoint = job.open()
     assert_is_the_truth(checkpoint, job)
@@ -112,7 +112,7 @@ def test_what_we_read_is_what_the_job_held(job):
     assert find_problems(checkpoint, Execution()) == []
 
 
-def test_what_we_convert_is_the_same(job, tmp_path):
+def test_converted_values_are_those_of_the_job(job, tmp_path):
     save(job.open(), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, job)
@@ -130,7 +130,7 @@ def test_torch_loads_what_we_convert(job, tmp_path):
             assert torch.equal(optimizer["state"][name][state], expected), f"{name}/{state}"
 
 
-def test_only_headers_are_read(job, monkeypatch):
+def test_open_reads_headers_only(job, monkeypatch):
     """Opening reads no tensor but the meshes and one step count of each rank: a few bytes of any model."""
     seen = 0
 
@@ -175,7 +175,7 @@ def test_names_are_without_wrappers_and_it_is_said(jobs):
         assert any("_orig_mod" in notice for notice in checkpoint.notices)
 
 
-def test_what_each_rank_has_for_itself_is_carried(job):
+def test_values_of_each_rank_are_carried(job):
     extras, parameters = job.open().extras, job.open().parameters
     first = extras if job.kind.saver == "verl" else extras["random_states"]
     assert first["lr_scheduler"]["last_epoch"] == 3

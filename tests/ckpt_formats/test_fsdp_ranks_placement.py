@@ -96,7 +96,7 @@ def test_a_stride_is_another_order_of_plain_cuts_where_sizes_divide(spec, rows, 
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 4))
-def test_both_ways_to_read_a_stride_give_each_row_of_ranks_the_same_elements(length, dp, tp):
+def test_strided_placement_gives_each_row_of_ranks_the_same_elements(length, dp, tp):
     """They only share them out differently, which the ranks' own shapes show: so there is never a choice."""
     mesh = Mesh((dp, tp), tuple(range(dp * tp)))
     strided = PlacementSpec((length,), mesh, (Placement(0, tp), Placement(0)), (0, 1))

@@ -40,7 +40,7 @@ def test_a_common_block_holds_what_both_hold(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SMALL)
-def test_what_is_left_and_what_is_taken_are_the_block(shape: Shape) -> None:
+def test_remainder_and_removed_boxes_are_the_block(shape: Shape) -> None:
     for a, b in product(all_boxes(shape), repeat=2):
         left = list(a.minus(b))
         taken = [c for c in [a & b] if c is not None]

@@ -111,7 +111,7 @@ EXTRAS: dict[str, Value] = {
 }
 
 
-def test_it_is_told_by_its_content() -> None:
+def test_golden_files_are_detected_by_content() -> None:
     assert detect(GOLDEN).name == "universal"
 
 
@@ -161,7 +161,7 @@ def _file(golden: Checkpoint, name: str) -> Path:
     return next(raw.path for tensor in golden.parameters[name].states.values() for raw in tensor.sources())
 
 
-def test_it_has_one_of_everything(golden: Checkpoint) -> None:
+def test_sample_has_one_of_everything(golden: Checkpoint) -> None:
     """Every element type, role and kind of value."""
     assert {t.dtype.name for _, _, t in golden.tensors()} == set(SAFETENSORS_TAGS)
     assert {p.role for p in golden.parameters.values()} == {"parameter", "frozen", "buffer", "extra"}
@@ -183,7 +183,7 @@ def test_its_content_id_is_as_it_was() -> None:
     assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
 
 
-def test_it_is_undamaged(golden: Checkpoint) -> None:
+def test_sample_is_undamaged(golden: Checkpoint) -> None:
     assert [(f.kind, f.tensors) for f in find_problems(golden, Execution(2))] == [("copy", ("differing",))]
 
 

@@ -45,7 +45,7 @@ def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Che
     assert hashes == expected
 
 
-def test_it_is_undamaged(golden: Checkpoint) -> None:
+def test_sample_is_undamaged(golden: Checkpoint) -> None:
     assert {finding.kind for finding in find_problems(golden, Execution(2))} <= {"copy"}
 
 
@@ -53,7 +53,7 @@ def test_its_content_id_is_as_it_was() -> None:
     assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
 
 
-def test_it_has_one_of_everything(golden: Checkpoint) -> None:
+def test_sample_has_one_of_everything(golden: Checkpoint) -> None:
     """Every codec, level and element type, one chunk and several."""
     blobs = [tensor.fragments[0].blob for _, _, tensor in golden.tensors()]
     coded = [blob.store for blob in blobs if isinstance(blob, EncodedBlob)]
@@ -68,7 +68,7 @@ def test_it_has_one_of_everything(golden: Checkpoint) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_verified() -> None:
+def test_compressed_sample_is_verified() -> None:
     command = [sys.executable, "-m", "ckpt_cli", "verify", str(GOLDEN), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert {finding["kind"] for finding in json.loads(ran.stdout)["findings"]} <= {"copy"}

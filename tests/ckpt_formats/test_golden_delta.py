@@ -65,7 +65,7 @@ def test_the_reader_of_the_page_reads_the_other_samples(name: str) -> None:
         assert checkpoint.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
 
 
-def test_it_has_one_of_everything() -> None:
+def test_sample_has_one_of_everything() -> None:
     """Every delta codec, deltas with and without a parent, several chunks, and error figures."""
     chain = ChainReader(GOLDEN, decode, decode_delta)
     entries = [entry for checkpoint in chain.checkpoints.values() for entry in checkpoint.entries.values()]
@@ -83,7 +83,7 @@ def test_it_has_one_of_everything() -> None:
     assert {member.exact for member in index.read(GOLDEN).members} == {False, True}
 
 
-def test_it_is_undamaged() -> None:
+def test_sample_is_undamaged() -> None:
     assert [finding for finding in find_problems(open_checkpoint(GOLDEN), Execution(2)) if finding.kind != "copy"] == []
     done = ckpt("verify", GOLDEN)
     assert done.code == 0, done

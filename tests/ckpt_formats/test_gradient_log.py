@@ -283,7 +283,7 @@ def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Pa
 
 
 @pytest.mark.slow
-def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: Path) -> None:
+def test_log_file_has_the_records_before_a_flipped_bit(small: Log, written: Path) -> None:
     path, head, rng = written / rank_file(1), head_of(written, 1), random.Random(1)
     content, whole = path.read_bytes(), scan(path, head_of(written, 1))
     for byte in range(len(content)):
@@ -300,7 +300,7 @@ def test_with_a_bit_flipped_a_file_has_the_records_before(small: Log, written: P
 
 
 @pytest.mark.slow
-def test_with_a_bit_flipped_no_step_has_another_value(small: Log, written: Path) -> None:
+def test_log_file_has_no_other_values_when_a_bit_is_flipped(small: Log, written: Path) -> None:
     path, rng = written / rank_file(0), random.Random(2)
     content = path.read_bytes()
     for _ in range(250 * TIMES):

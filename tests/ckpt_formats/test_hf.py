@@ -118,7 +118,7 @@ def test_a_folder_without_weights_is_none(file: str, tmp_path: Path) -> None:
         detect(tmp_path)
 
 
-def test_what_lies_around_a_model_that_is_not_there_is_incomplete(tmp_path: Path) -> None:
+def test_folder_with_files_around_a_missing_model_is_incomplete(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     assert detect(tmp_path).name == "hf"
@@ -136,7 +136,7 @@ def test_a_model_of_no_tensors_is_incomplete(tmp_path: Path) -> None:
 # Reading
 
 
-def test_what_lies_beside_is_carried_json_as_values_and_the_rest_as_bytes(tmp_path: Path) -> None:
+def test_side_files_are_carried_as_values_or_bytes(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     texts = {"merges.txt": b"a b\n", "tokenizer.model": bytes(range(256)), "list.json": b"[1, 2]", "empty": b""}
     for name, data in texts.items():
@@ -552,7 +552,7 @@ def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prefix", ["module.", "model.", "_orig_mod.", "module.model.", "module._orig_mod.module.", "base_model."]
 )
-def test_what_wraps_a_model_is_taken_off_its_names(prefix: str, tmp_path: Path) -> None:
+def test_wrappers_are_removed_from_names(prefix: str, tmp_path: Path) -> None:
     _, remarks = write(llama(prefix, config=LLAMA), tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(names())
     assert f"`{prefix}{names()[0]}` becomes `{names()[0]}`" in remarks
@@ -655,7 +655,7 @@ def test_missing_and_surplus_tensors_are_named_before_anything_is_written(tmp_pa
     assert "`value_head`" in remarks
 
 
-def test_what_old_versions_saved_besides_is_no_surplus(tmp_path: Path) -> None:
+def test_buffers_of_old_versions_are_no_surplus(tmp_path: Path) -> None:
     source = llama(config=LLAMA)
     old = parameter("model.layers.0.self_attn.rotary_emb.inv_freq", {MODEL: np.ones(2, np.float32)})
     _, remarks = write(checkpoint([*source.parameters.values(), old], (), source.extras), tmp_path / "out")
@@ -670,7 +670,7 @@ def tied(config: dict[str, Any] | None, kept: str = names()[0]) -> Checkpoint:
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_of_tied_names_the_one_that_transformers_expects_is_written(kept: str, tmp_path: Path) -> None:
+def test_tied_weights_have_the_name_that_transformers_expects(kept: str, tmp_path: Path) -> None:
     _, remarks = write(tied(TIED, kept), tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(names(head=False))
     assert remarks == ""
@@ -680,7 +680,7 @@ UNKNOWN = {"model_type": "new", "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize("config", [LLAMA, UNKNOWN], ids=["untied", "unknown"])
-def test_both_names_are_written_where_the_model_may_not_tie_them(config: dict[str, Any], tmp_path: Path) -> None:
+def test_tied_weights_have_both_names_when_the_model_may_not_tie_them(config: dict[str, Any], tmp_path: Path) -> None:
     write(tied(config), tmp_path / "out")
     held = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(held["lm_head.weight"], held[names()[0]])
@@ -739,14 +739,14 @@ def test_a_configuration_that_is_none_is_an_error(kind: str, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_configuration_the_user_is_told_how_to_give_one(tmp_path: Path) -> None:
+def test_hint_names_the_option_when_the_configuration_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"no config\.json") as error:
         write(llama(), tmp_path / "out")
     assert "--config" in str(error.value.hint)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_run_needs_is_lost_and_said_to_be(tmp_path: Path) -> None:
+def test_notes_name_states_of_the_run_that_are_lost(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     torch.save(numbered(20, 20), folder / "optimizer.pt")
     torch.save({"last_epoch": 3}, folder / "scheduler.pt")
@@ -805,7 +805,7 @@ def test_links_to_nowhere_are_named(tmp_path: Path) -> None:
     assert "tokenizer.model" in " ".join(map(str, open_checkpoint(folder).notices))
 
 
-def test_what_the_metadata_of_the_files_say_is_carried(tmp_path: Path) -> None:
+def test_metadata_of_the_files_are_carried(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     save_file(state(head=False), folder / "model.safetensors", {"format": "pt", "note": "kept"})
     assert open_checkpoint(folder).extras["hf/__metadata__"] == {"note": "kept"}

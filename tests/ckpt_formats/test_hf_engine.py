@@ -165,7 +165,7 @@ def test_an_adapter_is_read_and_its_optimizer_when_its_order_is_given(samples: P
     assert_is_the_optimizer(open_checkpoint(folder, ReadOptions(order=order)), expected)
 
 
-def test_without_a_configuration_the_order_is_never_guessed(samples: Path) -> None:
+def test_parameter_order_is_never_guessed_without_a_configuration(samples: Path) -> None:
     """The names are in the order of the alphabet, in which shapes would fit other parameters."""
     checkpoint, expected = open_checkpoint(samples / "accelerate"), torch.load(samples / "accelerate.0.truth.pt")
     assert checkpoint.groups == ()
@@ -179,9 +179,7 @@ def test_without_a_configuration_the_order_is_never_guessed(samples: Path) -> No
     assert_is_the_optimizer(ordered, expected)
 
 
-def test_with_the_configuration_beside_them_states_of_accelerate_are_told_to_names(
-    samples: Path, tmp_path: Path
-) -> None:
+def test_states_of_accelerate_get_names_by_the_configuration_beside_them(samples: Path, tmp_path: Path) -> None:
     for file in [*(samples / "accelerate").iterdir(), samples / "models" / "llama" / "config.json"]:
         (tmp_path / file.name).symlink_to(file)
     checkpoint = open_checkpoint(tmp_path)
@@ -189,7 +187,7 @@ def test_with_the_configuration_beside_them_states_of_accelerate_are_told_to_nam
     assert not checkpoint.notices
 
 
-def test_of_several_models_the_further_ones_are_carried(samples: Path) -> None:
+def test_further_models_of_several_are_carried(samples: Path) -> None:
     checkpoint = open_checkpoint(samples / "two")
     first, second = (torch.load(samples / f"two.{i}.truth.pt") for i in (0, 1))
     expected = {n: t for n, t in first["weights"].items() if n != "lm_head.weight"}
@@ -219,7 +217,7 @@ def test_a_cut_model_in_a_trainers_folder_is_read_with_all_that_is_around(sample
 
 
 @pytest.mark.parametrize("name", ["ranks", "consolidated", "consolidated/sharded"])
-def test_what_ranks_wrote_is_put_together(name: str, samples: Path) -> None:
+def test_shards_of_ranks_are_joined(name: str, samples: Path) -> None:
     """Among it a number without axes, which PyTorch's own consolidation turns into zero."""
     assert detect(samples / name).name == "hf"
     checkpoint = open_checkpoint(samples / name)

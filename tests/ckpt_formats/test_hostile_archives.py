@@ -407,7 +407,7 @@ def test_archives_mutated_at_random_say_the_truth_or_are_refused(tmp_path: Path)
     assert {"CorruptError", "same"} <= set(seen)
 
 
-def test_nothing_but_the_file_itself_is_ever_opened_or_written(tmp_path: Path) -> None:
+def test_hostile_archive_opens_and_writes_no_other_file(tmp_path: Path) -> None:
     """A folder of attacks looks after reading as it looked before."""
     for i, data in enumerate(ATTACKS.values()):
         (tmp_path / f"{i}.pt").write_bytes(data)

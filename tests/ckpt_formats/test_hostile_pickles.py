@@ -404,7 +404,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("attack", deep_is_slow(HARMLESS))
-def test_what_is_odd_but_harmless_is_read_as_data(attack: str) -> None:
+def test_odd_but_harmless_pickles_are_read_as_data(attack: str) -> None:
     body, kind = HARMLESS[attack]
     value = load_pickle(pickled(body, protocol=4))
     assert isinstance(value, kind)
@@ -515,7 +515,7 @@ def test_the_tensor_that_the_attacks_vary_is_itself_good(tmp_path: Path) -> None
     assert tensor_of(opened.root).shape == (4,)
 
 
-def test_there_are_more_than_a_hundred_kinds_of_attack() -> None:
+def test_attacks_are_of_more_than_a_hundred_kinds() -> None:
     assert len(FORMS) + len(WHERE_NAMES_HIDE) + len(STRUCTURE) + len(HARMLESS) + len(TENSORS) > 180
 
 

@@ -122,7 +122,7 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(user: Hub, monkeypatch: pyte
         ("public", "hf://org/a/../b", ("no object has a part", "hf://org/a/../b")),
     ],
 )
-def test_what_the_hub_refuses_is_an_error_that_helps(access: str, url: str, words: tuple[str, str], user: Hub) -> None:
+def test_error_of_the_hub_has_a_hint(access: str, url: str, words: tuple[str, str], user: Hub) -> None:
     user.repositories["org/refused"] = Repository(access=access)
     user.repositories["org/refused"].commit(SAMPLES / NAMES[0])
     done = ckpt("inspect", url)

@@ -135,7 +135,7 @@ def test_two_contents_whose_columns_have_the_same_bytes_have_different_ids() -> 
     assert content_id(one, (), {}, {}) != content_id(two, (), {}, {})
 
 
-def test_more_names_of_states_than_can_be_numbered_are_refused(tmp_path: Path) -> None:
+def test_index_refuses_more_names_of_states_than_can_be_numbered(tmp_path: Path) -> None:
     states = {str(i): np.zeros(1, np.int8) for i in range(65_537)}
     halves = [dict(list(states.items())[:40_000]), dict(list(states.items())[40_000:])]
     parameters = [parameter(str(i), half) for i, half in enumerate(halves)]

@@ -115,7 +115,7 @@ def test_splitting_pads_a_vocabulary_with_zeros_that_merging_drops(
     assert not read(padded)[11:].view(np.uint8).any()
 
 
-def test_what_does_not_divide_is_not_split() -> None:
+def test_axis_that_does_not_divide_is_not_split() -> None:
     for rule, shape in (
         (Rule(".*"), (7, 2)),
         (Rule(".*", axis=2), (4, 2)),
@@ -360,7 +360,7 @@ def test_models_of_every_family_come_back_from_any_number_of_ranks(named: str, r
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=3))
-def test_what_each_rank_has_of_its_own_is_stacked_and_handed_out_again(ranks: int, shape: list[int]) -> None:
+def test_values_of_each_rank_are_stacked_and_handed_out_again(ranks: int, shape: list[int]) -> None:
     rule = Rule(".*", "unique")
     shards = [array(DTYPES["float32"], tuple(shape), seed) for seed in range(ranks)]
     whole = merge("rng", list(map(tensor, shards)), rule)

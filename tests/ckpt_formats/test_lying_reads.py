@@ -72,7 +72,7 @@ def test_single_file_is_read_without_the_right_to_list(is_denied: bool, store: L
     assert_exact(f"s3://{BUCKET}/run/single.safetensors")
 
 
-def test_nothing_beside_a_folder_is_listed(store: LyingStore) -> None:
+def test_open_lists_nothing_beside_the_folder(store: LyingStore) -> None:
     store.be_honest()
     store.truth.seen.clear()
     assert_exact(f"s3://{BUCKET}/run/hf")

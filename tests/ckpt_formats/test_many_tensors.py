@@ -128,14 +128,14 @@ def test_changed_metadata_are_read_or_refused_as_without_forms(seed: int) -> Non
         assert outcome(bytes(changed), FORMS) == outcome(bytes(changed), FORMS[:-1])
 
 
-def test_what_was_made_while_the_collector_paused_counts_as_old() -> None:
+def test_objects_count_as_old_when_the_collector_was_paused() -> None:
     with gc_paused():
         lists = [[i] for i in range(20_000)]
     young = {id(one) for one in gc.get_objects(generation=0)}
     assert not young & set(map(id, lists))
 
 
-def test_what_a_program_froze_stays_frozen() -> None:
+def test_gc_paused_leaves_frozen_objects_frozen() -> None:
     own = [["of the program"]]
     gc.freeze()
     try:
@@ -148,7 +148,7 @@ def test_what_a_program_froze_stays_frozen() -> None:
     assert len(lists) == 20_000
 
 
-def test_what_a_program_froze_is_not_counted_for_a_few_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_paused_does_not_count_frozen_objects_when_few_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """To count it takes as long as the program is large."""
     monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted"))
     gc.collect()

@@ -95,12 +95,12 @@ def test_each_format_has_marks() -> None:
     assert list(MARKS) == list(FORMATS)
 
 
-def test_what_a_format_detects_in_the_samples_has_its_marks() -> None:
+def test_sample_that_a_format_detects_has_its_marks() -> None:
     assert len(checked(path for path in (SAMPLES, *SAMPLES.rglob("*")) if path.suffix != ".safetensors")) > 6
 
 
 @pytest.mark.parametrize("start", STARTS, ids=repr)
-def test_what_a_format_detects_by_a_name_has_its_marks(start: bytes, tmp_path: Path) -> None:
+def test_name_that_a_format_detects_has_its_marks(start: bytes, tmp_path: Path) -> None:
     def places() -> Iterator[Path]:
         for i, names in enumerate([*([name] for name in NAMES), *TOGETHER]):
             for name in names:

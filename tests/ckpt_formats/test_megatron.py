@@ -86,7 +86,7 @@ def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
         open_checkpoint(run)
 
 
-def test_where_experts_are_cut_otherwise_only_some_ranks_save(tmp_path: Path) -> None:
+def test_expert_files_are_saved_by_some_ranks_when_experts_are_split_otherwise(tmp_path: Path) -> None:
     """Two tensor-parallel ranks, two experts, each whole on one: the folders are a diagonal, not a grid."""
     tensors, experts = whole(), {i: np.full((24, 8), 100 + i, "f4") for i in range(2)}
     run = tmp_path / "run"

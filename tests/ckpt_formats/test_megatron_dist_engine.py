@@ -58,7 +58,7 @@ def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_megatron_has_loaded_is_what_we_wrote(resumed: Path, case: str) -> None:
+def test_megatron_loads_the_values_that_were_written(resumed: Path, case: str) -> None:
     assert_loaded_is_written(resumed, case, "megatron", states)
 
 

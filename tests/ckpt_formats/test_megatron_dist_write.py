@@ -248,7 +248,7 @@ def test_the_plain_optimizer_counts_steps_once_for_all(tmp_path: Path, low: bool
     assert bool(masters) == low
 
 
-def test_what_an_optimizer_keeps_beside_comes_along(tmp_path: Path) -> None:
+def test_further_states_of_an_optimizer_are_written(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
     scaler = {"grad_scaler": {"scale": 65536.0, "growth_tracker": 3}}
     source = replace(source, extras={**source.extras, "optimizer": scaler})
@@ -319,7 +319,7 @@ def _uneven_steps(source: Checkpoint) -> Checkpoint:
     return replace(source, parameters={**source.parameters, p.name: replace(p, values={"step": 10})})
 
 
-def test_what_lies_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
+def test_extras_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
     beside = parameter("language_model.statistics", {"param": np.arange(3.0)}, "extra")
     source = replace(source, parameters={**source.parameters, beside.name: beside})
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_megatron_could_not_load_is_refused_before_anything_is_written(tmp_path: Path, kind: str) -> None:
+def test_write_refuses_what_megatron_could_not_load_before_it_begins(tmp_path: Path, kind: str) -> None:
     change, options, message = REFUSED[kind]
     source = change(model("llama", args_of("llama", 2, 2)))
     with pytest.raises(CkptError, match=message):
@@ -384,7 +384,7 @@ def test_a_pile_is_its_tensors_by_place(data: st.DataObject) -> None:
     assert bits(read(pile.crop(box))) == bits(np.ascontiguousarray(whole[box.index]))
 
 
-def test_of_buffers_the_experts_have_their_own_and_the_rest_is_in_the_others() -> None:
+def test_experts_have_buffers_of_their_own() -> None:
     """With experts whose ranks are other than those of the rest, each has an optimizer, and buffers, of its own."""
     source = model("moe", args_of("moe", LAYERS, 4))
     target = resolve_layout(source, MegatronDist(ep=2, dp=2))

@@ -74,7 +74,7 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "container"), CASES, ids=lambda value: str(value))
-def test_what_is_no_tensor_comes_along(megatron_folder: Path, name: str, container: str) -> None:
+def test_values_that_are_no_tensors_are_carried(megatron_folder: Path, name: str, container: str) -> None:
     kind = KINDS[name]
     checkpoint = open_checkpoint(megatron_folder / name / container)
     format_name = "megatron-legacy" if container == "legacy" else "megatron"

@@ -72,7 +72,7 @@ def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_megatron_has_loaded_is_what_we_wrote(resumed: Path, case: str) -> None:
+def test_megatron_loads_the_values_that_were_written(resumed: Path, case: str) -> None:
     assert_loaded_is_written(resumed, case, "megatron-legacy", states)
 
 
@@ -107,7 +107,7 @@ def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path,
 
 
 @pytest.mark.parametrize("name", ["gpt_tied_tp2/dp", "moe_ep2/fully", "llama_uneven/dp", "gpt_fp32_tp2/plain"])
-def test_what_was_torch_dist_becomes_the_files_that_megatron_wrote(
+def test_torch_dist_source_becomes_the_legacy_files_that_megatron_wrote(
     megatron_folder: Path, tmp_path: Path, name: str
 ) -> None:
     kind = name.split("/")[0]

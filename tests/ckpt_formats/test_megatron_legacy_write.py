@@ -54,7 +54,7 @@ def degrees(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 @settings(max_examples=examples(6))
 @given(data=st.data())
 @EACH_FAMILY
-def test_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:
+def test_reshard_there_and_back_over_any_degrees_is_the_identity(family: str, data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 4))
     arguments = args_of(family, layers, UNIT)
     arguments["transformer_impl"] = data.draw(st.sampled_from(["local", "transformer_engine"]))
@@ -273,7 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], type[CkptError], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, case: str) -> None:
+def test_write_refuses_impossible_layouts_before_it_begins(tmp_path: Path, case: str) -> None:
     options, kind, message = BAD[case]
     refused(model("moe", args_of("moe", 3, 4)), tmp_path, message, kind, **options)
 

@@ -37,14 +37,14 @@ def assert_is_the_truth(actual: Checkpoint, sample: Path) -> None:
         assert np.array_equal(got, array), key
 
 
-def test_it_is_what_the_run_held(sample: Path) -> None:
+def test_sample_has_the_values_of_its_run(sample: Path) -> None:
     checkpoint = open_checkpoint(sample)
     assert_is_the_truth(checkpoint, sample)
     assert find_problems(checkpoint, Execution()) == []
 
 
 @pytest.mark.quick(1)
-def test_it_is_the_same_in_any_layout(sample: Path, tmp_path: Path) -> None:
+def test_sample_has_the_same_values_in_any_layout(sample: Path, tmp_path: Path) -> None:
     """Along a path of layouts, each made of the one before."""
     at = sample
     for number, degrees in enumerate(DEGREES):
@@ -57,7 +57,7 @@ def test_it_is_the_same_in_any_layout(sample: Path, tmp_path: Path) -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "universal", "dcp", "torch"])
-def test_it_is_the_same_in_any_format(sample: Path, tmp_path: Path, to: str) -> None:
+def test_sample_has_the_same_values_in_any_format(sample: Path, tmp_path: Path, to: str) -> None:
     assert ckpt("convert", sample, tmp_path / "made", "--to", to).code == 0
     assert_is_the_truth(open_checkpoint(tmp_path / "made"), sample)
 

@@ -48,13 +48,13 @@ def test_the_origin_says_how_many_chunks_a_stage_has(stages: Stages | None, vpp:
 @pytest.mark.parametrize(
     ("fields", "pieces"), [({}, 1), ({"checkpoint_version": 0.9}, 1), ({"checkpoint_version": 1.0}, 0)]
 )
-def test_where_no_version_is_said_it_is_the_first(fields: Any, pieces: int) -> None:
+def test_version_is_the_first_when_none_is_stated(fields: Any, pieces: int) -> None:
     """Megatron itself takes it so. Then each rank held q, k and v as three pieces."""
     extras = {"args": arguments(num_layers=1, hidden_size=4, num_attention_heads=2).record, **fields}
     assert layout_of(checkpoint([], (), extras)).sizes["qkv_pieces"] == pieces
 
 
-def test_only_the_first_stage_has_buckets_that_end_early() -> None:
+def test_buckets_end_early_in_the_first_stage_only() -> None:
     stated = arguments(overlap_grad_reduce=True, ddp_bucket_size=100)
     assert [buckets_of(stated, Parallel(1, 3), stage, 2, 1000).sizes for stage in range(3)] == [
         (100,),

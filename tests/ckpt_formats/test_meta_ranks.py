@@ -98,7 +98,9 @@ def change(path: Path, **values: Any) -> None:
         (lambda m: (m / "params.json").write_text(json.dumps(PARAMS | {"n_kv_heads": 3})), RulesError, "wk.weight"),
     ],
 )
-def test_what_is_no_whole_model_is_refused(harm: Any, error: type[CkptError], words: str, tmp_path: Path) -> None:
+def test_meta_ranks_are_refused_when_the_model_is_incomplete(
+    harm: Any, error: type[CkptError], words: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "m"
     save(folder, 4, False)
     harm(folder)

@@ -131,7 +131,7 @@ def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, .
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 2)])
-def test_what_is_no_stack_of_so_many_is_refused(shape: tuple[int, ...]) -> None:
+def test_stack_of_experts_is_refused_when_its_size_is_another(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError):
         unstacked(of(np.zeros(shape)), 2)
 
@@ -216,7 +216,7 @@ def test_a_configuration_that_does_not_tell_how_many_layers_gives_no_names(field
     assert table.expected_names(fields) is None
 
 
-def test_only_models_whose_tensors_the_table_lists_have_it() -> None:
+def test_table_is_of_models_whose_tensors_it_lists() -> None:
     assert table_for(SAID) is not None
     assert table_for(SAID | {"architectures": None}) is not None
     assert table_for(SAID | {"architectures": ["LlamaForSequenceClassification"]}) is None

@@ -155,7 +155,7 @@ def trained(config: Mapping[str, Any]) -> Checkpoint:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(deadline=None, max_examples=examples(10))
 @given(st.data())
-def test_there_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
+def test_translation_there_and_back_is_the_identity(family: str, data: st.DataObject) -> None:
     source = trained(data.draw(configs(family)))
     there = to_megatron(source)
     check_complete(there)
@@ -350,7 +350,7 @@ def _factored(one: Parameter) -> Parameter:
 
 
 @pytest.mark.parametrize("kind", TO_MEGATRON)
-def test_what_cannot_have_megatrons_names_is_refused(kind: str) -> None:
+def test_translation_refuses_models_without_names_of_megatron(kind: str) -> None:
     make, error, message = TO_MEGATRON[kind]
     with pytest.raises(error, match=message):
         to_megatron(make())
@@ -433,7 +433,7 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
 
 
 @pytest.mark.parametrize("kind", TO_HF)
-def test_what_is_of_no_family_is_refused(kind: str) -> None:
+def test_translate_refuses_models_of_no_family(kind: str) -> None:
     make, error, message = TO_HF[kind]
     with pytest.raises(error, match=message):
         to_hf(make())
@@ -448,7 +448,7 @@ def test_arguments_may_lack_what_a_configuration_says() -> None:
 
 @pytest.mark.parametrize("kept", ["embedding", "input_layernorm", "linear_fc2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_a_part_of_a_model_the_arguments_tell_the_family(family: str, kept: str) -> None:
+def test_arguments_state_the_family_of_a_part_of_a_model(family: str, kept: str) -> None:
     """Whose tensors they are does not show in their names: all families have them."""
     kind = {"mixtral": {"num_local_experts": 2}, "mistral": {"sliding_window": 5}}.get(family, {})
     config = {**CONFIGURATION, "model_type": family, **kind}
@@ -471,7 +471,7 @@ def test_a_part_that_may_be_of_several_families_is_not_guessed() -> None:
         to_hf(part, partial=True)
 
 
-def test_what_configuration_and_arguments_say_differently_is_told() -> None:
+def test_notes_name_what_configuration_and_arguments_state_differently() -> None:
     converted = to_hf(in_megatron(rotary_base=500000), CONFIGURATION)
     assert any("theta 10000.0 and 500000.0" in notice for notice in converted.notices)
 
@@ -614,7 +614,7 @@ def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_what_is_no_weight_tells_nothing_of_the_family() -> None:
+def test_family_is_found_by_weights_alone() -> None:
     original = in_megatron()
     state = parameter("rng_state/0", {"param": array(F32, (3,))}, "extra")
     converted = to_hf(replace(original, parameters={**original.parameters, state.name: state}))
@@ -638,7 +638,7 @@ def test_tensors_that_are_left_out_are_not_missed(tmp_path: Path) -> None:
     assert len(open_checkpoint(tmp_path / "some").parameters) == 3
 
 
-def test_what_is_said_of_approximate_states_stays_with_their_values() -> None:
+def test_error_figures_stay_with_the_values_of_approximate_states() -> None:
     """Of a piece what was said of the whole, of a whole what was said of each of its pieces."""
     source = configured()
     q, k, up, norm = (
@@ -713,7 +713,7 @@ def under(source: Checkpoint, prefix: str) -> Checkpoint:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
-def test_what_wraps_a_model_is_taken_off_with_all_states(prefix: str) -> None:
+def test_wrappers_of_a_model_are_removed_from_the_names_of_all_states(prefix: str) -> None:
     source = trained(CONFIGURATION)
     converted = use_names(under(source, prefix), "hf")
     assert (contents(converted), converted.groups) == (contents(source), source.groups)

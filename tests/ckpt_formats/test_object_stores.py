@@ -89,7 +89,7 @@ def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_pat
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick(3)
-def test_what_is_requested_ahead_gives_the_same(
+def test_requests_ahead_give_the_same_bytes(
     name: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for large files: blocks of small ones are not used, and requests are small, so that there are many of them.
@@ -175,7 +175,7 @@ def test_a_dry_run_counts_what_checksums_need(user: StoreServer, tmp_path: Path)
     assert json.loads(done.out)["store_reads"]["nbytes"] >= sum(seal.nbytes for seal in seals) > 3 * parameter.nbytes
 
 
-def test_what_was_replaced_is_read_anew_when_it_is_opened_again(user: StoreServer, tmp_path: Path) -> None:
+def test_replaced_object_is_read_anew_when_opened_again(user: StoreServer, tmp_path: Path) -> None:
     """In one process: nothing of the store is kept from one opening to the next."""
     for number in (1.0, 2.0):
         save_file({"w": np.full((300,), number, np.float32)}, tmp_path / "model.safetensors")
@@ -261,7 +261,7 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path, m
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(SAMPLES), "")[:40] if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_done_is_refused(
+def test_store_refuses_what_it_cannot_do(
     arguments: tuple[object, ...], words: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -309,7 +309,7 @@ def test_paths_from_paths(user: StoreServer) -> None:
     assert not (path.parent / "no-such").exists()
 
 
-def test_without_a_url_nothing_of_stores_is_imported() -> None:
+def test_stores_are_not_imported_without_a_url() -> None:
     code = (
         "import sys, ckpt, ckpt_cli.main; ckpt.open(sys.argv[1]);"
         "print([m for m in sys.modules if m.split('.')[0] in ('obstore', 'boto3') or 'object_store' in m])"

@@ -79,7 +79,7 @@ def test_a_header_that_disagrees_is_named(
     assert re.search(message, finding.what)
 
 
-def test_in_a_chain_the_member_that_names_the_pack_is_checked_too(tmp_path: Path) -> None:
+def test_header_of_a_shared_pack_is_compared_with_each_member_that_names_it(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((200, 200)).astype(np.float32)
     for step in (1, 2):
         source = checkpoint([parameter("v", {"fp32": values})], origin=Origin("held", None, step))

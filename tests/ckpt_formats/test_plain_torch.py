@@ -297,7 +297,7 @@ def test_tied_weights_share_their_storage_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values_of", [lambda p: p.data, lambda p: p], ids=["tensors", "parameters"])
-def test_what_we_write_loads_without_running_anything(values_of: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_written_file_loads_with_weights_only(values_of: Callable[[Any], Any], tmp_path: Path) -> None:
     net, optimizer = trained("adamw", "three groups")
     torch.save(
         {"model": {n: values_of(p) for n, p in net.named_parameters()}, "optimizer": optimizer.state_dict()},
@@ -316,7 +316,7 @@ def through(source: Checkpoint, at: Path) -> Checkpoint:
     return Torch().read(at / "file.pt", ReadOptions())
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_written_checkpoint_is_read_back_the_same(tmp_path: Path) -> None:
     source = everything()
     reopened = through(source, tmp_path)
     assert contents(reopened) == contents(source)

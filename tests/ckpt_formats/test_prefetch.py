@@ -171,7 +171,7 @@ def test_a_wrong_plan_is_not_followed() -> None:
     assert store.nbytes < (128 + 8 * 16) * MiB
 
 
-def test_what_is_not_planned_is_left_to_the_reader() -> None:
+def test_prefetch_leaves_reads_that_were_not_planned_to_the_reader() -> None:
     store = Objects()
     with prefetch([store.range("a", 0, 1000)]) as ahead:
         assert ahead.reads[0].read_into(StorePath(store, "b"), 0, memoryview(bytearray(5))) == 0  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ def test_a_user_states_how_patient_requests_are(name: str, monkeypatch: pytest.M
             RetryPolicy.of_user()
 
 
-def test_what_cannot_pass_is_not_repeated() -> None:
+def test_prefetch_repeats_no_request_that_cannot_succeed() -> None:
     pauses = list[float]()
 
     def request() -> int:

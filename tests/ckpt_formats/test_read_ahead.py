@@ -109,7 +109,7 @@ def test_a_request_that_failed_is_made_again_by_the_next_read() -> None:
     assert read(ahead, "a", 100, 0, 100) == content("a", 0, 100)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_read_ahead_is_bounded() -> None:
     requests = Requests()
     ahead = ReadAhead(requests)
     for number in range(400):

@@ -168,7 +168,7 @@ def test_a_pattern_that_can_run_for_ever_is_refused(pattern: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", [r"(a+)+b", r"(a|aa)+b", r"(?:a?a?)*b", ".*" * 30 + "b"])
-def test_what_is_refused_would_really_hang(pattern: str) -> None:
+def test_pattern_that_is_refused_would_hang(pattern: str) -> None:
     code = (
         "import re, signal; signal.setitimer(signal.ITIMER_VIRTUAL, 1)\n"
         f"re.fullmatch({pattern!r}, {ENDLESS[pattern]!r} * 60)"
@@ -178,7 +178,7 @@ def test_what_is_refused_would_really_hang(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ORDINARY)
 @pytest.mark.timeout(20)
-def test_what_is_taken_ends_soon_on_long_names(pattern: str) -> None:
+def test_pattern_that_is_accepted_ends_soon_on_long_names(pattern: str) -> None:
     for name in ("a" * 400, "layers.1." * 40, "1" * 400, "." * 400, "weight" * 70):
         Rule(pattern).matches(name + "!")
 

@@ -104,7 +104,7 @@ def test_any_cut_into_shards_holds_everything_once(held: dict[str, np.ndarray], 
             assert [f.name for f in files] == ["model.safetensors"]
 
 
-def test_only_the_models_tensors_are_written_and_the_rest_is_said_to_be_lost(tmp_path: Path) -> None:
+def test_safetensors_target_has_the_tensors_of_the_model_and_notes_name_the_rest(tmp_path: Path) -> None:
     source = everything()
     reopened = write(source, tmp_path / "target")
     assert {n for n, _ in contents(reopened)} == {n for n, p in source.parameters.items() if p.role != "extra"}
@@ -168,7 +168,7 @@ def test_a_folder_of_shards_reads_by_itself_or_by_its_index(ask: Callable[[Path]
     assert [shard.role for shard in reopened.files] == ["model"] * 3 + ["index"]
 
 
-def test_one_of_the_shards_reads_alone_when_asked_for(tmp_path: Path) -> None:
+def test_shard_is_read_alone_when_named(tmp_path: Path) -> None:
     at, _ = shards(tmp_path)
     assert list(open_checkpoint(at / "model-00002-of-00003.safetensors").parameters) == ["w2", "w3"]
 

@@ -86,7 +86,7 @@ def partitions(draw: st.DrawFn, nbytes: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_what_anybody_reads_in_any_order_settles(kind: Sealing, data: st.DataObject) -> None:
+def test_seal_checks_decide_by_whatever_readers_read_in_any_order(kind: Sealing, data: st.DataObject) -> None:
     content = data.draw(st.binary(min_size=1, max_size=200))
     readers = data.draw(st.lists(st.one_of(ranges(len(content)), partitions(len(content))), min_size=1, max_size=4))
     with folder() as at:
@@ -122,7 +122,7 @@ def test_every_single_bit_of_a_small_range_counts_and_none_beside_it(kind: Seali
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_broken_of_many_seals_are_named(kind: Sealing, tmp_path: Path) -> None:
+def test_seal_checks_name_only_damaged_seals_of_many(kind: Sealing, tmp_path: Path) -> None:
     seals = [sealed(tmp_path / str(i), kind, os.urandom(64)) for i in range(200)]  # more files than stay open
     broken = [seals[i] for i in (0, 77, 199)]
     for seal in broken:
@@ -211,7 +211,7 @@ def test_checksums_of_neighbours_combine(first: bytes, second: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=50)))
-def test_what_is_written_is_sealed(pieces: list[bytes]) -> None:
+def test_write_sealed_returns_the_checksum_of_the_file(pieces: list[bytes]) -> None:
     with folder() as at:
         seal = write_sealed(at, "file", pieces)
         assert (at / "file").read_bytes() == b"".join(pieces)

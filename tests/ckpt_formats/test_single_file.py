@@ -46,7 +46,7 @@ def source() -> Checkpoint:
 @pytest.mark.parametrize(
     "options", [{}, {"pack_nbytes": 1}, {"codec": "auto"}, {"codec": "auto", "pack_nbytes": 300}], ids=str
 )
-def test_one_file_has_the_values_of_the_folder(options: dict[str, object], tmp_path: Path) -> None:
+def test_single_file_has_the_values_of_the_folder(options: dict[str, object], tmp_path: Path) -> None:
     save(source(), tmp_path / "folder", Universal(**options), resources=EFFORT)
     save(source(), tmp_path / "one.ucp", Universal(**options), resources=EFFORT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "one.ucp"]
@@ -211,7 +211,7 @@ def test_a_manifest_that_states_other_packs_is_refused(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_more_states_than_a_header_can_have_are_refused_before_anything_is_written(
+def test_single_file_refuses_more_states_than_a_header_can_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_formats.universal.format.MAX_HEADER", 1000)

@@ -63,7 +63,7 @@ def test_opening_shards_takes_64_kib_of_each(store: LyingStore) -> None:
 
 
 @pytest.mark.parametrize(("folder", "most"), [("hf", 2), ("dcp", 8)])
-def test_one_tensor_takes_its_bytes(folder: str, most: int, store: LyingStore) -> None:
+def test_reading_a_tensor_requests_its_bytes_only(folder: str, most: int, store: LyingStore) -> None:
     run = ckpt.open(f"s3://{BUCKET}/{folder}")
     received(store)
     assert (run[NAME][:] == 7).all()

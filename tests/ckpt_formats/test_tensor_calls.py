@@ -83,7 +83,7 @@ def _changed(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_most_tensors_are_matched(saved: tuple[bytes, Archive], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_calls_match_most_tensors(saved: tuple[bytes, Archive], monkeypatch: pytest.MonkeyPatch) -> None:
     matches = []
     match = tensor_calls.TensorCalls.match
     monkeypatch.setattr(tensor_calls.TensorCalls, "match", lambda *args: matches.append(match(*args)) or matches[-1])

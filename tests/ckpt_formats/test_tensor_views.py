@@ -43,7 +43,7 @@ def test_a_matrix_with_its_axes_exchanged(data: st.DataObject) -> None:
         assert_shows(transposed(data.draw(scattered(at, values))), values.T, data)
 
 
-def test_only_what_lies_plainly_in_a_file_is_transposed() -> None:
+def test_transposed_view_is_of_plain_values_of_a_file_only() -> None:
     with pytest.raises(UnsupportedError, match="cannot be transposed"):
         transposed(tensor(np.zeros((2, 3), np.float32)))
 

@@ -306,7 +306,7 @@ def test_a_file_of_a_plain_pickle_is_read_whatever_it_holds(value: Any, tmp_path
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_what_we_write_from_what_we_read_says_the_same_to_us_and_to_torch(tmp_path: Path, tree: str) -> None:
+def test_file_written_again_reads_the_same_by_ckpt_and_torch(tmp_path: Path, tree: str) -> None:
     source, copy = tmp_path / "source.pt", tmp_path / "copy.pt"
     torch.save(TREES[tree](), source)
     opened = open_file(source)
@@ -715,7 +715,7 @@ def test_a_file_of_a_big_endian_machine_is_refused_with_its_reason(tmp_path: Pat
         open_file(tmp_path / "b.pt")
 
 
-def test_what_is_no_checkpoint_is_refused_with_a_typed_error(tmp_path: Path) -> None:
+def test_open_file_refuses_what_is_no_checkpoint_with_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_text("global_step5\n")
     (tmp_path / "trailing").write_bytes(pickle.dumps({"a": 1}) + b"more")
@@ -785,7 +785,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trees, st.lists(tensors(), max_size=3))
-def test_what_we_write_is_what_torch_reads_safely_and_what_we_read(
+def test_written_file_is_read_by_torch_safely_and_by_ckpt(
     tmp_path: Path, tree: Value, given_tensors: list[Tensor]
 ) -> None:
     path = tmp_path / "file.pt"
@@ -881,7 +881,7 @@ def test_memory_stays_bounded_while_a_large_tensor_is_written(tmp_path: Path) ->
         assert seal_is_valid(seal, reader)
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+def test_write_refuses_values_that_torch_cannot_store_before_it_begins(tmp_path: Path) -> None:
     for value in (object(), np.array([object()]), np.zeros(2, [("a", "i4")]), 1 << 9000, lambda: 1, datetime.now()):
         with pytest.raises(UnsupportedError):
             write_file(tmp_path / "a.pt", [value], lambda tensor: iter(()))

@@ -61,7 +61,7 @@ def test_a_checkpoint_survives_being_a_tree(keys: StateKeys) -> None:
 
 
 @pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
-def test_without_our_record_scripts_find_masters_counters_and_groups(keys: StateKeys) -> None:
+def test_training_state_has_masters_counters_and_groups_without_a_record(keys: StateKeys) -> None:
     source = everything()
     tree = state_tree(source, keys)
     del tree[KEY]
@@ -156,7 +156,7 @@ def test_scripts_find_what_they_saved_beside_model_and_optimizer() -> None:
 @pytest.mark.parametrize(
     "clash", [{"a": {"b": {"c": 1}, "b.c": 2}}, {"a": {"b": 1}, "a.b": 2}, {"model": 1}, {"model.w": 1}], ids=str
 )
-def test_what_would_flatten_to_a_name_twice_is_carried_in_our_record(clash: dict[str, Any]) -> None:
+def test_names_that_clash_when_flattened_are_carried_in_the_record(clash: dict[str, Any]) -> None:
     w = parameter("w", {"param": array(F32, (2,))})
     source = checkpoint([w], extras=clash)
     tree = state_tree(source, STYLES["nested"])
@@ -235,7 +235,7 @@ def test_options_are_added_for_adam_of_other_engines_alone() -> None:
     assert added_options(ours) == ()
 
 
-def test_what_lies_between_the_tensors_is_carried_where_the_model_has_no_dict_of_its_own() -> None:
+def test_values_between_tensors_are_carried_when_the_model_has_no_dict_of_its_own() -> None:
     one, other = tensor(array(F32, (2,))), tensor(array(F32, (3,)))
     state = training_state({"a": {"w": one, "n": 5, "pair": (other, 7), "none": {"x": 1}}, "top": 5}, WHERE)
     assert [name for name, p in state.parameters.items() if p.role != "extra"] == ["a.w"]
@@ -274,6 +274,6 @@ def test_optimizers_of_a_submodule_each_are_told_by_how_many_parameters_they_hav
 
 
 @pytest.mark.parametrize("other", [None, 3, {}, {"model": 1, "optimizer": None, "flat": False}, {"model": "m"}])
-def test_what_is_no_keying_is_none(other: Any) -> None:
+def test_keys_of_no_known_form_are_none(other: Any) -> None:
     assert keys_of(other) is None
     assert keys_of(StateKeys().to_json()) == StateKeys()

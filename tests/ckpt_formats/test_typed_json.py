@@ -66,7 +66,7 @@ def test_numpy_arrays_and_scalars_of_every_type_come_back(dtype: np.dtype) -> No
     [np.array([object()]), np.array([(1, 2)], "i4,i4"), object(), len, 1j.__class__, range(3)],
     ids=lambda value: str(type(value)),
 )
-def test_what_has_no_place_is_refused_when_written(value: Any) -> None:
+def test_encode_refuses_values_without_a_form(value: Any) -> None:
     with pytest.raises(UnsupportedError):
         encode({"a": [value]})
 
@@ -204,7 +204,7 @@ HOSTILE: list[Any] = [
 
 @pytest.mark.parametrize("entry", HOSTILE, ids=str)
 @pytest.mark.parametrize("wrap", [lambda entry: entry, lambda entry: {"a": [entry]}, lambda entry: {"$tuple": [entry]}])
-def test_what_encode_never_wrote_is_corrupt(entry: Any, wrap: Any) -> None:
+def test_decode_refuses_what_encode_never_wrote(entry: Any, wrap: Any) -> None:
     with pytest.raises(CorruptError):
         decode(wrap(entry), HERE)
 

@@ -97,7 +97,7 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
 
 
 @given(checkpoints())
-def test_what_is_written_is_what_is_read(source: Checkpoint) -> None:
+def test_written_checkpoint_is_read_back_the_same(source: Checkpoint) -> None:
     with folder() as at:
         reopened = write(source, at / "target")
         assert_same(reopened, source)
@@ -191,7 +191,7 @@ def test_extras_that_name_a_tensor_which_is_not_there_are_damage(value: Value, t
         Universal().read(tmp_path / "target", ReadOptions())
 
 
-def test_what_two_places_of_the_extras_share_is_read_as_one(tmp_path: Path) -> None:
+def test_value_that_two_places_of_the_extras_share_is_read_as_one(tmp_path: Path) -> None:
     shared = [torch.arange(3.0)]
     torch.save({"model": {"w": torch.ones(2)}, "rng": {"a": shared, "b": {"c": shared}}}, tmp_path / "saved.pt")
     places = open_checkpoint(tmp_path / "saved.pt").extras["rng"]
@@ -277,7 +277,7 @@ def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: 
     ],
     ids=["complex128"],
 )
-def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(bad: Parameter, tmp_path: Path) -> None:
+def test_write_refuses_what_safetensors_cannot_hold_before_it_begins(bad: Parameter, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError):
         Universal().plan(checkpoint([bad]))
 
@@ -787,7 +787,7 @@ def test_slabs_and_workers_do_not_show_in_the_files(data: st.DataObject) -> None
 
 
 @given(shapes())
-def test_only_what_is_asked_for_is_read(shape: tuple[int, ...]) -> None:
+def test_read_takes_the_requested_values_only(shape: tuple[int, ...]) -> None:
     """Reading opens the manifest: parameter files may be noise of the right size."""
     with folder() as at:
         reopened = write(checkpoint([parameter("w", {MODEL: np.zeros(shape)})]), at / "target")

@@ -263,7 +263,7 @@ def runs(path: Path, target: Path) -> list[Ran]:
 
 
 @of(REFUSED)
-def test_what_contradicts_itself_or_lacks_something_is_refused_by_all_commands(
+def test_contradictory_or_incomplete_checkpoints_are_refused_by_all_commands(
     change: Change, changed: Path, tmp_path: Path
 ) -> None:
     for done in runs(changed, tmp_path / "out"):
@@ -274,7 +274,7 @@ def test_what_contradicts_itself_or_lacks_something_is_refused_by_all_commands(
 
 
 @of(SAID)
-def test_what_is_special_is_said_by_all_commands(change: Change, changed: Path, tmp_path: Path) -> None:
+def test_special_cases_are_noted_by_all_commands(change: Change, changed: Path, tmp_path: Path) -> None:
     for done in runs(changed, tmp_path / "out"):
         assert done.code == 0, done.err
         for words in change.says:
@@ -464,9 +464,7 @@ DCP: dict[str, tuple[Callable[[Path], object], int, str]] = {
 
 
 @pytest.mark.parametrize(("harm", "code", "says"), DCP.values(), ids=list(DCP))
-def test_what_the_metadata_of_a_dcp_say_and_what_is_there_is_compared(
-    harm: Harm, code: int, says: str, tmp_path: Path
-) -> None:
+def test_metadata_of_a_dcp_are_compared_with_its_files(harm: Harm, code: int, says: str, tmp_path: Path) -> None:
     folder = _dcp(tmp_path / "saved", train_state={"step": 5})
     harm(folder)
     if "names are split" in says:

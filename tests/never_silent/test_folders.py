@@ -93,7 +93,7 @@ def test_every_file_and_folder_that_was_not_read_is_named(more: dict[str, Any], 
     "pattern",
     ["dcp-2.13-fsdp2-w2", "deepspeed-*-zero1*", "megatron-*-dist", "megatron-*-legacy", "ds_to_universal*zero1*"],
 )
-def test_what_lies_beside_an_engines_files_is_named(pattern: str, tmp_path: Path) -> None:
+def test_notes_name_other_files_beside_those_of_an_engine(pattern: str, tmp_path: Path) -> None:
     folder = sample(pattern, tmp_path / "c")
     before = " ".join(map(str, open_checkpoint(folder).notices))
     assert "not read" not in before
@@ -162,7 +162,7 @@ def test_a_file_that_the_index_does_not_name_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_index", [True, False])
-def test_one_shard_of_a_model_is_read_and_said_to_be_one(with_index: bool, tmp_path: Path) -> None:
+def test_shard_of_a_model_is_read_with_a_note(with_index: bool, tmp_path: Path) -> None:
     folder = indexed(tmp_path / "m")
     if not with_index:
         (folder / "model.safetensors.index.json").unlink()
@@ -204,7 +204,7 @@ def test_a_file_that_a_rank_wrote_by_its_name_is_said_to_be_one(tmp_path: Path) 
     assert "one rank of several wrote this file" in ckpt("inspect", folder / "model_rank0.pt").err
 
 
-def test_one_tensor_parallel_file_of_metas_is_refused_and_the_folder_named(tmp_path: Path) -> None:
+def test_meta_file_of_several_is_refused_and_the_hint_names_the_folder(tmp_path: Path) -> None:
     folder = put(tmp_path / "m", consolidated__00__pth=WEIGHTS, params__json={})
     holds(folder, WEIGHTS)
     put(folder, consolidated__01__pth=WEIGHTS)
@@ -216,7 +216,7 @@ def test_one_tensor_parallel_file_of_metas_is_refused_and_the_folder_named(tmp_p
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_one_file_of_metas_whose_others_are_lost_is_incomplete(as_file: bool, tmp_path: Path) -> None:
+def test_meta_file_is_incomplete_when_the_others_are_missing(as_file: bool, tmp_path: Path) -> None:
     weights = {"tok_embeddings.weight": torch.ones(8, 2), "norm.weight": torch.ones(4)}
     folder = put(tmp_path / "m", consolidated__00__pth=weights)
     done = ckpt("verify", folder / "consolidated.00.pth" if as_file else folder)
@@ -354,7 +354,7 @@ def around(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", ["universal", "torch", "dcp"])
-def test_what_the_trainer_leaves_around_deepspeed_is_carried(target: str, tmp_path: Path) -> None:
+def test_trainer_files_around_deepspeed_are_carried(target: str, tmp_path: Path) -> None:
     folder = around(sample("deepspeed-*-zero1*", tmp_path / "run"))
     carried = {"hf/config.json", "hf/trainer_state.json", "hf/scheduler.pt", "hf/rng_state_0.pth", "hf/tokenizer.json"}
     assert detect(folder).name == "deepspeed"
@@ -370,7 +370,7 @@ def test_what_the_trainer_leaves_around_deepspeed_is_carried(target: str, tmp_pa
         assert again["hf/trainer_state.json"] == {"global_step": 5, "epoch": 1.5}
 
 
-def test_what_the_trainer_leaves_around_deepspeed_survives_a_reshard(tmp_path: Path) -> None:
+def test_trainer_files_around_deepspeed_survive_a_reshard(tmp_path: Path) -> None:
     folder = around(sample("deepspeed-*-zero1*", tmp_path / "run"))
     assert ckpt("reshard", folder, tmp_path / "out", "--dp", "1").code == 0
     again = open_checkpoint(tmp_path / "out").extras
@@ -403,7 +403,7 @@ def _gone(*names: str) -> Callable[[Path], None]:
         ("universal-1-coded", _gone("manifest.json"), "manifest.json is missing"),
     ],
 )
-def test_what_is_left_of_an_engines_checkpoint_is_incomplete(
+def test_remains_of_a_checkpoint_of_an_engine_are_incomplete(
     pattern: str, harm: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
     folder = sample(pattern, tmp_path / "c")
@@ -439,7 +439,7 @@ def test_the_one_checkpoint_of_a_folder_is_read_and_the_rest_named(tmp_path: Pat
     holds(tmp_path / "run", WEIGHTS)
 
 
-def test_of_several_checkpoints_the_one_that_a_pointer_names_is_read(tmp_path: Path) -> None:
+def test_run_is_read_at_the_checkpoint_that_a_pointer_names(tmp_path: Path) -> None:
     for step in (5, 20):
         put(tmp_path / "run" / f"step_{step}", model__safetensors=WEIGHTS if step == 5 else OTHER)
     done = ckpt("verify", tmp_path / "run")
@@ -458,7 +458,7 @@ def test_of_several_checkpoints_the_one_that_a_pointer_names_is_read(tmp_path: P
     assert ckpt("verify", tmp_path / "run").code == BROKEN
 
 
-def test_of_the_trainers_checkpoints_the_newest_is_read_with_a_note(tmp_path: Path) -> None:
+def test_run_of_a_trainer_is_read_at_its_newest_checkpoint_with_a_note(tmp_path: Path) -> None:
     for step, weights in ((5, WEIGHTS), (10, OTHER)):
         put(tmp_path / "run" / f"checkpoint-{step}", model__safetensors=weights, config__json=CONFIG)
     put(tmp_path / "run", trainer_state__json={})
@@ -536,7 +536,7 @@ def test_the_components_of_a_pipeline_are_read_under_their_names(tmp_path: Path)
     assert load_file(out).keys() == unet.keys()
 
 
-def test_what_a_pipeline_has_twice_or_besides_is_named(tmp_path: Path) -> None:
+def test_notes_name_what_a_pipeline_has_twice_or_besides(tmp_path: Path) -> None:
     folder = pipeline(tmp_path / "p")
     put(folder / "unet", diffusion_pytorch_model__fp16__safetensors=WEIGHTS)
     put(folder / "vae", diffusion_pytorch_model__safetensors=WEIGHTS)

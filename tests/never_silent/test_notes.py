@@ -161,9 +161,7 @@ def test_levels_of_compression_differ(tmp_path: Path) -> None:
     assert ckpt("compress", tmp_path / "a.pt", tmp_path / "fast", "--level", "fast").code == 2
 
 
-def test_who_waits_at_a_terminal_is_told_what_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_shows_what_is_being_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for watched in (True, False):
         with progress.announced("reading the headers of run ...", 0.01, lambda watched=watched: watched):
             time.sleep(0.1)

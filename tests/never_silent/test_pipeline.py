@@ -284,7 +284,7 @@ NTH = {"written": 2, "journalled": 2}
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename"])
-def test_what_was_killed_goes_on_and_gives_the_same(point: str, tmp_path: Path) -> None:
+def test_killed_command_continues_and_gives_the_same(point: str, tmp_path: Path) -> None:
     source = save(tmp_path / "a.pt")
     small = ("--pack-size", 1)
     assert ckpt("convert", source, tmp_path / "good", *small).code == 0
@@ -330,7 +330,7 @@ def test_a_copy_that_a_killed_restore_left_behind_is_removed(then: str, tmp_path
     assert ckpt("verify", tmp_path / "out").code == 0
 
 
-def test_what_another_process_is_writing_beside_is_not_swept(tmp_path: Path) -> None:
+def test_clean_leaves_what_another_process_is_writing(tmp_path: Path) -> None:
     source = save(tmp_path / "a.pt")
     folder = tmp_path / ".other.ckpt-partial"
     folder.mkdir()
@@ -596,7 +596,7 @@ def test_wrong_usage_is_2_and_says_what_is_wrong(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "a folder as file"])
-def test_what_is_no_file_is_no_source(kind: str, tmp_path: Path) -> None:
+def test_source_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     if kind == "fifo":
         os.mkfifo(path)

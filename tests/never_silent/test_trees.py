@@ -172,7 +172,7 @@ def test_an_optimizer_alone_is_carried_and_is_no_model(tree: Any, tmp_path: Path
     ],
     ids=["rng", "scheduler", "scaler"],
 )
-def test_what_lies_beside_a_model_is_refused_without_it(
+def test_side_files_are_refused_without_their_model(
     command: str, tree: Any, code: int, says: str, tmp_path: Path
 ) -> None:
     path = saved(tmp_path, tree)
@@ -181,7 +181,7 @@ def test_what_lies_beside_a_model_is_refused_without_it(
     assert not (tmp_path / "target").exists()
 
 
-def test_what_is_called_an_optimizer_and_has_another_form_is_no_model_and_is_said(tmp_path: Path) -> None:
+def test_notes_name_an_optimizer_of_unknown_form(tmp_path: Path) -> None:
     moments = {"mu": {"w": torch.ones(3, 2)}, "nu": [torch.zeros(3, 2)]}
     checkpoint = open_checkpoint(saved(tmp_path, {"weights": {"w": torch.rand(3, 2)}, "opt_state": moments}))
     assert weights(checkpoint) == {"w"}
@@ -616,7 +616,7 @@ W = torch.arange(12.0).reshape(4, 3)
     [lambda w: {"model": {"w": w}}, lambda w: {"w": w}, lambda w: [{"w": w}]],
     ids=["a model", "a dict", "a list"],
 )
-def test_one_ranks_dtensors_are_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_dtensors_of_one_rank_are_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     with being(1, 2):
         path = saved(tmp_path, wrap(rows(W, 2)), "model_rank1.pt")
     ran = ckpt(command, path, *([tmp_path / "target"] if command == "convert" else []))
@@ -624,7 +624,7 @@ def test_one_ranks_dtensors_are_no_model(command: str, wrap: Callable[[Any], Any
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_one_ranks_sharded_tensors_are_no_model(tmp_path: Path) -> None:
+def test_sharded_tensors_of_one_rank_are_no_model(tmp_path: Path) -> None:
     with being(1, 3):
         blocks = [ShardMetadata([2 * i, 0], [2, 3], f"rank:{i}/cpu") for i in range(3)]
         whole = ShardedTensorMetadata(blocks, torch.Size((6, 3)), TensorProperties(dtype=torch.float32))
@@ -692,7 +692,7 @@ def test_slices_that_were_named_by_their_order_alone_are_said(second: Any, unsur
     ],
     ids=["layers", "rank", "size", "beside a number"],
 )
-def test_what_looks_like_a_stage_or_a_shard_is_said(tree: Any, says: str, tmp_path: Path) -> None:
+def test_notes_name_what_looks_like_a_stage_or_a_shard(tree: Any, says: str, tmp_path: Path) -> None:
     assert says in ckpt("inspect", saved(tmp_path, tree)).err
 
 

@@ -93,7 +93,7 @@ def test_a_value_that_repeats_its_parts_without_end_is_refused_by_all_commands_a
 
 
 @pytest.mark.slow
-def test_what_is_shared_within_reason_is_read(tmp_path: Path) -> None:
+def test_values_shared_within_reason_are_read(tmp_path: Path) -> None:
     betas, row = (0.9, 0.95), list(range(50))
     groups = [{"betas": betas, "row": row} for _ in range(20_000)]
     path = saved(tmp_path, {"w": torch.ones(2), "groups": groups})
@@ -204,7 +204,7 @@ def test_a_pickled_optimizer_finds_its_parameters_by_identity(how: str, trained:
     assert "AdamW" in ckpt("inspect", path).err + ckpt("inspect", path).out
 
 
-def test_of_a_pickled_optimizer_all_is_kept_but_what_its_state_dict_has() -> None:
+def test_pickled_optimizer_carries_all_but_its_state_dict() -> None:
     state = {"state": {}, "param_groups": [], "defaults": {"lr": 0.1}}
     record = Record(Global("torch.optim.adam", "Adam"), state=state)
     kept = PickledOptimizer(record, "optimizer").attributes
@@ -323,7 +323,7 @@ def test_a_wrapper_of_tensors_is_read_as_what_it_wraps(tmp_path: Path) -> None:
     assert "Wrapped" in ckpt("verify", path).err
 
 
-def test_what_is_set_on_a_tensor_is_carried(tmp_path: Path) -> None:
+def test_attributes_of_a_tensor_are_carried(tmp_path: Path) -> None:
     one, other = nn.Parameter(torch.ones(2)), torch.ones(3).as_subclass(Plain)
     one.tag, other.extra = "decay", {"mean": torch.tensor([7.0])}  # type: ignore[attr-defined]
     path = saved(tmp_path, {"model": {"p": one, "t": other}})
@@ -335,7 +335,7 @@ def test_what_is_set_on_a_tensor_is_carried(tmp_path: Path) -> None:
     assert [ran.code for ran in by_all(path)] == [0, 0, 0]
 
 
-def test_what_is_nested_too_deeply_on_a_tensor_is_said_not_to_be_carried(tmp_path: Path) -> None:
+def test_notes_name_attributes_of_a_tensor_that_are_nested_too_deeply(tmp_path: Path) -> None:
     """So the file cannot be written again as it was; which is no error."""
     deep: Any = []
     for _ in range(300):
@@ -561,7 +561,7 @@ def test_a_member_of_an_archive_that_nothing_refers_to_is_refused(name: str, tmp
         assert name in ran.err
 
 
-def test_what_is_set_on_a_dict_is_carried(tmp_path: Path) -> None:
+def test_attributes_of_a_dict_are_carried(tmp_path: Path) -> None:
     state = nn.BatchNorm1d(2).state_dict()
     assert "attributes" not in open_checkpoint(saved(tmp_path, state)).extras
     state._metadata[""]["scale"] = 0.5  # type: ignore[attr-defined]
@@ -577,7 +577,7 @@ def test_tensors_that_are_only_attributes_of_modules_are_named(tmp_path: Path) -
         assert "model.hidden" in ran.out + ran.err
 
 
-def test_what_holds_itself_in_a_module_is_left_out_and_named(tmp_path: Path) -> None:
+def test_module_attribute_that_contains_itself_is_left_out_and_named(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     endless: list[Any] = [1]
     endless.append(endless)

@@ -72,7 +72,7 @@ def test_verify_notes_a_dense_half_when_it_reads_values(half: Path, tmp_path: Pa
         ({"norm.weight": (640,)}, []),
     ],
 )
-def test_only_large_weights_of_zeros_are_noted(tmp_path: Path, zeros: Mapping[str, Any], names: list[str]) -> None:
+def test_notes_name_large_weights_of_zeros_only(tmp_path: Path, zeros: Mapping[str, Any], names: list[str]) -> None:
     path = tmp_path / "m.safetensors"
     kind = {"ids": np.int64}
     save_file(weights("a") | {name: np.zeros(shape, kind.get(name, np.float32)) for name, shape in zeros.items()}, path)

@@ -60,6 +60,15 @@ BANNED = frozenset(
 
 BANNED_IN_TESTS = frozenset(["asked", "made", "said", "told"])
 
+NO_SUBJECTS = frozenset(
+    [
+        *("what", "whatever", "whichever", "who", "whoever", "whose", "where", "when", "if", "because", "as", "so"),
+        *("it", "there", "one", "both", "either", "neither", "some", "more", "most", "others", "nothing", "nobody"),
+        *("only", "even", "of", "with", "without", "in", "from", "at", "after", "by", "on", "to", "for"),
+    ]
+)
+"""The first words of names of tests that do not say which thing is tested: `test_<subject>_<does what>`."""
+
 MAX_FOUND = {PACKAGES: 150, TESTS: 20}
 """`found` is only for the result of a search, and rare."""
 
@@ -112,6 +121,17 @@ def test_found_is_only_the_result_of_a_search(folders: tuple[str, ...]) -> None:
     uses = uses_of(frozenset(["found"]), folders)["found"]
     files = Counter(use.partition(":")[0] for use in uses)
     assert len(uses) <= MAX_FOUND[folders], f"{len(uses)} uses: {files.most_common(20)}"
+
+
+def test_names_of_tests_begin_with_what_is_tested() -> None:
+    names = {
+        f"{path}:{node.lineno} {node.name}": node.name.split("_")
+        for path, tree in trees(TESTS).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and path.name.startswith("test_") and "ckpt_recorder" not in path.parts
+    }
+    wrong = [place for place, (first, *rest) in names.items() if first == "test" and rest and rest[0] in NO_SUBJECTS]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_two_classes_share_a_name_unless_they_are_the_same_in_two_engines() -> None:

@@ -24,7 +24,7 @@ def scale() -> ModuleType:
 @pytest.mark.parametrize(
     ("ahead", "request_nbytes", "measured"), [(1, 1.05e6, 25e6), (4, 8.1e6, 265e6), (16, 8.1e6, 342e6)]
 )
-def test_it_foretells_rates_of_one_reader(
+def test_scale_model_predicts_rates_of_one_reader(
     scale: ModuleType, ahead: int, request_nbytes: float, measured: float
 ) -> None:
     """Measured with 30 ms a request; the stream's and the server's rate without: see the design of issue 19."""
@@ -39,7 +39,7 @@ def test_it_foretells_rates_of_one_reader(
     assert rate == pytest.approx(measured, rel=0.25)
 
 
-def test_what_is_better_is_never_slower_or_dearer_by_requests(scale: ModuleType) -> None:
+def test_better_options_are_never_slower_or_dearer_by_requests(scale: ModuleType) -> None:
     usual = scale.Setup()
     times = [scale.outcome(replace(usual, workers=workers)).seconds for workers in (1, 2, 8, 64)]
     assert times == sorted(times, reverse=True)
@@ -51,7 +51,7 @@ def test_what_is_better_is_never_slower_or_dearer_by_requests(scale: ModuleType)
     assert killed.seconds > joined.seconds
 
 
-def test_it_is_compared_with_what_was_measured(scale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_model_is_compared_with_measurements(scale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     run = {
         "requests": {"seconds": 5.0, "cpu": 0.6},
         "store": {"seconds": 5.6, "cpu": 1.3},

@@ -96,7 +96,7 @@ def test_every_task_is_done(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
                 assert all(open_checkpoint(place).parameters for place in places if place.suffix != ".chain")
 
 
-def test_what_the_page_promises_is_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_do_what_the_page_promises(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the tasks are done: what went along, and what is gone."""
     monkeypatch.chdir(here)
     if not Path("step5").exists():
