@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder import deepspeed, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
+from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
@@ -30,6 +31,7 @@ from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
 from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run, renamed
 from ckpt_recorder.writer import WriterSettings
+from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
 
 WhenBroken = Literal["warn", "raise"]
 
@@ -206,7 +208,7 @@ class Recorder:
             run = deepspeed.zero_run(self._model, self._rank)
         else:
             optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
-            run = plain_run(self._model, [_innermost(one) for one in optimizers])
+            run = _torch_run(self._model, [_innermost(one) for one in optimizers])
         return run if self.options.rename is None else renamed(run, self.options.rename)
 
     def _first_step(self) -> int:
@@ -540,6 +542,15 @@ class Recorder:
         except CkptError as error:
             self.broken, self._first = str(error), self.step
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
+
+
+def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrackedRun:
+    """The run of optimizers of torch."""
+    if is_fsdp1(model):
+        return fsdp1_run(model, optimizers)
+    if is_zero_redundancy(optimizers):
+        return zero_redundancy_run(model, optimizers)
+    return plain_run(model, optimizers)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

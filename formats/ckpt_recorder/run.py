@@ -72,6 +72,11 @@ class TrackedRun:
     """Returns the engine's count of steps, which includes steps skipped because gradients were not finite."""
     rename: Callable[[str], str] = str
     """Returns the name in the log of a tensor of this rank's model, from its name there."""
+    frozen: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None
+    """Yields the parameters that no optimizer steps, by their names in the model, if the engine has to gather them.
+    Every rank must then go through all of them."""
+    buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes in checkpoints of the buffers that training has in another one, by their names in the model."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
@@ -140,8 +145,21 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
     )
 
 
-def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrackedRun:
+@dataclass(frozen=True)
+class FlatTensor:
+    """A tensor of an optimizer that has parts of parameters."""
+
+    names: tuple[str, ...]
+    """The names of all parameters that it is made of, also of those of which this rank has no part."""
+    parts: tuple[LocalPart, ...]
+
+
+def plain_run(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], flat: Mapping[int, FlatTensor] | None = None
+) -> TrackedRun:
     """A run of one process, of DDP, of FSDP2, or of pipeline stages, whose names may differ between ranks.
+
+    `flat`: what is in those tensors of the optimizers, by id, that are no parameters of the model themselves.
 
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
@@ -150,16 +168,20 @@ def plain_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
     for number, optimizer in enumerate(optimizers):
         groups = []
         for at, group in enumerate(optimizer.param_groups):
+            group_members: list[str] = []
             for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is None:
-                    raise InvalidArgumentError(
-                        "the optimizer steps a tensor that is not a parameter of the model",
-                        hint="Pass the model whose parameters the optimizer has to the recorder.",
-                    )
-                parts = tuple(_local_parts(name, parameter))
-                tensors.append(TrackedTensor(parameter, number, at, parts))
-            groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
+                one = (flat or {}).get(id(parameter))
+                if one is None:
+                    name = names.get(id(parameter))
+                    if name is None:
+                        raise InvalidArgumentError(
+                            "the optimizer steps a tensor that is not a parameter of the model",
+                            hint="Pass the model whose parameters the optimizer has to the recorder.",
+                        )
+                    one = FlatTensor((name,), tuple(_local_parts(name, parameter)))
+                tensors.append(TrackedTensor(parameter, number, at, one.parts))
+                group_members += one.names
+            groups.append(tuple(group_members))
         group_names.append(tuple(groups))
     return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
 
@@ -227,11 +249,15 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in run.model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
-                yield run.rename(clean_name(f"{prefix}.{name}" if prefix else name)), tensor
+                full = clean_name(f"{prefix}.{name}" if prefix else name)
+                yield run.rename(full), tensor.to(run.buffer_dtypes.get(full, tensor.dtype))
 
 
 def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters that no optimizer steps, by name, in the same order on every rank that has them."""
+    if run.frozen is not None:
+        yield from ((run.rename(name), tensor) for name, tensor in run.frozen())
+        return
     stepped = {name for groups in run.group_names for names in groups for name in names}
     for name, parameter in run.model.named_parameters():
         logged = run.rename(clean_name(name))
@@ -254,7 +280,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def clean_name(name: str) -> str:
     """The name of a parameter without the parts that wrappers of modules add."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
 
 
 def content_of(tensor: torch.Tensor) -> bytes:

@@ -64,6 +64,8 @@ RESUMED = [
     Resumed("ddp_topk", "based.chain", DCP, {"shards": 3}),
     Resumed("fsdp2", "bare.chain", DCP),
     Resumed("fsdp2", "based.chain", DCP, {"shards": 3}),
+    Resumed("fsdp1_flat", "bare.chain", DCP),
+    Resumed("fsdp1", "based.chain", DCP, {"shards": 3}),
     Resumed("hsdp_2x2", "based.chain", DCP),
     Resumed("fsdp2_tp_2x2", "bare.chain", DCP),
     Resumed("zero1", "based.chain", ("--to", "deepspeed", "--dp", 2)),
@@ -142,7 +144,6 @@ def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limi
 
 REFUSED = {
     "differing": "ranks 0 and 1 have different values of `words.weight`",
-    "fsdp1": "ranks 0 and 1 have different tensors",
     "zero0": "ZeRO 1, 2 and 3",
 }
 

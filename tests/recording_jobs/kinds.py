@@ -16,12 +16,15 @@ class Kind:
     """How a small model is trained. Torch's wrappers save as DCP, DeepSpeed in its own format."""
 
     name: str
-    engine: Literal["plain", "ddp", "fsdp2", "deepspeed", "pipeline", "experts"] = "plain"
+    engine: Literal["plain", "ddp", "fsdp2", "tp", "fsdp1", "deepspeed", "pipeline", "experts"] = "plain"
     shards: int = 1
     """Ranks over which the batch is divided, and every parameter but under DDP."""
     replicas: int = 1
     tp: int = 1
     pp: int = 1
+    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    original: bool = True
+    """Does FSDP1's optimizer step the original parameters, and not flat ones?"""
     stage: int = 0
     sub_group: int = 20_000
     """Elements of a part of ZeRO 3's, which it steps one after another."""
@@ -31,6 +34,10 @@ class Kind:
     """fp16's: two of the recorded steps are skipped."""
     dtype: Literal["bf16", "fp16"] = "bf16"
     """Of DeepSpeed's model; fp16's first steps overflow, since the loss scale begins too high."""
+    mixed: bool = False
+    """Does FSDP2 compute in bfloat16?"""
+    divided: Literal["", "own", "buckets"] = ""
+    """Each rank steps some of the parameters; in buckets, or each as it is."""
     tied: bool = False
     threads: int = 1
     compression: Literal["", "topk", "int8"] = ""
@@ -58,9 +65,15 @@ KINDS = {
         Kind("fsdp2", "fsdp2", 2),
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
-        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw"),
+        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True),
+        Kind("divided", "ddp", 2, divided="own"),
+        Kind("divided_buckets", "ddp", 3, divided="buckets", tied=True, optimizer="sgd"),
         Kind("pipeline_2x2", "pipeline", 2, pp=2),
         Kind("experts", "experts", 2),
+        Kind("fsdp1", "fsdp1", 2, tied=True),
+        Kind("fsdp1_flat", "fsdp1", 3, strategy="SHARD_GRAD_OP", original=False, optimizer="sgd"),
+        Kind("fsdp1_hybrid_2x2", "fsdp1", 2, replicas=2, strategy="HYBRID_SHARD", original=False),
+        Kind("fsdp1_whole", "fsdp1", 2, strategy="NO_SHARD", optimizer="adamw"),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),

@@ -12,8 +12,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +66,9 @@ class Run:
                 loss.backward()
                 losses.append(loss.detach())
             if self.scaler is None:
-                if self.kind.tp == 1:  # tensors on several meshes have no norm in common
+                if self.kind.engine == "fsdp1":
+                    self.model.clip_grad_norm_(CLIP)
+                elif self.kind.tp == 1:  # tensors on several meshes have no norm in common
                     nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=False)
                 self.optimizer.step()
             else:
@@ -86,7 +91,8 @@ class Run:
 
     def load(self, folder: Path) -> None:
         tree = self._tree()
-        dcp.load(tree, checkpoint_id=folder)
+        # Of a tensor with fewer rows than ranks, FSDP1 has no shard on some; torch 2.13 then takes any checkpoint as old.
+        dcp.load(tree, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **tree["scheduler"]})
         self.step = tree["step"]
@@ -100,6 +106,18 @@ class Run:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=by_parameter)
         notes = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self.notes().items()}
         return {"model": model, "optim": optimizer, **notes}
+
+
+@dataclass
+class DividedRun(Run):
+    """With an optimizer that is divided among the ranks, which rank 0 saves in a file of torch."""
+
+    optimizer: ZeroRedundancyOptimizer
+
+    def save(self, folder: Path) -> None:
+        self.optimizer.consolidate_state_dict()
+        if distributed.get_rank() == 0:
+            torch.save({"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}, folder)
 
 
 @dataclass
@@ -204,14 +222,16 @@ def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         return EngineRun(kind, _engine(kind, model, matrices))
     wrapped = _wrapped(kind, model)
-    optimizer = _optimizer(kind, _groups(wrapped if kind.engine in PARTS else model, matrices))
+    optimizer = _optimizer(kind, _groups(wrapped if kind.engine in (*PARTS, "fsdp1") else model, matrices))
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4) if kind.scaler else None
     compression = {"topk": topk(0.01), "int8": int8()}.get(kind.compression)
     if compression is not None:
         compression.register(wrapped)
     runs = {"pipeline": PipelineRun, "experts": ExpertRun}
-    return runs.get(kind.engine, Run)(kind, wrapped, optimizer, scheduler, scaler, compression)
+    return (DividedRun if kind.divided else runs.get(kind.engine, Run))(
+        kind, wrapped, optimizer, scheduler, scaler, compression
+    )
 
 
 def _share(step: int, kind: Kind) -> tuple[Tensor, ...]:
@@ -229,21 +249,26 @@ def _means(losses: list[Tensor]) -> list[float]:
 
 def _groups(model: nn.Module, matrices: set[str]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (DECAY, 0.0)]
-    for name, parameter in model.named_parameters():
+    for wrapped, parameter in model.named_parameters():
+        name = wrapped.replace("_fsdp_wrapped_module.", "")
         if parameter.requires_grad:
             groups[not name.endswith(tuple(matrices))]["params"].append(parameter)
-    return groups
+    return [group for group in groups if group["params"]]
 
 
 def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    sgd = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": False}
+    adam = {"lr": RATE, "betas": BETAS, **({"fused": True} if kind.optimizer == "adamw-fused" else {"foreach": False})}
+    if kind.divided:
+        inner, options = (torch.optim.SGD, sgd) if kind.optimizer == "sgd" else (torch.optim.AdamW, adam)
+        return ZeroRedundancyOptimizer(groups, inner, parameters_as_bucket_view=kind.divided == "buckets", **options)
     if kind.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=False)
+        return torch.optim.SGD(groups, **sgd)
     if kind.optimizer == "cpu-adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=RATE, betas=BETAS)
-    fused = {"fused": True} if kind.optimizer == "adamw-fused" else {"foreach": False}
-    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, **fused)
+    return torch.optim.AdamW(groups, **adam)
 
 
 def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
@@ -251,6 +276,8 @@ def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
         return model
     if kind.engine == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
+    if kind.engine == "fsdp1":
+        return _fsdp1(kind, model)
     if kind.engine == "experts":
         return Expert(model, distributed.get_rank())
     if kind.engine == "pipeline":
@@ -261,12 +288,38 @@ def _wrapped(kind: Kind, model: Decoder) -> nn.Module:
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
     mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
     if kind.tp > 1:
+        if kind.engine == "tp":
+            whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+            parallelize_module(model.words, mesh["tp"], RowwiseParallel(**whole))
+            parallelize_module(model.head, mesh["tp"], ColwiseParallel(**whole))
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {name: style() for name, style in _CUT.items()})
+    if kind.engine == "tp":
+        return model
     data = mesh[("replicas", "shards")] if kind.replicas > 1 else mesh["shards"]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind.mixed else MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=data)
-    return fully_shard(model, mesh=data)
+        fully_shard(block, mesh=data, mp_policy=policy)
+    return fully_shard(model, mesh=data, mp_policy=policy)
+
+
+def _fsdp1(kind: Kind, model: Decoder) -> nn.Module:
+    """Modules in modules, one of them frozen, and weights that FSDP1 ignores, in mixed precision; buffers, too."""
+    bf16 = torch.bfloat16
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[kind.strategy],
+        "use_orig_params": kind.original,
+        "mixed_precision": MixedPrecision(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
+        "device_id": torch.device("cpu"),
+    }
+    if kind.replicas > 1:
+        options["device_mesh"] = init_device_mesh("cpu", (kind.replicas, kind.shards))
+    if not kind.original:  # a flat parameter is frozen as a whole
+        options["ignored_states"] = [model.positions.bfloat16().weight]
+        model.sometimes = FSDP(model.sometimes.requires_grad_(False), **options)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FSDP(block, **options)
+    return FSDP(model, **options)
 
 
 @cache

@@ -14,7 +14,6 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -84,7 +83,6 @@ def refuse(out: Path) -> None:
     run = start(Kind("differing", "plain"), seed=distributed.get_rank())
     messages["differing"] = refusal(run, out / "differing.chain")
     messages["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
-    messages["fsdp1"] = refusal(fsdp1(), out / "fsdp1.chain")
     messages["diverging"] = diverging(out)
     if distributed.get_rank() == 0:
         (out / "refused.json").write_text(json.dumps(messages, indent=1))
@@ -108,15 +106,6 @@ def diverging(out: Path) -> str:
     states = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
     torch.save(states, out / f"part-{rank}.pt")
     return recorder.broken or "it is recorded"
-
-
-def fsdp1() -> Run:
-    """A run whose parameters are flat slices, of other elements on each rank."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    run = start(Kind("fsdp1", "plain"))
-    model = FullyShardedDataParallel(run.model, use_orig_params=True, device_id=torch.device("cpu"))
-    return replace(run, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def refusal(run: Run | EngineRun, chain: Path) -> str:
