@@ -29,7 +29,7 @@ from ckpt_recorder.run import (
     dtype_name,
     frozen_tensors,
     full_tensor,
-    local_shard,
+    local_gradient,
     persistent_buffers,
     state_names,
     state_of,
@@ -282,7 +282,10 @@ class RankRecording:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise WriterBroken("a gradient is sparse; sparse gradients cannot be recorded")
-            flat = local_shard(parameter.grad).reshape(-1)
+            gradient = local_gradient(parameter)
+            if gradient is None:
+                raise WriterBroken("a gradient is split over the ranks in another way than its parameter")
+            flat = gradient.reshape(-1)
             for start, offset, size in self._places[number]:
                 targets.append(out[start : start + size])
                 sources.append(flat[offset : offset + size])

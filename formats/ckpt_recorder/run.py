@@ -98,6 +98,23 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient, with the elements of its part of the parameter.
+
+    A gradient may have other placements than its parameter: that of an embedding with cut rows is full on every rank.
+    None if ranks would have to communicate to get the part.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if not _is_sharded(gradient) or not _is_sharded(parameter) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+        return local_shard(gradient)
+    pairs = zip(gradient.placements, parameter.placements, strict=False)  # type: ignore[attr-defined]
+    same_mesh = gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
+    if not same_mesh or any(one != other and not one.is_replicate() for one, other in pairs):
+        return None
+    return local_shard(gradient.redistribute(parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside wrappers (DDP, torch.compile) that add prefixes to names."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == "OptimizedModule":

@@ -66,6 +66,7 @@ KINDS = {
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
         Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True),
+        Kind("tp", "tp", tp=2, optimizer="adamw"),
         Kind("divided", "ddp", 2, divided="own"),
         Kind("divided_buckets", "ddp", 3, divided="buckets", tied=True, optimizer="sgd"),
         Kind("pipeline_2x2", "pipeline", 2, pp=2),
