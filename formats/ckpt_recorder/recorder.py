@@ -19,7 +19,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
-from ckpt_recorder import deepspeed, ranks, segments
+from ckpt_recorder import deepspeed, megatron, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
@@ -206,6 +206,8 @@ class Recorder:
     def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
             run = deepspeed.zero_run(self._model, self._rank)
+        elif megatron.is_megatron(self._optimizer):
+            run = megatron.megatron_run(self._model, self._optimizer)
         else:
             optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
             run = _torch_run(self._model, [_innermost(one) for one in optimizers])

@@ -142,7 +142,7 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
     Raises `InvalidArgumentError` if two tensors would have the same name.
     """
     tensors = (*run.model.named_parameters(), *run.model.named_buffers())
-    names = {clean_name(name) for name, _ in tensors}
+    names = {run.rename(clean_name(name)) for name, _ in tensors}
     if len({rename(name) for name in names}) < len(names):
         first: dict[str, str] = {}
         one = next(name for name in sorted(names) if first.setdefault(rename(name), name) != name)
@@ -158,7 +158,7 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
         ),
         group_names=tuple(tuple(tuple(map(rename, group)) for group in groups) for groups in run.group_names),
         aliases={rename(alias): rename(name) for alias, name in run.aliases.items()},
-        rename=rename,
+        rename=lambda name: rename(run.rename(name)),
     )
 
 

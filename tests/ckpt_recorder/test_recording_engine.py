@@ -125,6 +125,14 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
 
 
+@pytest.mark.parametrize("kind", ["megatron_2x2", "megatron_experts"])
+def test_a_step_of_megatron_is_restored_for_other_degrees(kind: str, runs: Path, tmp_path: Path) -> None:
+    written = ("--to", "megatron-legacy", "--tp", 1, "--pp", 1, "--ep", 1)
+    done = ckpt("restore", runs / kind / "based.chain", tmp_path / "state", "--step", MIDDLE, *written)
+    assert done.code == 0, done.err
+    assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(runs / kind / "middle")) == {}
+
+
 @pytest.mark.parametrize(("at", "step"), [("middle", MIDDLE), ("end", END)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", FOLLOWED)

@@ -16,7 +16,7 @@ class Kind:
     """How a small model is trained. Torch's wrappers save as DCP, DeepSpeed in its own format."""
 
     name: str
-    engine: Literal["plain", "ddp", "fsdp2", "tp", "fsdp1", "deepspeed", "pipeline", "experts"] = "plain"
+    engine: Literal["plain", "ddp", "fsdp2", "tp", "fsdp1", "deepspeed", "pipeline", "experts", "megatron"] = "plain"
     shards: int = 1
     """Ranks over which the batch is divided, and every parameter but under DDP."""
     replicas: int = 1
@@ -36,6 +36,8 @@ class Kind:
     """Of DeepSpeed's model; fp16's first steps overflow, since the loss scale begins too high."""
     mixed: bool = False
     """Does FSDP2 compute in bfloat16?"""
+    megatron: str = ""
+    """The kind of `megatron_jobs` that Megatron core trains."""
     divided: Literal["", "own", "buckets"] = ""
     """Each rank steps some of the parameters; in buckets, or each as it is."""
     tied: bool = False
@@ -75,6 +77,12 @@ KINDS = {
         Kind("fsdp1_flat", "fsdp1", 3, strategy="SHARD_GRAD_OP", original=False, optimizer="sgd"),
         Kind("fsdp1_hybrid_2x2", "fsdp1", 2, replicas=2, strategy="HYBRID_SHARD", original=False),
         Kind("fsdp1_whole", "fsdp1", 2, strategy="NO_SHARD", optimizer="adamw"),
+        Kind("megatron_2x2", "megatron", 1, tp=2, pp=2, megatron="llama_tp2_pp2"),
+        Kind("megatron_buckets", "megatron", 2, megatron="llama_dp2_buckets"),
+        Kind("megatron_tied", "megatron", 1, pp=2, megatron="gpt_tied_pp2"),
+        Kind("megatron_fp32", "megatron", 1, tp=2, megatron="gpt_fp32_tp2"),
+        Kind("megatron_plain", "megatron", 1, tp=2, megatron="llama_tp2_plain"),
+        Kind("megatron_experts", "megatron", 2, megatron="moe_ep2"),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),

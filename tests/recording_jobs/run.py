@@ -91,7 +91,7 @@ class Run:
 
     def load(self, folder: Path) -> None:
         tree = self._tree()
-        # Of a tensor with fewer rows than ranks, FSDP1 has no shard on some; torch 2.13 then takes any checkpoint as old.
+        # If a rank of FSDP1 has no row of a tensor, torch 2.13 takes any checkpoint for one of an old version.
         dcp.load(tree, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(self.model, self.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **tree["scheduler"]})
@@ -206,10 +206,14 @@ class EngineRun:
         assert loaded is not None
 
 
-def start(kind: Kind, seed: int = 0) -> Run | EngineRun:
+def start(kind: Kind, seed: int = 0) -> Any:
     """Build it all; another `seed` gives other weights, frozen ones and buffers included."""
     torch.set_num_threads(kind.threads)
     torch.manual_seed(seed)
+    if kind.engine == "megatron":
+        from recording_jobs import megatron_run
+
+        return megatron_run.start(kind)
     model = Decoder(kind.tied)
     if seed:
         model.drift.zero_()

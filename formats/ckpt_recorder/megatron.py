@@ -1,0 +1,265 @@
+"""Runs of Megatron core, whose inner optimizers step float32 parameters: whole, or flat shards of them.
+
+A tensor has the name and the place that ckpt gives it in Megatron's checkpoints. This module reads private fields of
+Megatron core. It was checked with version 0.16: `core/optimizer/optimizer.py` and `distrib_optimizer.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from ckpt_formats.core.errors import RulesError, UnsupportedError
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.layout import Layout, ShardBlock, lengths, place
+from ckpt_formats.core.values import Global, Record
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, sizes_of
+from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, Naming, is_expert, layer_of
+from ckpt_formats.engines.megatron.shared.rules import rules_for
+from ckpt_recorder.run import FlatTensor, LocalPart, TrackedRun, clean_name, count_of, dtype_name, plain_run
+
+
+def is_megatron(optimizer: object) -> bool:
+    """Is it an optimizer of Megatron core, or several in a chain?"""
+    return any(one.__module__.startswith("megatron.core.optimizer") for one in type(optimizer).__mro__)
+
+
+def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
+    """The run of a model, or of a list of its chunks, with the optimizer of `get_megatron_optimizer`.
+
+    Raises `UnsupportedError` if the optimizer steps no copies in float32, or if it is not known how a tensor is split.
+    """
+    chunks = [_inner_module(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
+    wrappers = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not _is_stub(one)]
+    if not wrappers:
+        raise UnsupportedError(
+            "Megatron's optimizer steps no parameter on this rank",
+            hint="Give each pipeline stage parameters that are not frozen.",
+        )
+    together = nn.ModuleList(chunks)
+    names = _Names(tuple(chunks))
+    places = {
+        id(parameter): _ParameterPlace(names.full(clean_name(name)), parameter, names.chunk_of(name))
+        for name, parameter in together.named_parameters()
+    }
+    flat: dict[int, FlatTensor] = {}
+    for wrapper in wrappers:
+        for tensor, parameter, start, stop in _stepped_tensors(wrapper):
+            one = places[id(parameter)]
+            flat[id(tensor)] = FlatTensor(() if one.is_copy else (one.name,), tuple(one.parts(start, stop)))
+    run = plain_run(together, [one.optimizer for one in wrappers], flat)
+    frozen = [one for one in places.values() if not one.parameter.requires_grad and not one.is_copy]
+    return replace(
+        run,
+        aliases={HEAD: TIED[HEAD]} if any(one.is_copy for one in places.values()) else {},
+        calls_per_step=len(wrappers),
+        step=max((count_of(run, number) for number in range(len(run.tensors))), default=0),
+        rename=names.full,
+        frozen=lambda: ((one.name, one.gathered()) for one in frozen),
+    )
+
+
+def _inner_module(model: Any) -> nn.Module:
+    """The model inside Megatron's wrappers: DDP, and Float16Module."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    inner: nn.Module = model
+    return inner
+
+
+def _is_stub(wrapper: Any) -> bool:
+    """Does it have nothing to step? Raises `UnsupportedError` if it does not step float32 copies."""
+    if getattr(wrapper, "is_stub_optimizer", False) or wrapper.optimizer is None:
+        return True
+    config, inner = wrapper.config, wrapper.optimizer
+    if getattr(getattr(wrapper, "ddp_config", None), "use_megatron_fsdp", False):
+        reason, hint = "Megatron-FSDP", "Use the distributed optimizer, or FSDP2."
+    elif getattr(config, "use_precision_aware_optimizer", False):
+        reason, hint = "the precision-aware optimizer of Megatron", "Set use_precision_aware_optimizer=False."
+    elif not isinstance(inner, torch.optim.Optimizer) or hasattr(inner, "sub_optimizers"):
+        reason, hint = f"Megatron's {type(inner).__name__}", "Set optimizer_cpu_offload=False."
+    else:
+        return False
+    raise UnsupportedError(f"{reason} cannot be recorded", hint=hint)
+
+
+def _stepped_tensors(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """Each tensor of an inner optimizer, its parameter, and the range of that parameter's elements in it."""
+    if hasattr(wrapper, "shard_fp32_from_float16_groups"):  # the distributed optimizer
+        for models, shards in (
+            (wrapper.model_fp32_groups, wrapper.shard_fp32_groups),
+            (wrapper.model_float16_groups, wrapper.shard_fp32_from_float16_groups),
+        ):
+            for parameter, shard in _pairs(models, shards):
+                elements = wrapper._get_model_param_range_map(parameter)["param"]
+                yield shard, parameter, elements.start, elements.end
+        return
+    if hasattr(wrapper, "fp32_from_float16_groups"):
+        for parameter, master in _pairs(wrapper.float16_groups, wrapper.fp32_from_float16_groups):
+            yield master, parameter, 0, parameter.numel()
+        for parameter, _ in _pairs(wrapper.fp32_from_fp32_groups, wrapper.fp32_from_fp32_groups):
+            yield parameter, parameter, 0, parameter.numel()
+        return
+    for group in wrapper.optimizer.param_groups:
+        yield from ((parameter, parameter, 0, parameter.numel()) for parameter in group["params"])
+
+
+def _pairs(models: Any, tensors: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for group, own in zip(models, tensors, strict=True):
+        yield from zip(group, own, strict=True)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names in the full model of the tensors of this rank's chunks, which begin with the number of the chunk."""
+
+    chunks: tuple[Any, ...]
+
+    def chunk_of(self, name: str) -> Any:
+        return self.chunks[int(name.partition(".")[0])]
+
+    def full(self, name: str) -> str:
+        """The name in the full model. Raises `UnsupportedError` if a tensor has several experts."""
+        number, _, local = name.partition(".")
+        full = self._naming[int(number)].plain(local)
+        if full.endswith((".experts.weight1", ".experts.weight2")):
+            raise UnsupportedError(
+                f"`{local}` has the weights of several experts, which cannot be recorded",
+                hint="Use SequentialMLP, or TEGroupedMLP (moe_use_legacy_grouped_gemm=False).",
+            )
+        return full
+
+    @cached_property
+    def _naming(self) -> list[Naming]:
+        return [Naming(_first_layer(chunk), *_experts(chunk)) for chunk in self.chunks]
+
+
+def _first_layer(chunk: Any) -> int:
+    """The number in the full model of the first layer of a chunk."""
+    for name, module in chunk.named_modules():
+        if layer_of(f"{name}.weight") == 0 and hasattr(module, "layer_number"):
+            return int(module.layer_number) - 1
+    return 0
+
+
+def _experts(chunk: Any) -> tuple[int, int]:
+    """The number in the full model of this rank's first expert, and the number of its experts."""
+    experts = chunk.config.num_moe_experts
+    if not experts:
+        return 0, 0
+    from megatron.core import parallel_state
+
+    own = experts // parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * own, own
+
+
+@dataclass(frozen=True)
+class _ParameterPlace:
+    """A parameter of this rank, and its place in the full model."""
+
+    name: str
+    parameter: torch.Tensor
+    chunk: Any
+
+    @property
+    def is_copy(self) -> bool:
+        """Is it the last stage's copy of a tied table, which the first stage records?"""
+        return self.name == HEAD and getattr(self.parameter, "shared", False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    def parts(self, start: int, stop: int) -> Iterator[LocalPart]:
+        """The parts in a vector with a range of this rank's elements. Raises `UnsupportedError`."""
+        if self.is_copy:
+            return
+        full, by_rank = self._blocks
+        row = prod(self.shape[1:])
+        for block in by_rank[self._group[0]]:
+            if block.shard.shape[1:] != self.shape[1:]:
+                raise UnsupportedError(
+                    f"`{self.name}` is split along axis 1 in several parts, which cannot be recorded",
+                    hint="Set tensor_model_parallel_size=1.",
+                )
+            first = block.shard.start[0] * row if block.shard.start else 0
+            low, high = max(start, first), min(stop, first + block.shard.size)
+            if low < high:
+                yield LocalPart(
+                    self.name,
+                    full,
+                    dtype_name(self.parameter.dtype),
+                    block.full,
+                    low - first,
+                    high - first,
+                    low - start,
+                )
+
+    def gathered(self) -> torch.Tensor:
+        """The full tensor. Every rank of the group must call it."""
+        full, by_rank = self._blocks
+        if len(by_rank) == 1:
+            return self.parameter.detach()
+        shards = [torch.empty_like(self.parameter) for _ in by_rank]
+        distributed.all_gather(shards, self.parameter.detach().contiguous(), group=self._group[2])
+        gathered = self.parameter.new_empty(full)
+        for shard, blocks in zip(shards, by_rank, strict=True):
+            for block in blocks:
+                gathered[block.full.index] = shard[block.shard.index]
+        return gathered
+
+    @cached_property
+    def _group(self) -> tuple[int, int, Any]:
+        """This rank's number in the group over which the parameter is split, the size of the group, and the group."""
+        if not getattr(self.parameter, "tensor_model_parallel", False):
+            return 0, 1, None
+        from megatron.core import parallel_state
+
+        kind = "expert_tensor" if is_expert(self.name) else "tensor_model"
+        rank, size, group = (
+            getattr(parallel_state, f"get_{kind}_parallel_{what}") for what in ("rank", "world_size", "group")
+        )
+        return rank(), size(), group()
+
+    @cached_property
+    def _blocks(self) -> tuple[tuple[int, ...], list[tuple[ShardBlock, ...]]]:
+        """The shape of the full tensor, and the blocks of it that each rank of the group has."""
+        size = self._group[1]
+        if size == 1:
+            whole = Box.whole(self.shape)
+            return self.shape, [(ShardBlock(whole, whole),)]
+        axis = int(self.parameter.partition_dim)  # type: ignore[attr-defined]
+        layout = Layout(rules_for(), _sizes(self.chunk))
+        try:
+            rule = layout.rule(self.name)
+            if rule.how != "sharded" or rule.axis != axis:
+                raise RulesError(f"the rule for `{self.name}` ({rule}) does not split it along axis {axis}")
+            table = lengths(self.name, rule, [self.shape[axis]] * size)
+        except RulesError as error:
+            if getattr(self.parameter, "partition_stride", 1) != 1 or layout.matching(self.name):
+                raise UnsupportedError(f"{error}", hint="Set tensor_model_parallel_size=1.") from None
+            table = [[self.shape[axis]] * size]
+        full = (*self.shape[:axis], sum(map(sum, table)), *self.shape[axis + 1 :])
+        return full, [tuple(place(full, axis, table, rank)) for rank in range(size)]
+
+
+def _sizes(chunk: Any) -> Mapping[str, int]:
+    """The model's sizes, by the names that the formulas of rules use."""
+    config = chunk.config
+    stated = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, (int, bool)) or name == "num_moe_experts"
+    }
+    stated |= {
+        "num_experts": config.num_moe_experts,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "padded_vocab_size": getattr(chunk, "vocab_size", None),
+        "transformer_impl": "transformer_engine",
+    }
+    return sizes_of(Arguments(Record(Global("argparse", "Namespace"), state=stated), Path()))
