@@ -27,9 +27,11 @@ class RankExtras:
     def of(self, place: RankCoords) -> dict[str, Value]:
         """The extras of a rank (scheduler, random states, counters, ...), without arguments and optimizer."""
         source = self.target.source
-        items: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": source.origin.step or 0}
+        items: dict[str, Value] = {"checkpoint_version": 3.0, "iteration": 0}
         items |= {key: value for key, value in source.extras.items() if key not in _ELSEWHERE}
         items |= {key: _merged(items.get(key), v) for key, v in self._own(place).items() if key not in _ELSEWHERE}
+        if source.origin.step is not None:  # the extras of a replayed state are those of its base
+            items["iteration"] = source.origin.step
         items = {key: tensors_for_names(value, source.parameters) for key, value in items.items()}
         if "rng_state" in items:
             items["rng_state"] = self._random(items["rng_state"])
