@@ -59,7 +59,7 @@ class Unfinished:
 
 def unfinished_states(run: Path, now: float) -> list[Unfinished]:
     """The states of a chain that are not complete. `now`: seconds since 1970."""
-    found = []
+    unfinished = []
     for name in names_in(run):
         if not name.endswith(PARTIAL):
             continue
@@ -67,8 +67,8 @@ def unfinished_states(run: Path, now: float) -> list[Unfinished]:
         with suppress(OSError):  # it may be completed or removed meanwhile
             times += [path.stat().st_mtime for path in (run / name, *(run / name).rglob("*"))]
             folder = name.removeprefix(".").removesuffix(PARTIAL)
-            found.append(Unfinished(folder, round(max(now - max(times), 0.0), 1)))
-    return found
+            unfinished.append(Unfinished(folder, round(max(now - max(times), 0.0), 1)))
+    return unfinished
 
 
 def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:

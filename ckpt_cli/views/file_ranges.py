@@ -65,8 +65,8 @@ class SourceFiles:
 
     def of(self, part: FilePlan) -> FileRanges:
         """The ranges that a new file is written from."""
-        found = [one for ranges in part.ranges() for one in self._of(ranges)]
-        return FileRanges(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        parts = [one for ranges in part.ranges() for one in self._of(ranges)]
+        return FileRanges(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def _of(self, ranges: TensorRanges) -> Iterator[tuple[Counts, ...]]:
         if ranges.is_whole:

@@ -144,7 +144,7 @@ def test_runs_are_those_that_a_look_at_every_byte_finds() -> None:
         found = ZeroRuns()
         for at in reversed(range(0, data.size, block)):
             found.note(Path("f"), at, data[at : at + block].data)
-        long = [(run.start, run.stop) for run in found.found() if run.stop - run.start >= LONG]
+        long = [(run.start, run.stop) for run in found.runs() if run.stop - run.start >= LONG]
         assert long == [run for run in runs if run[1] - run[0] >= LONG]
-        assert all(not data[run.start : run.stop].any() for run in found.found())
-        assert ("f", 0, 70) in found.found()
+        assert all(not data[run.start : run.stop].any() for run in found.runs())
+        assert ("f", 0, 70) in found.runs()

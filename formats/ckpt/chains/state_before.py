@@ -34,7 +34,7 @@ from ckpt_formats.universal.checked import KnownBlob, KnownTensor, StateDiffers
 from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest
 
-How = Literal["given", "found", "tip", "replayed"]
+How = Literal["given", "source", "tip", "replayed"]
 _COUNT = "step"
 """What torch calls the state that counts the optimizer's steps."""
 
@@ -52,7 +52,7 @@ class StateBefore:
     def allows_other(self, error: CkptError) -> bool:
         """Whether the state may be read in another way after an error: the caller did not choose this one, and the
         error is about it."""
-        if self.how not in ("found", "tip") or isinstance(error, OutputError):
+        if self.how not in ("source", "tip") or isinstance(error, OutputError):
             return False
         places = [] if error.where is None else [Path(one) for one in error.where.split(", ")]
         inside = any(place == self.read_from or self.read_from in place.parents for place in places)
@@ -71,10 +71,10 @@ def states_before(
     if given is not None:
         yield _read_from(given, "given", run, chain, source)
         return
-    found = None if chain.appended_from is None else _found(run, chain.appended_from, last, source)
-    if found is not None:
+    saved = None if chain.appended_from is None else _appended_from(run, chain.appended_from, last, source)
+    if saved is not None:
         with suppress(UnsupportedError):  # its parameters have other names
-            yield _read_from(found, "found", run, chain, source)
+            yield _read_from(saved, "source", run, chain, source)
     tip = open_tip(run, chain, last)
     if tip is not None:
         _check_members(run, chain)
@@ -97,7 +97,7 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
     return AppendedFrom(member.content, os.path.relpath(path.resolve(), run.resolve()))
 
 
-def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> Checkpoint | None:
+def _appended_from(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> Checkpoint | None:
     """The checkpoint that the last member was appended from; None if it is not there any more."""
     path, options = run / noted.path, _options(source)
     try:
@@ -109,10 +109,10 @@ def _found(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> 
     if _is_same(path, source.path):
         return None  # it was written again: the new state is there
     try:
-        found = open_checkpoint(path, options)
+        checkpoint = open_checkpoint(path, options)
     except CkptError:
         return None
-    return found if found.step in (None, last.step) else None
+    return checkpoint if checkpoint.step in (None, last.step) else None
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -169,22 +169,24 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
 def _known(run: Path, last: Member, stated: list[Manifest]) -> Checkpoint:
     """The last member without parameters. Its manifest is added to `stated`."""
     folder = run / last.folder
-    found = manifest.load(folder / manifest.NAME)
-    if found.content != last.content:
+    stored = manifest.load(folder / manifest.NAME)
+    if stored.content != last.content:
         raise CorruptError(
-            f"another checkpoint is in the place of step {last.step}: {found.content[:24]}…, not {last.content[:24]}…",
+            f"another checkpoint is in the place of step {last.step}: {stored.content[:24]}…, not {last.content[:24]}…",
             where=folder,
         )
-    files = found.files(folder)
-    for number, pack in enumerate(found.packs):
+    files = stored.files(folder)
+    for number, pack in enumerate(stored.packs):
         path = files.path(number)
         if not path.is_file():
             raise IncompleteError("a pack of the checkpoint is missing", where=path)
         if path.stat().st_size != pack.nbytes:
             raise CorruptError(f"the pack has {path.stat().st_size} bytes, the manifest says {pack.nbytes}", where=path)
-    stated.append(found)
-    packs = (files.path(number) for number in range(len(found.packs)))
-    return Checkpoint(path=folder, origin=found.origin, parameters={}, groups=found.groups, files=_source_files(packs))
+    stated.append(stored)
+    packs = (files.path(number) for number in range(len(stored.packs)))
+    return Checkpoint(
+        path=folder, origin=stored.origin, parameters={}, groups=stored.groups, files=_source_files(packs)
+    )
 
 
 def _files(folder: Path) -> tuple[SourceFile, ...]:

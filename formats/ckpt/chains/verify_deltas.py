@@ -133,18 +133,18 @@ def replay_once(checkpoints: Sequence[Checkpoint], resources: Resources, count_b
 
 def _checks(checkpoint: Checkpoint) -> list[tuple[StoredDelta, _Check]]:
     """What is to be checked of a checkpoint, and the delta after which it is."""
-    found: list[tuple[StoredDelta, _Check]] = []
+    checks_of: list[tuple[StoredDelta, _Check]] = []
     sizes: dict[str, tuple[StoredDelta, int]] = {}
     for name, state in checkpoint.digests:
         delta = stored_delta(_blob(checkpoint.parameters[name].states[state]))
         if delta is not None:
             sizes[name] = delta, sizes.get(name, (delta, 0))[1] + delta.form[state].itemsize
-    found += [(delta, _ValuesCheck(name, nbytes)) for name, (delta, nbytes) in sizes.items()]
+    checks_of += [(delta, _ValuesCheck(name, nbytes)) for name, (delta, nbytes) in sizes.items()]
     for parameter in checkpoint.parameters.values():
         delta = _compared_after(parameter)
         if delta is not None:
-            found.append((delta, _CopyCheck(parameter.name, parameter.states[MASTER], parameter.states[MODEL])))
-    return found
+            checks_of.append((delta, _CopyCheck(parameter.name, parameter.states[MASTER], parameter.states[MODEL])))
+    return checks_of
 
 
 def _compared_after(parameter: Parameter) -> StoredDelta | None:

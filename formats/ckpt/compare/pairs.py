@@ -143,7 +143,7 @@ def compare(
 
         codes = {*parts_of(quantised_weights(both.first)), *parts_of(quantised_weights(both.second))}
         files = [*both.first.identities, *both.second.identities]
-        own = resources.beside_prefetch() if reads_from_stores(files) else resources
+        own = resources.with_prefetch() if reads_from_stores(files) else resources
 
         def compared(task: tuple[list[tuple[Key, Tensor, Tensor]], PlannedReads | None]) -> list[TensorDiff]:
             batch, planned = task
@@ -155,8 +155,8 @@ def compare(
                 return [_pair(*key, a, b, transfer, key[0] in codes) for key, a, b in batch]
 
         both_have = (key for key in first_tensors if key in second_tensors and key not in equal)
-        found = ((key, first_tensors[key], second_tensors[key]) for key in both_have)
-        work = list(batches((a.nbytes + b.nbytes, (key, a, b)) for key, a, b in found))
+        tensors = ((key, first_tensors[key], second_tensors[key]) for key in both_have)
+        work = list(batches((a.nbytes + b.nbytes, (key, a, b)) for key, a, b in tensors))
         plan = [chain.from_iterable(ranges_together((a, b)) for _, a, b in batch) for batch in work]
         with prefetched(plan, files, resources) as planned, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
             tasks = zip(work, planned, strict=True)

@@ -21,7 +21,7 @@ from ckpt_formats.core.format import Plan, Receipt
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.seal_file import SealedFile, seal_of_file, to_bytes
-from ckpt_formats.registry.seal_places import place_beside
+from ckpt_formats.registry.seal_places import place_of_file
 from ckpt_formats.stores.location import source_path, target_path
 
 
@@ -85,14 +85,14 @@ class Copy(Checked):
         if self._seal is None:
             yield 0
             return
-        place, files = place_beside(self._target), {self._target.name: self._seal}
-        is_ours = not (place.is_file() and read_whole(place, MAX_LIST) == to_bytes(files))
-        if is_ours:
+        place, files = place_of_file(self._target), {self._target.name: self._seal}
+        is_new = not (place.is_file() and read_whole(place, MAX_LIST) == to_bytes(files))
+        if is_new:
             write_seal_file(place, files)
         try:
             yield 1
         except BaseException:
-            if is_ours:
+            if is_new:
                 remove_seal_file(place)
             raise
 
@@ -147,4 +147,4 @@ def _in_store(target: StorePath, receipts: list[Receipt]) -> list[Receipt]:
     if (alone := None if there else bucket.head(target.key)) is not None:
         return [replace(one, e_tag=alone.e_tag) for one in receipts]
     keys = ((one, there.get(f"{target.key}/{one.file}")) for one in receipts)
-    return [replace(one, e_tag="" if found is None else found.e_tag) for one, found in keys]
+    return [replace(one, e_tag="" if stored is None else stored.e_tag) for one, stored in keys]

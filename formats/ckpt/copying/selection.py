@@ -20,7 +20,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.marks import MARKS, is_mark
-from ckpt_formats.registry.opening import OURS, open_checkpoint
+from ckpt_formats.registry.opening import OWN_FORMATS, open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
 from ckpt_formats.universal.chain import file as chain_list
 from ckpt_formats.universal.chain.file import LoggedSteps
@@ -88,26 +88,30 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
         )
     if path.is_file():
         return _of_file(path, located.format.name)
-    found = _Found.of_chain(located.path) if located.format.name == "chain" else _Found.of_checkpoint(path)
-    names = {_name(path, one) for one in found.read}
+    contents = (
+        _SourceContents.of_chain(located.path)
+        if located.format.name == "chain"
+        else _SourceContents.of_checkpoint(path)
+    )
+    names = {_name(path, one) for one in contents.read}
     chosen, left_out = list[ChosenFile](), list[str]()
     for name, file in below(path):
-        if everything or name in names or found.is_part(name):
-            data = found.data.get(file)
-            nbytes = found.nbytes.get(file, file.stat().st_size) if data is None else len(data)
+        if everything or name in names or contents.is_part(name):
+            data = contents.data.get(file)
+            nbytes = contents.nbytes.get(file, file.stat().st_size) if data is None else len(data)
             chosen.append(ChosenFile(name, file, nbytes, data))
         else:
             left_out.append(name)
     there = {one.name for one in chosen}
     for missing in sorted(names - there):
         raise IncompleteError("was removed since the checkpoint was opened", where=path / missing)
-    notices = found.notices
+    notices = contents.notices
     if left_out:
         text = "not part of the checkpoint, and not copied (everything, --all, copies them)"
         notices = (*notices, Notice(text, tuple(left_out[:_MAX_NAMES]), Weight.LOST))
-    moving = {one.path for one in chosen if one.data is not None} | found.nbytes.keys()
+    moving = {one.path for one in chosen if one.data is not None} | contents.nbytes.keys()
     identities = {
-        one.path: found.identities.get(one.path) or Identity.of(one.path.stat())
+        one.path: contents.identities.get(one.path) or Identity.of(one.path.stat())
         for one in chosen
         if one.path not in moving
     }
@@ -117,12 +121,12 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     last = _last(chosen, located.format.name)
     names_last = {one.name for one in last}
     files = tuple(one for one in chosen if one.name not in names_last)
-    seals = {path: of_file for path, of_file in _by_file(found.seals).items() if path in identities}
-    return ChosenFiles(source, files, last, seals, False, found.opened)
+    seals = {path: of_file for path, of_file in _by_file(contents.seals).items() if path in identities}
+    return ChosenFiles(source, files, last, seals, False, contents.opened)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _SourceContents:
     """What the reader of a format found at a path."""
 
     read: tuple[Path, ...]
@@ -137,7 +141,7 @@ class _Found:
     opened: Checkpoint | None = None
 
     @classmethod
-    def of_checkpoint(cls, path: Path) -> "_Found":
+    def of_checkpoint(cls, path: Path) -> "_SourceContents":
         for _ in range(_TRIES):
             pointers = _pointers(path)
             checkpoint = open_checkpoint(path, ReadOptions())
@@ -146,7 +150,7 @@ class _Found:
         files = [*checkpoint.identities, *(file.path for file in checkpoint.files)]
         inside = {one: None for one in (*files, *pointers) if one.is_relative_to(path)}
         others: frozenset[str] | None = None
-        if locate(path).format.name not in OURS:
+        if locate(path).format.name not in OWN_FORMATS:
             unread = (notice for notice in checkpoint.notices if notice.text in (UNREAD, OTHER_CHECKPOINTS))
             others = frozenset(name for notice in unread for name in notice.names)
         notices = tuple(one for one in checkpoint.notices if one.text not in (UNREAD, OTHER_CHECKPOINTS))
@@ -163,7 +167,7 @@ class _Found:
         )
 
     @classmethod
-    def of_chain(cls, run: Path) -> "_Found":
+    def of_chain(cls, run: Path) -> "_SourceContents":
         """The list as it is now, and all that it names."""
         place = run / chain_list.NAME
         with unrecorded():
@@ -225,10 +229,10 @@ def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:
 
 
 def _by_file(seals: Iterable[Seal]) -> Mapping[Path, tuple[Seal, ...]]:
-    found: dict[Path, dict[tuple[int, int, int], Seal]] = {}
+    by_file: dict[Path, dict[tuple[int, int, int], Seal]] = {}
     for seal in seals:
-        found.setdefault(seal.path, {})[seal.offset, seal.nbytes, seal.digest] = seal
-    return {path: tuple(of_file[key] for key in sorted(of_file)) for path, of_file in found.items()}
+        by_file.setdefault(seal.path, {})[seal.offset, seal.nbytes, seal.digest] = seal
+    return {path: tuple(of_file[key] for key in sorted(of_file)) for path, of_file in by_file.items()}
 
 
 def _pointers(path: Path) -> dict[Path, bytes]:

@@ -73,7 +73,7 @@ class Verbatim(WritableFormat):
         for one in self.selection.last:
             with Reader(identities=source.identities) as reader, Transfer(reader) as transfer:
                 self.unseen.append(self._copied(folder, one, transfer))
-                self.zeros.extend(reader.zeros.found())
+                self.zeros.extend(reader.zeros.runs())
 
     def _copied(self, folder: Path, one: ChosenFile, transfer: Transfer) -> Receipt:
         path, digest = folder / one.name, xxhash.xxh3_128()

@@ -94,7 +94,7 @@ def _import_problem(module: str) -> str | None:
 
 def _location_problem(module: str) -> str | None:
     try:
-        found = module in sys.modules or find_spec(module) is not None
+        is_installed = module in sys.modules or find_spec(module) is not None
     except Exception:
-        found = False
-    return None if found else "is not installed"
+        is_installed = False
+    return None if is_installed else "is not installed"

@@ -154,7 +154,7 @@ def _examine(
         for parameter, states in _together(checkpoint)
     ]
     tasks = list(batches(work))
-    own = resources.beside_prefetch() if reads_from_stores(checkpoint.identities) else resources
+    own = resources.with_prefetch() if reads_from_stores(checkpoint.identities) else resources
 
     def examine(task: tuple[list[_Item], PlannedReads | None]) -> list[Finding]:
         checks, planned = task
@@ -163,9 +163,9 @@ def _examine(
             Reader(check=False, planned=planned) as reader,
             Transfer(reader, own.slab, count_bytes) as transfer,
         ):
-            found = [finding for check, _ in checks for finding in check(transfer)]
-            note_zeros(reader.zeros.found())
-        return found
+            problems = [finding for check, _ in checks for finding in check(transfer)]
+            note_zeros(reader.zeros.runs())
+        return problems
 
     plan = [chain.from_iterable(ranges for _, ranges in task) for task in tasks]
     with (

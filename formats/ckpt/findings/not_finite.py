@@ -144,7 +144,7 @@ def _counted(
                 nans, infinities = nans + counts[0], infinities + counts[1]
             if nans or infinities:
                 yield NotFinite(name, state, nans, infinities)
-        note_zeros(reader.zeros.found())
+        note_zeros(reader.zeros.runs())
 
 
 def not_finite_notice(states: Sequence[NotFinite]) -> Iterator[Notice]:

@@ -74,12 +74,12 @@ def replayed(source: Checkpoint, target: Path, needed: int, resources: Execution
 def _replay(source: Checkpoint, place: Path, stage: Path, needed: int, write: Write) -> Checkpoint:
     """The replayed state, in the folder `stage` at `place`."""
     folder = stage / f"{REPLAYED}{_name_of(source)}"
-    is_beside = stage != place  # else a folder that only this process knows
-    if is_beside and os.path.lexists(stage):
+    is_staged = stage != place  # else a folder that only this process knows
+    if is_staged and os.path.lexists(stage):
         make_staging(stage, place)  # before anything in it is believed
     if not folder.is_dir():
         _check_space(place, stage, _universal_nbytes(source) + needed)
-        if is_beside:
+        if is_staged:
             make_staging(stage, place)
         try:
             write(source, folder, with_content(source, Universal()))

@@ -53,7 +53,7 @@ class Resources(Checked):
         """Bytes of objects in stores that small reads share."""
         return self.memory // 4
 
-    def beside_prefetch(self) -> "Resources":
+    def with_prefetch(self) -> "Resources":
         """The resources, with the memory that is left for values beside what is read from stores."""
         return replace(self, memory=self.memory - self.prefetch - self.block_cache)
 

@@ -46,7 +46,7 @@ def write_files(
     working = threading.Semaphore(resources.workers)
     in_order, whole = list(groups), resources
     if reads_from_stores(identities):
-        resources = resources.beside_prefetch()
+        resources = resources.with_prefetch()
 
     def count(nbytes: int) -> None:
         raise_if_interrupted(stop)
@@ -75,7 +75,7 @@ def write_files(
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
         evidence = receipt.evidence.without_seals(listed)
-        return replace(receipt, evidence=evidence, changes=reader.changes.seen(), zeros=reader.zeros.found())
+        return replace(receipt, evidence=evidence, changes=reader.changes.seen(), zeros=reader.zeros.runs())
 
     def write_group(group: Group, planned: PlannedReads | None) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""
@@ -91,7 +91,7 @@ def write_files(
         errors = [one.exception() for one in written]
         receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
         if receipts:  # the zeros of the band are those of all its files
-            receipts[0] = replace(receipts[0], zeros=(*receipts[0].zeros, *reader.zeros.found()))
+            receipts[0] = replace(receipts[0], zeros=(*receipts[0].zeros, *reader.zeros.runs()))
         return receipts, next(filter(None, errors), None)
 
     def write_item(item: tuple[Group, PlannedReads | None]) -> tuple[list[Receipt], BaseException | None]:

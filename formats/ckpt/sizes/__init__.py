@@ -104,10 +104,10 @@ def written_rows(entries: "Iterable[ParameterEntry]") -> list[StateSizes]:
 
 def merged(parts: Iterable[StateSizes]) -> list[StateSizes]:
     """One row for all that share state and element type."""
-    found: dict[tuple[str, str], list[StateSizes]] = {}
+    by_state: dict[tuple[str, str], list[StateSizes]] = {}
     for part in parts:
-        found.setdefault((part.state, part.dtype), []).append(part)
-    return sorted((_sum(*key, members) for key, members in found.items()), key=lambda row: -row.raw)
+        by_state.setdefault((part.state, part.dtype), []).append(part)
+    return sorted((_sum(*key, members) for key, members in by_state.items()), key=lambda row: -row.raw)
 
 
 def total(parts: Iterable[StateSizes]) -> StateSizes:

@@ -49,10 +49,10 @@ class EvenSlices(ComputedFragments):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._sliced(index)
-        found = next(islice(self, index if index >= 0 else len(self) + index, None), None)
-        if found is None:
+        item = next(islice(self, index if index >= 0 else len(self) + index, None), None)
+        if item is None:
             raise IndexError(index)
-        return found
+        return item
 
     def _sliced(self, index: slice) -> tuple[Fragment, ...]:
         places = (index.start, index.stop, index.step)

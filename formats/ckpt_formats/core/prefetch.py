@@ -354,20 +354,20 @@ def _batches(ranges: Iterable[ObjectRange], nbytes: int, readers: int) -> Iterat
 
 
 def _join(ranges: list[ObjectRange], largest: int) -> list[_Joined]:
-    found = list[_Joined]()
+    merged = list[_Joined]()
     for use in sorted(range(len(ranges)), key=lambda use: (str(ranges[use].path), ranges[use].start)):
         one = ranges[use]
-        last = found[-1] if found and found[-1].path == one.path else None
+        last = merged[-1] if merged and merged[-1].path == one.path else None
         start = one.start if last is None else max(one.start, last.stop)
         while start < one.stop:
             if last is None or start > last.stop + _gap(last) or start >= last.start + largest:
                 last = _Joined(one.path, start, start, 0, use)
-                found.append(last)
+                merged.append(last)
             stop = min(one.stop, last.start + largest)
             last.named += stop - start
             last.stop, last.use = stop, min(last.use, use)
             start = stop
-    return sorted(found, key=lambda joined: joined.use)
+    return sorted(merged, key=lambda joined: joined.use)
 
 
 def _gap(last: _Joined) -> int:

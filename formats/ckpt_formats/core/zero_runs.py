@@ -47,7 +47,7 @@ class ZeroRuns:
             if len(self._runs) < _MAX_RUNS or stop - start >= LONG:
                 self._runs.append(ZeroRun(str(path), offset + start, offset + stop))
 
-    def found(self) -> tuple[ZeroRun, ...]:
+    def runs(self) -> tuple[ZeroRun, ...]:
         """All runs, neighbours joined."""
         return tuple(joined_runs(self._runs))
 

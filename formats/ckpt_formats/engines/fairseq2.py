@@ -111,14 +111,14 @@ def _stages(folder: Path) -> list[list[TorchFile]]:
 
 def _numbered(folder: Path, kind: str) -> list[Path]:
     """The entries of a folder that are called `kind` and a number, from 0 on. Raises `IncompleteError` for a gap."""
-    found = {}
+    by_number = {}
     for name in names_in(folder):
         if (match := _NUMBERED.fullmatch(name)) and match[1] == kind:
-            found[int(match[2])] = folder / name
-    for number in range(len(found)):
-        if number not in found:
+            by_number[int(match[2])] = folder / name
+    for number in range(len(by_number)):
+        if number not in by_number:
             raise IncompleteError(f"{kind}_{number:02} is missing", where=folder, hint=_COPY)
-    return [found[number] for number in range(len(found))]
+    return [by_number[number] for number in range(len(by_number))]
 
 
 def _joined(files: list[TorchFile]) -> dict[str, Value]:
@@ -147,7 +147,7 @@ def _tensor(value: Value, name: str, file: TorchFile) -> Tensor:
 
 def _others(step: Path) -> dict[str, list[TorchFile]]:
     """The files of the other parts of the state, by part."""
-    found = {
+    files_of = {
         _TRAINER: _numbered(step / _TRAINER, "rank"),
         _READER: _numbered(step / _READER, "dp"),
         _OPTIMIZER: [
@@ -157,7 +157,7 @@ def _others(step: Path) -> dict[str, list[TorchFile]]:
             for file in _numbered(part, "sdp")
         ],
     }
-    return {key: list(map(open_file, files)) for key, files in found.items() if files}
+    return {key: list(map(open_file, files)) for key, files in files_of.items() if files}
 
 
 def _step_of(others: Mapping[str, list[TorchFile]], path: Path) -> int | None:

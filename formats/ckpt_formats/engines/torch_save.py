@@ -44,7 +44,7 @@ from ckpt_formats.state_dicts.original_form import form_of, tree_of
 from ckpt_formats.state_dicts.read import check_weights, training_state
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_OURS = "ckpt"
+_RECORD = "ckpt"
 _RECORD_KEYS = {"roles", "aliases", "origin", "tensors"}
 """Keys of our entry in the extras. An entry with at most one of these is not ours."""
 _FILE = "model.pt"
@@ -81,9 +81,9 @@ class Torch(WritableFormat):
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         file = open_file(path)
         extras = file.root.get("extras") if isinstance(file.root, dict) else None
-        note = extras.get(_OURS) if isinstance(extras, dict) else None
+        note = extras.get(_RECORD) if isinstance(extras, dict) else None
         if isinstance(note, dict) and len(note.keys() & _RECORD_KEYS) > 1 and isinstance(file.root.get("model"), dict):
-            return _read_ours(file, note)
+            return _read_recorded(file, note)
         return _read_foreign(file, options)
 
     def plan(self, source: Checkpoint) -> Plan:
@@ -148,9 +148,9 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
     }
     optimizer = {"optimizer": {"state": states, "param_groups": groups}} if states or groups else {}
     extras = {key: plain(value) for key, value in source.extras.items()}
-    if _OURS in extras:
-        record[_OURS] = extras.pop(_OURS)
-    return {"model": model, **optimizer, "extras": {_OURS: record, **extras}}
+    if _RECORD in extras:
+        record[_RECORD] = extras.pop(_RECORD)
+    return {"model": model, **optimizer, "extras": {_RECORD: record, **extras}}
 
 
 def _weight(parameter: Parameter) -> Tensor:
@@ -205,7 +205,7 @@ def _begins(key: Value) -> bool:
     return isinstance(key, str) and key.startswith("$")
 
 
-def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
+def _read_recorded(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
     path = file.path
     try:
         optimizer = file.root.get("optimizer") or {"state": {}, "param_groups": []}
@@ -223,9 +223,9 @@ def _read_ours(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
             Group({key: restore(value) for key, value in group.items() if key != "params"}, tuple(group["params"]))
             for group in optimizer["param_groups"]
         )
-        extras = {key: restore(value) for key, value in file.root["extras"].items() if key != _OURS}
-        if _OURS in record:
-            extras[_OURS] = restore(record[_OURS])
+        extras = {key: restore(value) for key, value in file.root["extras"].items() if key != _RECORD}
+        if _RECORD in record:
+            extras[_RECORD] = restore(record[_RECORD])
         stated = record["origin"]
         origin = Origin(stated["engine"], stated["version"], stated["step"], decode(stated["layout"], path))
         aliases = {str(alias): str(name) for alias, name in record["aliases"].items()}

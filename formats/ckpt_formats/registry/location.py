@@ -39,7 +39,7 @@ def locate(path: Path) -> Located:
     try:
         format = _of_file(path) if path.is_file() else _of_folder(path)
         if format is not None:
-            return Located(path, format, _beside_checkpoints(path, format) if path.is_dir() else ())
+            return Located(path, format, _notices_of_inner_checkpoints(path, format) if path.is_dir() else ())
     except CkptError as error:
         failure = error
     from ckpt_formats.registry.plugins import detected  # only what no format of ckpt knows needs it
@@ -87,7 +87,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if format is not None and format.name in _OF_FILES:
         if files := _models_in(path, format):
             return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
-        if inside := _checkpoints_beside(path, format):
+        if inside := _inner_checkpoints(path, format):
             return [_stray_file(path, format) or path, *inside]
     if format is not None and format.name != "dcp" and not has_pointer(path):
         return []
@@ -114,12 +114,12 @@ _SHARD = re.compile(r"-\d+-of-\d+\.")
 """In the name of a file that is a part of a model."""
 
 
-def _beside_checkpoints(path: Path, format: Format) -> tuple[Notice, ...]:
+def _notices_of_inner_checkpoints(path: Path, format: Format) -> tuple[Notice, ...]:
     """A notice if a model lies in a folder beside checkpoints that are not read with it.
 
     Raises `NotFoundError` if the model is a single file whose name does not say that it is the one that is meant.
     """
-    inside = _checkpoints_beside(path, format)
+    inside = _inner_checkpoints(path, format)
     if not inside:
         return ()
     stray = _stray_file(path, format)
@@ -133,7 +133,7 @@ def _beside_checkpoints(path: Path, format: Format) -> tuple[Notice, ...]:
     return (Notice(text, tuple(f"{one.name}/" for one in inside), Weight.UNSURE),)
 
 
-def _checkpoints_beside(path: Path, format: Format) -> list[Path]:
+def _inner_checkpoints(path: Path, format: Format) -> list[Path]:
     """The checkpoints in a folder that has a model, too. Parts of that model are none of them."""
     if format.name not in _OF_FILES:
         return []

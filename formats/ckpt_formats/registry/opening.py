@@ -31,7 +31,7 @@ _OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy"
 """Formats of engines: trainers of Hugging Face's save files of their own next to them."""
 _MAX_FOLDERS = 16
 """How many folders of a checkpoint are searched for traces of another engine."""
-OURS = ("universal", "chain")
+OWN_FORMATS = ("universal", "chain")
 """Formats of ours: their files state the original format."""
 
 
@@ -66,7 +66,7 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
     except CorruptError as error:
         error.where = error.where or printable(str(path))
         raise
-    if not checkpoint.parameters and format.name not in OURS:
+    if not checkpoint.parameters and format.name not in OWN_FORMATS:
         raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
     _check_names(checkpoint, path)
     _check_folders(checkpoint, located)
@@ -80,7 +80,7 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
     # Here, so that every command gives the same answer.
     check_repeated(written, printable(str(path)), *_rows_and_repeats(checkpoint.parameters))
     notices = (*located.notices, *checkpoint.notices)
-    if format.name not in OURS:
+    if format.name not in OWN_FORMATS:
         notices = (
             *notices,
             *notices_of_carried(checkpoint),
@@ -90,7 +90,7 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
         )
     if is_file:
         notices = (*notices, *notices_of_content(path, format.name), *parts_unread(path))
-    elif format.name not in OURS:
+    elif format.name not in OWN_FORMATS:
         named = {name for notice in notices for name in notice.names}
         notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
     used = options or ReadOptions()
@@ -101,7 +101,7 @@ def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
     checkpoint = replace(
         checkpoint, notices=notices, history=(opened,), identities={**identities, **checkpoint.identities}
     )
-    if format.name in OURS or (checkpoint.original is not None and checkpoint.original.format == format.name):
+    if format.name in OWN_FORMATS or (checkpoint.original is not None and checkpoint.original.format == format.name):
         return checkpoint
     return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
 
@@ -138,7 +138,7 @@ def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
 def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint with the checksums that a seal file has of it."""
     checkpoint = _read(located, options)
-    if located.format.name in OURS:
+    if located.format.name in OWN_FORMATS:
         return checkpoint
     seal_files = seal_files_of({file.path for file in checkpoint.files} | {located.path}, located.path)
     if not seal_files:

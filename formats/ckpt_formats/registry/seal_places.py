@@ -12,10 +12,10 @@ IN_FOLDER = f"checkpoint{SEAL_SUFFIX}"
 
 def place_of(path: Path) -> Path:
     """Where the seal file of a checkpoint is, or would be. `path`: a file or a folder."""
-    return place_beside(path) if path.is_file() else path / IN_FOLDER
+    return place_of_file(path) if path.is_file() else path / IN_FOLDER
 
 
-def place_beside(file: Path) -> Path:
+def place_of_file(file: Path) -> Path:
     """Where the seal file of a single file is, or would be, whether the file is there or not."""
     return file.with_name(file.name + SEAL_SUFFIX)
 
@@ -34,7 +34,7 @@ def seal_files_of(own: Set[Path], path: Path) -> list[Path]:
 
 def places_of_file(path: Path) -> list[Path]:
     """The seal files that exist for a single file: that of its folder, and its own."""
-    places = (path.parent / IN_FOLDER, place_beside(path))
+    places = (path.parent / IN_FOLDER, place_of_file(path))
     if isinstance(path, StorePath):
         # The listing is needed in any case, to find other parts. Without the right to it, the objects are asked for.
         names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()

@@ -80,10 +80,10 @@ def parameters_of(
             raise CorruptError(f"`{printable(name)}` has no known role", where=path)
         parameters[name] = replace(parameters[name], role=role)
     for name, own in values.items():
-        found = decode(own, path)
-        if not isinstance(found, dict):
+        decoded = decode(own, path)
+        if not isinstance(decoded, dict):
             raise CorruptError(f"the values of `{printable(name)}` are no object", where=path)
-        parameters[name] = replace(parameters[name], values=found)
+        parameters[name] = replace(parameters[name], values=decoded)
     return parameters, tuple(_groups(facts.get("groups"), states, path)), _step(facts.get("step"), path)
 
 
@@ -98,25 +98,25 @@ def _groups(rows: Any, known: Mapping[str, Any], path: Path) -> Iterator[Group]:
 
 
 def _mapping(facts: Mapping[str, Any], key: str, known: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    found = facts.get(key)
-    if not isinstance(found, dict):
+    entry = facts.get(key)
+    if not isinstance(entry, dict):
         raise CorruptError(f"the entry `{key}` of {KEY} is no object", where=path)
-    _names(list(found), known, path)
-    return found
+    _names(list(entry), known, path)
+    return entry
 
 
-def _names(found: Any, known: Mapping[str, Any], path: Path) -> list[str]:
-    if not isinstance(found, list):
+def _names(names: Any, known: Mapping[str, Any], path: Path) -> list[str]:
+    if not isinstance(names, list):
         raise CorruptError(f"{KEY} has no list of names where one belongs", where=path)
-    for name in found:
+    for name in names:
         if not isinstance(name, str) or name not in known:
             raise CorruptError(
                 f"{KEY} names a parameter that is not in the file: {printable(str(name)[:80])}", where=path
             )
-    return found
+    return names
 
 
-def _step(found: Any, path: Path) -> int | None:
-    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 62):
+def _step(step: Any, path: Path) -> int | None:
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62):
         raise CorruptError(f"the step in {KEY} is no step", where=path)
-    return found
+    return step

@@ -134,13 +134,13 @@ class HubRepository(ListedStore):
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         api = HfApi(token=False if self.anonymous else None)
         try:
-            found = list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))
+            entries = list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))
         except EntryNotFoundError:
             return {}, []
         except HfHubHTTPError as error:
             raise _refused(error, self._url, self._commit) from None
-        folders = [one.path.rpartition("/")[2] for one in found if isinstance(one, RepoFolder)]
-        return {one.path: _described(one) for one in found if isinstance(one, RepoFile)}, folders
+        folders = [one.path.rpartition("/")[2] for one in entries if isinstance(one, RepoFolder)]
+        return {one.path: _described(one) for one in entries if isinstance(one, RepoFile)}, folders
 
 
 def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = False) -> StorePath:
@@ -204,8 +204,8 @@ def _listed(api: HfApi, kind: str, name: str, commit: str, key: str) -> dict[str
                         hint="Name the folder of one checkpoint.",
                     )
     except EntryNotFoundError:
-        found = api.get_paths_info(name, key, revision=commit, repo_type=kind)
-        objects = {one.path: _described(one) for one in found if isinstance(one, RepoFile)}
+        entries = api.get_paths_info(name, key, revision=commit, repo_type=kind)
+        objects = {one.path: _described(one) for one in entries if isinstance(one, RepoFile)}
     return objects
 
 

@@ -30,15 +30,15 @@ def joined(store: Store, sizes: Mapping[str, int]) -> Store:
 
 def parts_of(sizes: Mapping[str, int]) -> dict[str, list[int]]:
     """Where the parts of each file begin, and where the last one ends; those before the first gap."""
-    found: dict[str, list[int]] = {}
+    parts: dict[str, list[int]] = {}
     for key in sorted(sizes):
         part = _PART.fullmatch(key)
         if part is None or part[1] in sizes:
             continue
-        begins = found.setdefault(part[1], [0])
+        begins = parts.setdefault(part[1], [0])
         if begins[-1] == int(part[2]):
             begins.append(begins[-1] + sizes[key])
-    return {file: begins for file, begins in found.items() if len(begins) > 1}
+    return {file: begins for file, begins in parts.items() if len(begins) > 1}
 
 
 class _JoinedFile:

@@ -191,10 +191,10 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
     try:
         with _requests(f"{url}/{key}"):
             client = client_of(url, repeated.policy.http(), anonymous=anonymous, retries=ONCE)
-        root, objects = key, _found(client, repeated, url, key)
+        root, objects = key, _objects_at(client, repeated, url, key)
         if not objects and "@" in key.rpartition("/")[2]:  # a state of a chain, such as `run.chain@1234`
             root = key.rpartition("@")[0]
-            objects = _found(client, repeated, url, root)
+            objects = _objects_at(client, repeated, url, root)
         sizes = {path: one.nbytes for path, one in objects.items()}
         store = joined(ObjectStore(url, objects, root, anonymous), sizes)
         # The list of a chain is read at once, so that it is of the same moment as the listing.
@@ -208,7 +208,7 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
     return StorePath(store, key)
 
 
-def _found(client: Any, repeated: Repetition, url: str, key: str) -> dict[str, StoredObject]:
+def _objects_at(client: Any, repeated: Repetition, url: str, key: str) -> dict[str, StoredObject]:
     """The objects below a key, or that of the key itself. A single object needs no right to list the bucket."""
     where = f"{url}/{key}"
     try:

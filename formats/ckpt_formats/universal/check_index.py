@@ -228,12 +228,12 @@ class _Check:
         items = [tables.deltas[number] for number in self._column("delta.codec").tolist()]
         lengths = np.array([len(item.states) for item in items], np.int64)
         in_delta = np.flatnonzero(self._column("state.storage") == IN_DELTA)
-        found, expected = (
+        counts, expected = (
             np.bincount(self._column("state.parameter")[in_delta], minlength=len(index)),
             np.zeros(len(index)),
         )
         expected[owners] = lengths
-        self._all(found == expected, "its delta has other states", "parameter")
+        self._all(counts == expected, "its delta has other states", "parameter")
         if not len(in_delta):
             return
         # So the rows of a delta's states follow one another, in the order of the deltas.
@@ -288,8 +288,8 @@ class _Check:
     def _shared(self, pack: Array, offset: Array, nbytes: Array) -> None:
         """Check the ranges in packs of other members, sorted by pack and offset: each (ranges,) uint64."""
         named = [number for number, one in enumerate(self.packs) if one.owner is not None]
-        found: list[int] = np.unique(pack).tolist()
-        self._true(found == named, "a pack of another member that no state lies in")
+        actual: list[int] = np.unique(pack).tolist()
+        self._true(actual == named, "a pack of another member that no state lies in")
         headers = np.array([one.header_nbytes for one in self.packs], np.uint64)
         ends = np.array([one.nbytes for one in self.packs], np.uint64)
         number = pack.astype(np.int64)

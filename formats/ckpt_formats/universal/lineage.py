@@ -58,10 +58,10 @@ def once(known: dict[Path, T | CkptError], key: Path, make: Callable[[], T]) -> 
             known[key] = make()
         except CkptError as error:
             known[key] = error
-    found = known[key]
-    if isinstance(found, CkptError):
-        raise found
-    return found
+    result = known[key]
+    if isinstance(result, CkptError):
+        raise result
+    return result
 
 
 def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:

@@ -63,9 +63,9 @@ def contradictions(checkpoint: Path, stated: Manifest) -> Iterator[Contradiction
             if hash_text(xxhash.xxh3_128_intdigest(raw)) != pack.header:
                 continue
             own = slots.of(number)
-            found = None if _are_all(own, raw) else _parsed(path, raw, own, pack.owner is None)
-            if found is not None:
-                yield found
+            contradiction = None if _are_all(own, raw) else _parsed(path, raw, own, pack.owner is None)
+            if contradiction is not None:
+                yield contradiction
 
 
 class _Slots:
@@ -151,8 +151,8 @@ def _parsed(path: Path, raw: bytearray, slots: list[_Slot], is_own: bool) -> Con
     ]
     missing = [(name, entry, parameter) for name, entry, parameter in entries if header.get(name) != entry]
     if missing and not is_own:
-        found = {_text(entry) for entry in header.values()}
-        missing = [one for one in missing if _text(one[1]) not in found]
+        texts = {_text(entry) for entry in header.values()}
+        missing = [one for one in missing if _text(one[1]) not in texts]
     for name, entry, parameter in missing:
         what = "is missing" if name not in header else f"is {header[name]!s:.200}, in the index {entry}"
         return Contradiction(path, f"the entry `{printable(name)}` of the header {what}", parameter)

@@ -74,8 +74,8 @@ class PackPart:
             kinds, filling = self.is_coded[at:stop].tolist(), bytes(DIGEST - 8)
             both = zip(begins, ends, kinds, strict=True)
             actual = [coded(data[a:b]) + filling if kind else whole(data[a:b]) for a, b, kind in both]
-        found = np.frombuffer(b"".join(actual), np.uint8).reshape(-1, DIGEST)
-        unequal: Array = (found != self.expected[at:stop]).any(axis=1)
+        digests = np.frombuffer(b"".join(actual), np.uint8).reshape(-1, DIGEST)
+        unequal: Array = (digests != self.expected[at:stop]).any(axis=1)
         return unequal
 
 

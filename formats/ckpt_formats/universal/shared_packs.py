@@ -39,13 +39,13 @@ def shared_packs(stated: Manifest) -> tuple[SharedPacks, ...]:
     columns, own = stated.entries.columns, len(stated.own_packs)
     rows = columns["state.pack"] >= own
     sizes = np.bincount(columns["state.pack"][rows], columns["state.nbytes"][rows], len(stated.packs)).astype(np.int64)
-    found: dict[str, dict[int, int]] = {}
+    by_folder: dict[str, dict[int, int]] = {}
     for pack, nbytes in zip(stated.packs, sizes.tolist(), strict=True):
         if pack.owner is not None:
-            found.setdefault(pack.owner.folder, {})[pack.owner.number] = nbytes
+            by_folder.setdefault(pack.owner.folder, {})[pack.owner.number] = nbytes
     return tuple(
         SharedPacks(folder, tuple((first, count) for first, count in runs(sorted(packs))), sum(packs.values()))
-        for folder, packs in sorted(found.items())
+        for folder, packs in sorted(by_folder.items())
     )
 
 

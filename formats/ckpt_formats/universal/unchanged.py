@@ -67,7 +67,7 @@ class EarlierMember:
         Of the parameters in `whole`, either all states are shared or none: the others would be in a delta. Without
         `check`, equal checksums of values are enough.
         """
-        found: dict[str, dict[str, StateEntry]] = {}
+        usable: dict[str, dict[str, StateEntry]] = {}
         for parameter in parameters:
             entry = self._entry(parameter.name)
             own = None if entry is None else self.checkpoint.parameters.get(parameter.name)
@@ -75,14 +75,14 @@ class EarlierMember:
                 first = len(self.stated.own_packs) if self.only_shared else 0
                 states = {n: s for n, s in entry.states.items() if s.extent is None or s.extent.pack >= first}
                 equal = _equal_states(parameter, states, own, parameter.name in whole, check, transfer)
-                found[parameter.name] = _usable(equal, parameter, parameter.name in whole)
-        nbytes = _nbytes_of_packs(state for states in found.values() for state in states.values())
+                usable[parameter.name] = _usable(equal, parameter, parameter.name in whole)
+        nbytes = _nbytes_of_packs(state for states in usable.values() for state in states.values())
         large = {number for number, shared in nbytes.items() if shared >= MIN_NBYTES}
         result = dict[str, Mapping[str, StateEntry]]()
         for parameter in parameters:
             some = {
                 name: state
-                for name, state in found.get(parameter.name, {}).items()
+                for name, state in usable.get(parameter.name, {}).items()
                 if state.extent is None or state.extent.pack in large
             }
             states = _usable(some, parameter, parameter.name in whole)
@@ -128,8 +128,8 @@ def _is_equal(tensor: Tensor, stated: StateEntry, earlier: Tensor, check: bool, 
     values, there, chunking = flat(tensor), flat(earlier), Chunking.default(tensor.shape)
     for index in range(chunking.count):
         box = chunking.box(index)
-        found = transfer.fetch(values, box, counted=False)
-        if not is_digest(found, stated.digests, index):
+        block = transfer.fetch(values, box, counted=False)
+        if not is_digest(block, stated.digests, index):
             return False
         if check:
             try:
@@ -137,7 +137,7 @@ def _is_equal(tensor: Tensor, stated: StateEntry, earlier: Tensor, check: bool, 
                     stored = transfer.fetch(there, box, "earlier", counted=False)
             except CkptError:
                 return False
-            if not np.array_equal(as_bytes(found), as_bytes(stored)):
+            if not np.array_equal(as_bytes(block), as_bytes(stored)):
                 return False
     return True
 

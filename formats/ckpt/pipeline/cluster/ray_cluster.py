@@ -37,8 +37,8 @@ class RayCluster:
         self._references: dict[int, Any] = {}
         self._last_question = self._last_count = 0.0
         self._slots = self._workers = 0
-        self._is_ours = not ray.is_initialized()
-        if self._is_ours:
+        self._has_started = not ray.is_initialized()
+        if self._has_started:
             self._connect(url)
         try:
             self._check_versions()
@@ -128,7 +128,7 @@ class RayCluster:
             self._slots = self._workers = int(ray.cluster_resources().get("CPU", 0))
 
     def close(self) -> None:
-        if self._is_ours:
+        if self._has_started:
             ray.shutdown()
         elif hasattr(self, "_board"):
             ray.kill(self._board)

@@ -254,7 +254,7 @@ class Archive:
         known, members = self.directory, slice(first, stop)
         names = [name.encode() for name in known.names[members]]
         lengths = list(map(len, names))
-        heads, names_found = _local_headers(known.headers[members], lengths, window)
+        heads, actual_names = _local_headers(known.headers[members], lengths, window)
         flags, crcs, nbytes = known.flags[members], known.crcs[members], known.nbytes[members]
         described = (flags & _DESCRIPTOR) != 0  # checksum and sizes follow the data
         wrong = (heads["magic"] != LOCAL) | (heads["method"] != 0) | (heads["flags"] != flags)
@@ -262,8 +262,8 @@ class Archive:
         wrong |= (heads["crc"] != crcs) & ~(described & (heads["crc"] == 0))
         for size in (heads["packed"].astype(np.int64), heads["nbytes"].astype(np.int64)):
             wrong |= (size != nbytes) & (size != _FULL32) & ~(described & (size == 0))
-        if names_found != names:
-            wrong |= np.array([found != name for found, name in zip(names_found, names, strict=True)])
+        if actual_names != names:
+            wrong |= np.array([actual != name for actual, name in zip(actual_names, names, strict=True)])
         if wrong.any():
             where = self._where(first + int(wrong.argmax()))
             raise CorruptError("the archive's directory and the member contradict each other", where=where)

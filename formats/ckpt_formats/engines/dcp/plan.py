@@ -178,13 +178,13 @@ class _Placement(FileLayouts):
         """Of all block rows: whether a block is a part of the tensor without holes between its elements; the first
         element, the elements of a block, and the end of the last one: 4 times (block rows,).
         """
-        found = []
+        places = []
         for rows, owner in zip(self._table.rows, self._table.owners.tolist(), strict=True):
             shape = self._tensors[owner].shape
             size, block = prod(shape[1:]), rows.box(0).shape
             start, stop = rows.whole.start[0] * size, rows.whole.stop[0] * size
-            found.append((rows.whole.shape[1:] == shape[1:] and block != shape, start, rows.length * size, stop))
-        partial, starts, lengths, ends = np.array(found, np.int64).reshape(-1, 4).T
+            places.append((rows.whole.shape[1:] == shape[1:] and block != shape, start, rows.length * size, stop))
+        partial, starts, lengths, ends = np.array(places, np.int64).reshape(-1, 4).T
         return partial.astype(bool), starts, lengths, ends
 
     @cached_property
@@ -201,7 +201,7 @@ class _Placement(FileLayouts):
             nbytes[0, 0] += layouts.of(entry).nbytes
             items[0, 0] += 1
         wholes = np.full(len(self._leaves), -1)
-        found: list[tuple[int, BlockRows, int]] = []
+        overlapping: list[tuple[int, BlockRows, int]] = []
         writers: list[Columns] = []
         sizes: dict[object, list[tuple[BlockRows, Counts]]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -227,15 +227,15 @@ class _Placement(FileLayouts):
                     writers.append(np.full(self.grid.dp, self.grid.tp, np.min_scalar_type(self.grid.tp)))
                     writers[-1][: rows.count] = columns
                     column = -1
-                found.append((i, rows, column))
+                overlapping.append((i, rows, column))
         return _Table(
             nbytes,
             items,
             wholes,
-            tuple(rows for _, rows, _ in found),
-            np.array([i for i, _, _ in found], np.int64),
-            np.array([rows.count for _, rows, _ in found], np.int64),
-            np.array([column for _, _, column in found], np.int64),
+            tuple(rows for _, rows, _ in overlapping),
+            np.array([i for i, _, _ in overlapping], np.int64),
+            np.array([rows.count for _, rows, _ in overlapping], np.int64),
+            np.array([column for _, _, column in overlapping], np.int64),
             np.stack(writers, 1) if writers else np.zeros((self.grid.dp, 0), np.uint8),
         )
 

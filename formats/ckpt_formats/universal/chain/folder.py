@@ -116,8 +116,8 @@ def _is_shared(name: str, shared: list[SharedPacks]) -> bool:
 
 def pack_number(name: str) -> int | None:
     """The number of a pack by the name of its file; None for another file."""
-    found = _PACK.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _PACK.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _is_of_chain(name: str) -> bool:
