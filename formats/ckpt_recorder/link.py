@@ -6,7 +6,9 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +77,9 @@ class WriterLink:
             os.close(status)
         assert self._process.stdin is not None
         self._orders = self._process.stdin
+        self._unused = weakref.finalize(self, _end_unused, os.getpid(), self._process, self._status)
+        """Ends the process if the recorder is collected before it is closed."""
+        self._unused.atexit = False
         os.set_blocking(self._orders.fileno(), False)
         with suppress(OSError):  # more than the system allows
             fcntl.fcntl(self._orders.fileno(), getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_NBYTES)
@@ -173,6 +178,7 @@ class WriterLink:
 
     def close(self) -> None:
         """End the writer after it has written and flushed all orders. Does not wait for a writer that is stuck."""
+        self._unused.detach()
         if self._is_stuck:
             self._orders.close()
             os.close(self._status)
@@ -256,6 +262,20 @@ class WriterLink:
             else:
                 self.messages.append((word, rest))
         return True
+
+
+def _end_unused(trainer: int, process: "subprocess.Popen[bytes]", status: int) -> None:
+    """End a process whose link is collected. In a fork of the trainer, only close what the fork has of it."""
+    assert process.stdin is not None
+    if os.getpid() != trainer:
+        process.returncode = 0  # not a child of this process
+    else:
+        with suppress(OSError, ValueError):  # children of the trainer may hold the pipe open
+            os.write(process.stdin.fileno(), b'{"end":true}\n')
+        with suppress(RuntimeError):  # the interpreter ends
+            threading.Thread(target=process.wait, daemon=True).start()
+    process.stdin.close()
+    os.close(status)
 
 
 def _start(module: str, ring_file: int, status: int) -> "subprocess.Popen[bytes]":

@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
-from ckpt_recorder import deepspeed, megatron, ranks, segments
+from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
@@ -125,6 +126,8 @@ class Recorder:
         else:
             self._intervals = RecorderIntervals(base, self.options.flush, self.options.mtbf)
         self._bases: BackgroundBases | None = None
+        self._unused_bases: weakref.finalize[Any, Any] | None = None
+        """Ends the process that makes bases if the recorder is collected before it is closed."""
         self._base_from = 0
         """The step from which the interval to the next base counts."""
         self._base_begun: int | None = None
@@ -135,6 +138,7 @@ class Recorder:
         self.chain = Path(chain).absolute()  # the loop may change its working directory
         self.broken: str | None = None
         self._model, self._optimizer = model, optimizer
+        self._pid = os.getpid()
         self._rank, self._world = ranks.rank_and_world()
         self._recording: RankRecording | None = None
         self._hooks: list[Any] = []
@@ -144,6 +148,7 @@ class Recorder:
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
         self._run = self._track_run()
+        self._replace_others()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
         if not codec.lossless:
@@ -160,6 +165,7 @@ class Recorder:
         self._begin()
         self._intervals.base_took(time.monotonic() - begin)
         self._attach()
+        open_recorders.add(self)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -183,14 +189,26 @@ class Recorder:
         self._record_random_states(self.step)
         self._record(lambda recording: recording.record_notes(self.step, notes))
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The innermost optimizers, whose steps are recorded."""
+        return self._run.optimizers
+
+    def release(self, reason: str) -> None:
+        """Record nothing more, as if the recorder had been killed after the last step. `reason`: why.
+
+        In a process that was forked from that of the run, this leaves the recording of the run alone.
+        """
+        self._detach()
+        if os.getpid() == self._pid:
+            self._end(reason)
+        self._forget_bases()
+        self.broken, self._recording, self._bases = reason, None, None
+
     def close(self) -> None:
         """Write and flush all records, and stop."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+        self._detach()
+        open_recorders.remove(self)
         if self._call == 0:
             self._record(lambda recording: recording.record_fingerprint(self.step))
             self._record(lambda recording: recording.record_end(self.step))
@@ -286,6 +304,26 @@ class Recorder:
         if isinstance(result, CkptError):
             raise result
         return result
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
+
+    def _replace_others(self) -> None:
+        """End the recorders that were not closed and would record the same run, as after a cell that ran again."""
+        for other in open_recorders.replaced_by(self.chain, self.optimizers):
+            other.release(f"another recorder records into {self.chain}")
+            open_recorders.remove(other)
+            warnings.warn(
+                f"the recorder of {other.chain} was not closed and ends now, because a new one takes its place: "
+                "use `with Recorder(...)`, or call `recorder.close()`",
+                RecorderWarning,
+                stacklevel=3,
+            )
 
     def _attach(self) -> None:
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._run.optimizers]
@@ -467,18 +505,27 @@ class Recorder:
 
         rank_layout = layout.ranks[self._rank]
         offsets = [(number, part.offset) for number, part, _ in self._share.parts]
-        return BackgroundBases(
+        bases = BackgroundBases(
             *(self._run, rank_layout, offsets, settings, layout.run, self._base_spread, self.options.base_memory)
         )
+        self._unused_bases = weakref.finalize(self, bases.close, wait=False)
+        self._unused_bases.atexit = False
+        return bases
 
     def _warn_of_bases(self, bases: BackgroundBases) -> None:
         """Warn of bases that were not stored. Training and the log go on."""
         while bases.problems:
             warnings.warn(f"{self.chain}: {bases.problems.popleft()}", RecorderWarning, stacklevel=4)
 
+    def _forget_bases(self) -> None:
+        if self._unused_bases is not None:
+            self._unused_bases.detach()
+            self._unused_bases = None
+
     def _drop_bases(self) -> None:
         """End the process that makes bases. A base that is not complete is given up."""
         bases, self._bases = self._bases, None
+        self._forget_bases()
         if bases is not None:
             bases.drop()
             bases.close(wait=False)

@@ -6,6 +6,7 @@ The memory is a memfd. It has no name, so nothing remains of it after both proce
 
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Ring:
         self.file = os.memfd_create("ckpt-gradients", os.MFD_CLOEXEC) if file is None else file
         if file is None:
             os.ftruncate(self.file, self.slot_nbytes * slots)
+            weakref.finalize(self, os.close, self.file)  # the memory stays as long as it is open
         self.memory = mmap.mmap(self.file, self.slot_nbytes * slots)
         self._bytes = np.frombuffer(self.memory, np.uint8)
 

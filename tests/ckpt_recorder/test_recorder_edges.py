@@ -1,6 +1,8 @@
 """What happens around a recording: working directories, second recorders, forks, removed folders."""
 
+import gc
 import os
+import time
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ from torch import nn
 
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Recorder, callbacks
+from ckpt_recorder import Recorder, RecorderWarning, callbacks
+from ckpt_recorder.ring import Ring
 
 
 class Run:
@@ -78,3 +81,65 @@ def without_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_cell_that_runs_again_ends_the_recorder_that_was_not_closed(tmp_path: Path) -> None:
+    run, chain = Run(), tmp_path / "run.chain"
+    first = run.recorder(chain)
+    run.step(2)
+    with pytest.warns(RecorderWarning, match=r"was not closed and ends now.*`recorder\.close\(\)`"):
+        second = run.recorder(chain)
+    assert first.broken == f"another recorder records into {chain}"
+    assert first.writer_pid is None
+    run.step(2)
+    first.note(late=1)
+    first.close()
+    assert (first.step, second.step) == (2, 4)
+    restarted = Run()  # also one that has nothing in common but the chain
+    with pytest.warns(RecorderWarning, match="was not closed"), restarted.recorder(chain, step=4):
+        restarted.step()
+    assert last_step(chain) == 5
+    assert [one.first for one in index.read(chain).segments] == [0, 2, 4]
+
+
+def test_a_fork_leaves_the_recording_alone_and_a_collected_recorder_ends_its_writer(tmp_path: Path) -> None:
+    run, chain = Run(), tmp_path / "run.chain"
+    recorder = run.recorder(chain)
+    run.step(2)
+    go, begin = os.pipe()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            run.step()
+            recorder.note(child=True)
+            recorder.close()
+            status = 0 if recorder.broken is not None and "forked" in recorder.broken else 2
+            os.close(begin)
+            os.read(go, 1)  # holds what it has of the pipe to the writer
+        finally:
+            os._exit(status)
+    run.step(2)
+    pid = recorder.writer_pid
+    assert pid is not None
+    del recorder, run
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
+    os.close(begin)
+    assert os.waitpid(child, 0)[1] == 0
+    assert last_step(chain) == 4
+    assert not states.open_steps(chain, index.read(chain).segments[0]).torn
+
+
+def test_the_memory_of_a_ring_is_released_with_its_segment(tmp_path: Path) -> None:
+    def rings() -> int:
+        files = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        return sum("ckpt-gradients" in file for file in files)
+
+    before = rings()
+    ring = Ring(1, 1)
+    assert rings() > before
+    del ring
+    assert rings() == before
