@@ -24,6 +24,7 @@ class RecordFile:
 
     def __init__(self, path: Path, head: FileHead) -> None:
         """Create the file and write its head. Raises `OSError`."""
+        self._path = path
         self.descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)  # others take the lock briefly to check
         content = head.dump()
@@ -38,6 +39,16 @@ class RecordFile:
         parts, previous = record_parts(kind, step, meta, chunks, values, self._previous)
         self._write(parts)
         self._previous = previous
+
+    def check_path(self) -> None:
+        """Raise `OSError` if the path of the file is no longer that of this file: others would not find its records."""
+        try:
+            same = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self.descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            same = False
+        if not same:
+            place = os.sep.join(self._path.parts[-3:])
+            raise OSError(errno.ENOENT, f"{place} was removed, renamed or replaced while it was written")
 
     def _write(self, parts: Sequence[Bytes]) -> None:
         end = self.nbytes

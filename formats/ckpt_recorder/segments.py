@@ -123,6 +123,8 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
     if segments and segments[-1].step is None:
         if folder.is_growing(run / segments[-1].folder):
             raise _locked_error(run / segments[-1].folder)
+        if not (run / segments[-1].folder).exists():  # somebody removed it while it was recorded
+            return _close_last_segment(run, replace(chain, segments=segments[:-1]), first)
         try:
             end = states.open_steps(run, segments[-1]).last
         except IncompleteError:

@@ -207,7 +207,9 @@ class LogWriter:
             self._file.append(Kind.RANDOM, order["step"], *self._random.record(_generators(order, data)))
             return
         _append(self._file, self._encoder, order, data)
-        self._unflushed += order["kind"] == Kind.GRADIENTS
+        if order["kind"] == Kind.GRADIENTS:
+            self._file.check_path()
+            self._unflushed += 1
         is_late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
         if self._unflushed >= self._flush_steps or is_late or order["kind"] == Kind.END:
             self._flush()

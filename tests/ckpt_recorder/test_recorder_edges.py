@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import time
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import nn
 
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.gradients.record import FileHead
 from ckpt_recorder import Recorder, RecorderWarning, callbacks
+from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
 
@@ -143,3 +146,51 @@ def test_the_memory_of_a_ring_is_released_with_its_segment(tmp_path: Path) -> No
     assert rings() > before
     del ring
     assert rings() == before
+
+
+def _replace(file: Path) -> None:
+    file.with_suffix(".new").write_bytes(file.read_bytes())
+    file.with_suffix(".new").rename(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=name)
+        for name, change in {
+            "removed": Path.unlink,
+            "replaced": _replace,
+            "folder removed": lambda file: shutil.rmtree(file.parent),
+            "folder renamed": lambda file: file.parent.rename(f"{file.parent}.old"),
+        }.items()
+    ],
+)
+def test_a_file_that_others_no_longer_find_is_an_error(change: Any, tmp_path: Path) -> None:
+    (tmp_path / "segment").mkdir()
+    file = RecordFile(tmp_path / "segment" / "rank-00000.ckg", FileHead(0, 1, 0, bytes(16)))
+    file.check_path()
+    change(tmp_path / "segment" / "rank-00000.ckg")
+    with pytest.raises(OSError, match=r"segment/rank-00000\.ckg was removed, renamed or replaced while it was written"):
+        file.check_path()
+    os.close(file.descriptor)
+
+
+def test_a_removed_log_is_noticed_once_and_recorded_anew(tmp_path: Path) -> None:
+    run, chain = Run(), tmp_path / "run.chain"
+
+    def steps() -> None:
+        for _ in range(7):
+            run.step()
+            time.sleep(0.01)
+
+    with run.recorder(chain, retry=10) as recorder:
+        run.step(2)
+        shutil.rmtree(next(chain.glob("gradients-*")))
+        with pytest.warns(RecorderWarning, match="was removed, renamed or replaced while it was written") as warned:
+            steps()
+        assert len(warned) == 1
+        assert recorder.broken is not None
+        run.step(3)
+    assert last_step(chain) == 12
+    assert [one.first for one in index.read(chain).segments] == [10]
+    states.open_state(chain, index.read(chain), 12)
