@@ -68,7 +68,8 @@ class RecorderOptions:
     slots: int = 3
     """The number of steps in the ring before training waits for the writer. Each takes the memory of the gradients."""
     stall_seconds: float = 300.0
-    """The time that training waits for a writer without progress, before the recording counts as broken."""
+    """The time that training waits for a writer without progress, before the recording counts as broken; and that a
+    rank waits for the others at the start."""
     fingerprint: int = 100
     """The number of steps between hashes of the full state, which a replay compares; 0: only at both ends."""
     random_states: bool = True
@@ -110,7 +111,7 @@ class Recorder:
             options: The fields of `RecorderOptions`.
 
         Raises:
-            UnsupportedError: The run cannot be recorded; the message states why.
+            UnsupportedError: The run cannot be recorded, or not all ranks construct a recorder; the message states why.
             InvalidArgumentError: An option has a value that it cannot have.
             OutputError: The chain cannot be written, or another run records into it.
         """
@@ -147,6 +148,7 @@ class Recorder:
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
+        ranks.await_all(self.options.stall_seconds, _warn)
         self._run = self._track_run()
         self._replace_others()
         self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
@@ -600,6 +602,10 @@ def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     if is_zero_redundancy(optimizers):
         return zero_redundancy_run(model, optimizers)
     return plain_run(model, optimizers)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RecorderWarning, stacklevel=5)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

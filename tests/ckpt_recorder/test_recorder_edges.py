@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead
-from ckpt_recorder import Recorder, RecorderWarning, callbacks
+from ckpt_recorder import Recorder, RecorderWarning, callbacks, ranks
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
@@ -194,3 +196,14 @@ def test_a_removed_log_is_noticed_once_and_recorded_anew(tmp_path: Path) -> None
     assert last_step(chain) == 12
     assert [one.first for one in index.read(chain).segments] == [10]
     states.open_state(chain, index.read(chain), 12)
+
+
+def test_ranks_that_construct_no_recorder_are_named() -> None:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"ranks 1, 2 of 3 constructed no Recorder within 0\.01 s"):
+        ranks.await_ranks(store, 0, 3, 0.01, print)
+    with pytest.raises(UnsupportedError, match=r"ranks 0, 2 of 3"):  # rank 0 waits no more
+        ranks.await_ranks(store, 1, 3, 0.01, print)
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            list(pool.map(lambda rank: ranks.await_ranks(store, rank, 3, 30, print), range(3)))
