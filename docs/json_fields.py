@@ -187,15 +187,14 @@ _FINDINGS = {
     ),
     "seconds": ("number", "how long it took"),
 }
+_COUNTS = {
+    "tensor": ("text", "its name"),
+    "state": ("text", "its state"),
+    "nan": ("int", "values that are NaN"),
+    "infinite": ("int", "values that are infinite"),
+}
 _NOT_FINITE = (
-    [
-        {
-            "tensor": ("text", "its name"),
-            "state": ("text", "its state"),
-            "nan": ("int", "values that are NaN"),
-            "infinite": ("int", "values that are infinite"),
-        }
-    ],
+    [_COUNTS],
     "states with NaN or infinity, of values with checksums, or all with `--values`; absent if none was read",
 )
 _MEMBER = {
@@ -393,6 +392,10 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                 "steps": (["int"], "stored steps"),
                 "approximate_steps": (["int"], "those that are not exact"),
                 "damaged_steps": (["int"], "those that cannot be restored"),
+                "not_finite": (
+                    [{"step": ("int", "the step"), **_COUNTS}],
+                    "states with NaN or infinity, each tensor at the first stored step that has them",
+                ),
             },
         ),
         Part("with `--quick`", {**_FINDINGS, "quick": ("bool", "true")}),

@@ -53,9 +53,7 @@ def findings(
     if as_json:
         fields = findings_json(checkpoint.path, problems, seconds)
         if strange is not None:
-            fields["not_finite"] = [
-                {"tensor": one.name, "state": one.state, "nan": one.nans, "infinite": one.infinities} for one in strange
-            ]
+            fields["not_finite"] = list(map(counts_json, strange))
         data(fields | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
         return
     print_findings(problems)
@@ -78,6 +76,11 @@ def findings(
         elif has_read_all:
             facts += "; no value is NaN or infinite"
         conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
+
+
+def counts_json(one: "NotFinite") -> dict[str, Any]:
+    """How many values of a state are NaN or infinite, as plain data."""
+    return {"tensor": one.name, "state": one.state, "nan": one.nans, "infinite": one.infinities}
 
 
 def quick(path: Path, problems: "Sequence[Finding]", seconds: float, ok: str, as_json: bool) -> None:

@@ -144,4 +144,5 @@ def _json(run: Path, result: ChainReport, seconds: float) -> dict[str, Any]:
         "steps": [member.step for member in members],
         "approximate_steps": [member.step for member in members if not member.exact],
         "damaged_steps": list(result.bad_steps),
+        "not_finite": [{"step": one.step, **report.counts_json(one.counts)} for one in result.not_finite],
     }

@@ -76,6 +76,25 @@ def test_verify_names_nan_and_infinity_by_default_where_there_are_checksums(
     assert note.names == ("w param (1 NaN, 1 infinite)",)
 
 
+def test_verify_of_a_chain_names_the_first_step_with_nan_or_infinity(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    w, v = (random.normal(size=(32, 32)).astype(np.float32) for _ in range(2))
+    chain = library.Chain(tmp_path / "chain")
+    for step in range(1, 4):
+        w, v = w + np.float32(1e-3), v + np.float32(1e-3)
+        w[0, 0] = np.nan if step > 1 else w[0, 0]
+        v[: max(0, step - 2), 1] = -np.inf
+        chain.append(checkpoint([parameter("w", {"param": w}), parameter("v", {"param": v})]), step=step)
+    assert [member.kind for member in chain.index.members] == ["base", "delta", "delta"]
+    ran = json.loads(ckpt("verify", tmp_path / "chain", "--json").out)
+    rows = [tuple(row.values()) for row in ran["not_finite"]]
+    assert rows == [(2, "w", "param", 1, 0), (3, "v", "param", 0, 1)]
+    assert ran["ok"]
+    (note,) = ran["notes"]
+    assert note["text"] == "2 tensors have NaN or infinity, first at"
+    assert note["names"] == ["step 2: w param (1 NaN, 0 infinite)", "step 3: v param (0 NaN, 1 infinite)"]
+
+
 def test_verify_lists_no_value_that_is_finite_or_was_not_read(folder: Path) -> None:
     assert json.loads(ckpt("verify", folder / "good", "--json").out)["not_finite"] == []
     assert "NaN" not in ckpt("verify", folder / "good.pt").out

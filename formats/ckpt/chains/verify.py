@@ -1,6 +1,6 @@
 """Verify every member of a chain in one pass: each manifest is loaded once, and each chunk is decoded once."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,13 +8,15 @@ from ckpt import findings as checks
 from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
+from ckpt.findings.float_scan import FloatScan
+from ckpt.findings.not_finite import NotFinite, find_not_finite
 from ckpt.findings.report import Finding, Report
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.chain import file as index
@@ -30,6 +32,17 @@ _Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
+class FirstNotFinite:
+    """A state with NaN or infinity, at the first stored step at which its parameter has them."""
+
+    step: int
+    counts: NotFinite
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.counts}"
+
+
+@dataclass(frozen=True)
 class ChainReport:
     """The result of the check of a chain."""
 
@@ -40,6 +53,8 @@ class ChainReport:
     checksums: int
     segments: tuple[SegmentView, ...]
     notes: tuple[Notice, ...]
+    not_finite: tuple[FirstNotFinite, ...] = ()
+    """Of the stored states; none if there are findings."""
 
     __repr__ = short_repr
 
@@ -62,16 +77,39 @@ def verify_chain(
     load_kernels()
     count_bytes = count_to(sum(map(checks.nbytes_to_read, opened)), progress)
     findings += _headers(members)
-    findings += examine(opened, resources, count_bytes)
+    scans = [FloatScan(one) for one in opened]
+    findings += examine(opened, scans, resources, count_bytes)
     views = open_segments(run, chain, check=True)
     findings += _of_segments(views)
     if replay:
         findings += _replay_findings(run, chain, members, resources, progress)
     findings += [finding for one in identified for finding in checks.changed(one)]
     checksums = sum(len(one.seals) for one in opened)
-    notes = (*_approximate(chain), *_torn(views))
+    by_path = {run / member.folder: member.step for member in chain.members}
+    steps = [by_path.get(one.path, chain.members[-1].step) for one in opened]  # those of a tip are of the last member
+    strange = () if findings else tuple(_first_not_finite(steps, opened, scans, resources))
+    notes = (*_not_finite_notice(strange), *_approximate(chain), *_torn(views))
     bad = tuple(_bad_steps(run, chain, findings))
-    return ChainReport(chain, tuple(findings), bad, checksums, tuple(views), notes)
+    return ChainReport(chain, tuple(findings), bad, checksums, tuple(views), notes, strange)
+
+
+def _first_not_finite(
+    steps: Sequence[int], opened: Sequence[Checkpoint], scans: Sequence[FloatScan], resources: Resources
+) -> Iterator[FirstNotFinite]:
+    """The states with NaN or infinity, each parameter at its first step: counted again, which a scan does not."""
+    known = set[str]()
+    for step, one, scan in sorted(zip(steps, opened, scans, strict=True), key=lambda item: item[0]):
+        if new := scan.names - known:
+            for counts in find_not_finite(one, resources, only=new):
+                known.add(counts.name)
+                yield FirstNotFinite(step, counts)
+
+
+def _not_finite_notice(states: Sequence[FirstNotFinite]) -> Iterator[Notice]:
+    if states:
+        names = {one.counts.name for one in states}
+        text = f"{len(names):,} tensor{'s have' if len(names) > 1 else ' has'} NaN or infinity, first at"
+        yield Notice(text, tuple(map(str, states)), Weight.UNSURE)
 
 
 def _of_segments(views: list[SegmentView]) -> list[Finding]:
@@ -169,14 +207,18 @@ class _SharedSeals:
         return new
 
 
-def examine(opened: list[Checkpoint], resources: Resources, count_bytes: CountBytes) -> list[Finding]:
-    """All findings of several states, each once. Each delta is decoded once."""
+def examine(
+    opened: list[Checkpoint], scans: Sequence[FloatScan], resources: Resources, count_bytes: CountBytes
+) -> list[Finding]:
+    """All findings of several states, each once. Each delta is decoded once. `scans`: those of the states."""
     several = replay_once(opened, resources, count_bytes)
     findings = dict.fromkeys(
         finding
-        for one, replayed in zip(opened, several, strict=True)
-        for finding in checks.find_problems(_without_deltas(one), resources, count_bytes, replayed)
+        for one, replayed, scan in zip(opened, several, scans, strict=True)
+        for finding in checks.find_problems(_without_deltas(one), resources, count_bytes, replayed, scan=scan)
     )
+    for replayed, scan in zip(several, scans, strict=True):
+        scan.names |= replayed.strange
     broken = {finding.where for finding in findings if finding.kind == "checksum"}
     # If bytes of a state or of an ancestor are damaged, values that cannot be decoded are not reported again.
     return [f for f in findings if f.kind != "values" or not broken & set(f.where.split(", "))]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckpt import findings as checks
 from ckpt.findings import Replayed
+from ckpt.findings.not_finite import can_have, count_not_finite
 from ckpt.findings.report import Finding
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
@@ -74,7 +75,27 @@ class _CopyCheck:
             self.findings.append(checks.unrounded(self.name, self.master, self.copy, self.differing))
 
 
-_Check = _ValuesCheck | _CopyCheck
+@dataclass(eq=False)
+class _FloatsCheck:
+    """Are there NaN or infinity in the states of a delta?"""
+
+    name: str
+    is_strange: bool = False
+    findings: tuple[Finding, ...] = ()
+    """None: it is no damage."""
+
+    def see(self, bounds: tuple[int, int], states: StateArrays, reader: Reader) -> int:
+        self.is_strange |= any(can_have(one.dtype) and any(count_not_finite(one)) for one in states.values())
+        return 0
+
+    def fail(self, bounds: tuple[int, int], error: CkptError, reader: Reader) -> None:
+        """Other checks report it."""
+
+    def end(self) -> None:
+        """All chunks were seen."""
+
+
+_Check = _ValuesCheck | _CopyCheck | _FloatsCheck
 
 
 @dataclass(eq=False)
@@ -126,6 +147,7 @@ def replay_once(checkpoints: Sequence[Checkpoint], resources: Resources, count_b
         Replayed(
             tuple(finding for check in own for finding in check.findings),
             frozenset(check.name for check in own if isinstance(check, _CopyCheck)),
+            frozenset(check.name for check in own if isinstance(check, _FloatsCheck) and check.is_strange),
         )
         for own in of_checkpoints
     ]
@@ -141,6 +163,9 @@ def _checks(checkpoint: Checkpoint) -> list[tuple[StoredDelta, _Check]]:
             sizes[name] = delta, sizes.get(name, (delta, 0))[1] + delta.form[state].itemsize
     checks_of += [(delta, _ValuesCheck(name, nbytes)) for name, (delta, nbytes) in sizes.items()]
     for parameter in checkpoint.parameters.values():
+        every = (stored_delta(_blob(tensor)) for tensor in parameter.states.values())
+        if (own := next((delta for delta in every if delta is not None), None)) is not None:
+            checks_of.append((own, _FloatsCheck(parameter.name)))
         delta = _compared_after(parameter)
         if delta is not None:
             checks_of.append((delta, _CopyCheck(parameter.name, parameter.states[MASTER], parameter.states[MODEL])))

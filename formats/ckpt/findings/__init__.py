@@ -54,6 +54,8 @@ class Replayed:
     findings: tuple[Finding, ...] = ()
     compared: frozenset[str] = frozenset()
     """The parameters whose copies were compared with their masters."""
+    strange: frozenset[str] = frozenset()
+    """The parameters with NaN or infinity in what was replayed."""
 
 
 def nbytes_to_read(checkpoint: Checkpoint) -> int:
