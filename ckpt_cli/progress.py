@@ -131,7 +131,7 @@ def _moves_cursor() -> bool:
 
 
 def doing(what: str) -> AbstractContextManager[None]:
-    """Within the context, a terminal is told what the command does, if it takes more than half a second."""
+    """Within the context, a terminal shows what the command does, if it takes more than half a second."""
     return announced(f"{what} ...", _SILENCE, on_terminal) if on_terminal() else nullcontext()
 
 

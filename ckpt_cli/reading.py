@@ -68,7 +68,7 @@ def open_quietly(path: str | Path, options: ReadOptions) -> Checkpoint:
 
 
 def source_place(path: str | Path) -> Path:
-    """The path of what a command reads; with `--anonymous`, a store is asked without credentials.
+    """The path of what a command reads; with `--anonymous`, requests to a store have no credentials.
 
     It is absolute if workers of a cluster read it, who run in other folders.
     """

@@ -184,7 +184,7 @@ def _denied_beside(store: MemoryStore, request: Request) -> Answer:
 _add("lists what was there before", "list", _listed(_stale), _CHANGED, "")
 _add("lists a shard not yet", "list", _listed(_without_shards), "missing|absent|not there|no such|lack", "")
 _add("repeats its listing for ever", "list", _for_ever, "the same objects twice", "")
-_add("lists what it was not asked for", "list", _of_others, "not asked for", "")
+_add("lists what was not requested", "list", _of_others, "not requested", "")
 _add("lists nothing", "list", _listed(lambda objects, prefix: {}), "nothing at this path", "")
 _add("answers a listing with a page for people", "list", lambda s, r: Answer(200, {}, b"<html>"), "cannot be read", "")
 _add("breaks off a listing once", "list", lambda s, r: _cut(s.answer(r)), EXACT, "", times=1)

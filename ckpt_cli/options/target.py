@@ -135,7 +135,7 @@ class Target:
     def format(self, default: str, original: str | None = None) -> "WritableFormat":
         """The format with its options: the one that the user named, else that of the path's ending, else `default`.
 
-        `original` is the format of the source: the user is told if models of Hugging Face get another one by default.
+        `original` is the format of the source: a note states if models of Hugging Face get another one by default.
         Raises `UnsupportedError`.
         """
         from ckpt_formats.registry import writable
@@ -193,7 +193,7 @@ class Target:
 
 
 def _kind(option: FormatOption) -> dict[str, Any]:
-    """What Click is told of an option's values; a flag that is not given is None, as other options are."""
+    """What Click needs to know of an option's values; a flag that is not given is None, as other options are."""
     return {"is_flag": True, "default": None} if option.type is bool else {"type": option.type}
 
 

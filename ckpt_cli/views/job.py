@@ -62,7 +62,7 @@ def write(label: str, job: Job, dry_run: bool, resources: Execution, as_json: bo
 
 
 def planned(job: Job) -> Plan:
-    """The plan of a job. A terminal is told, if it takes long."""
+    """The plan of a job. A terminal shows it, if it takes long."""
     with doing(f"planning the files of {printable(str(job.target))}"):
         return job.plan()
 

@@ -114,7 +114,7 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(user: Hub, monkeypatch: pyte
     ("access", "url", "words"),
     [
         ("private", "hf://org/refused", ("no such repository, or it is private", "HF_TOKEN")),
-        ("gated", "hf://org/refused", ("to those only who asked for it", "Ask for access")),
+        ("gated", "hf://org/refused", ("is granted on request only", "Ask for access")),
         ("public", "hf://org/missing", ("no such repository", "hf auth login")),
         ("public", "hf://org/refused@v9", ("the repository has no revision v9", "hf://org/refused@v9")),
         ("public", "hf://org/refused/nothing", ("there is nothing at this path", "/nothing")),

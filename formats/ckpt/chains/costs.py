@@ -17,6 +17,6 @@ _MAX_RATIO = 4
 
 
 def needs_base(deltas: Sequence[Member], raw_nbytes: int) -> bool:
-    """Whether the next state, of `raw_nbytes`, is better a base: told from the deltas since the last one."""
+    """Whether the next state, of `raw_nbytes`, is better a base: estimated from the deltas since the last one."""
     replayed = sum(member.raw_nbytes for member in deltas) + raw_nbytes
     return replayed * REPLAY_NS > _MAX_RATIO * raw_nbytes * WRITE_NS

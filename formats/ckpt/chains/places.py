@@ -250,7 +250,7 @@ def _in_store(run: StorePath, resources: Execution, create: bool) -> Iterator[St
                     where=run,
                     hint=f"Run the same command again to continue, or remove what it wrote: ckpt clean {run}",
                 )
-            # Killed processes may have left what they asked the store for.
+            # Killed processes may have left what they requested from the store.
             stale = (
                 (one.key for one in (now / STAGED).iterdir() if one.name != _LEASE) if (now / STAGED).is_dir() else ()
             )

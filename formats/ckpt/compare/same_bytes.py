@@ -39,7 +39,7 @@ def read_together(file: Array, offset: Array, other_file: Array, other_offset: A
     file, offset, other_file, other_offset = (column[order] for column in (file, offset, other_file, other_offset))
     ends = offset + nbytes[order]
     breaks = (np.diff(file) != 0) | (np.diff(other_file) != 0) | (np.diff(other_offset) != np.diff(offset))
-    # The same range may be asked for twice, under two names.
+    # The same range may be needed twice, under two names.
     breaks |= (offset[1:] - ends[:-1] > _GAP) | (offset[1:] < ends[:-1])
     breaks |= np.diff(offset // _RUN) != 0
     for part in np.split(np.arange(len(order)), np.flatnonzero(breaks) + 1) if len(order) else ():

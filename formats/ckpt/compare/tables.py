@@ -22,7 +22,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True, eq=False)
 class TableTensors(Mapping[Key, Tensor]):
-    """Tensors by parameter and state. Each is made when it is asked for."""
+    """Tensors by parameter and state. Each is made when it is looked up."""
 
     parameters: TabulatedParameters
     rows: Mapping[Key, int]

@@ -145,7 +145,7 @@ class _ChainCopy:
                     raise
                 end = None
             if end is None:
-                continue  # it has just begun: a rank has written nothing yet
+                continue  # it has just started: a rank has written nothing yet
             segments.append(one)
             last = end if last is None else max(last, end)
         # The path that is noted is relative to the other chain.

@@ -83,7 +83,7 @@ _NAME_FILES = (
 
 
 def find_credentials(environment: Mapping[str, str], home: Path) -> tuple[StoreCredentials, ...]:
-    """What is present for each store. Files are not opened, and no store is asked."""
+    """What is present for each store. Files are not opened, and no store is contacted."""
     return tuple(
         StoreCredentials(
             store=store,

@@ -55,7 +55,7 @@ class FileSystem:
 
 
 def try_file_system(folder: Path) -> FileSystem:
-    """Try everything. The folder must exist; what it does not allow is said in `problem`."""
+    """Try everything. The folder must exist; `problem` states what it does not allow."""
     kind = find_kind(folder, _read_mounts())
     free_nbytes, free_files = _find_free(folder)
     try:

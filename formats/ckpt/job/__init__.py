@@ -190,7 +190,7 @@ class Job(Checked):
 
     @cached_property
     def path(self) -> Path:
-        """The target as a path; that of a store shows what was there when it was first asked for."""
+        """The target as a path; that of a store shows what was there when it was first listed."""
         return target_path(self.target)
 
     @cached_property

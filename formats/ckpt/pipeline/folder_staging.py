@@ -206,7 +206,7 @@ def check_target(target: Path, source: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a staging folder; its marker `published` last but one, and last its lock, which shows that it is ours."""
+    """Remove a staging folder; its marker `published` last but one, and last its lock, which shows the owner."""
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == _LOCK, path.name == _PUBLISHED)):
             if path.is_dir() and not path.is_symlink():

@@ -1,6 +1,6 @@
 """The right to write a target in a store: an object that its owner renews, and that others may take when it is not.
 
-Whether it was renewed is told by the clock of the store alone, so clocks of machines may differ. An owner that was
+Whether it was renewed is decided by the clock of the store alone, so clocks of machines may differ. An owner that was
 killed on this machine is known to be dead at once.
 """
 

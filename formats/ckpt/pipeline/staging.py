@@ -86,7 +86,7 @@ class Staging(ABC):
 
     @abstractmethod
     def begin(self, job_id: str, files: Sequence[str]) -> None:
-        """Continue what a job of this id has begun, or remove what another job wrote. `files`: those of the plan."""
+        """Continue what a job of this id has started, or remove what another job wrote. `files`: those of the plan."""
 
     @abstractmethod
     def receipts(self, format: WritableFormat) -> Iterable[Receipt]:

@@ -189,7 +189,7 @@ class StoreStaging(Staging):
         self.lease.check()
         objects = self._objects()
         if self._is_complete(objects):
-            self._remove_staged(objects)  # an error is one here: this is all that was asked for
+            self._remove_staged(objects)  # an error is one here: nothing else was requested
             return {key: one for key, one in objects.items() if self._is_staged(key) and key != self._staged(_LEASE)}
         return self._remove(objects)
 
@@ -362,7 +362,7 @@ def is_stored(receipt: Receipt, there: StoredObject | None) -> bool:
 
 
 def _fields(bucket: Bucket, key: str) -> dict[str, Any]:
-    """The fields of a small object of ours; none if it is not there, or is none of ours."""
+    """The fields of a small object of ckpt; none if it is not there, or is of another program."""
     read = bucket.read(key)
     try:
         fields = {} if read is None else json.loads(read[0])

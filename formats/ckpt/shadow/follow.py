@@ -1,4 +1,4 @@
-"""Follow a log until it is said to stop, and write bases on the way."""
+"""Follow a log until it has to stop, and write bases on the way."""
 
 import threading
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 
 AGREE_SECONDS = 60.0
-"""For how long shadows are asked until all are at one step of one segment."""
+"""For how long shadows get requests until all are at one step of one segment."""
 
 
 class JoinedShadows:

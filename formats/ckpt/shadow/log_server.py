@@ -133,12 +133,12 @@ class LogServer(Listener):
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         seen = self._seen
         if seen is None or seen[0] != identity:
-            content = read_whole(path, MAX_LIST)  # a hash of an older list would only be asked for again
+            content = read_whole(path, MAX_LIST)  # a hash of an older list would only be requested again
             seen = self._seen = (identity, index.read(self.path), list_hash(content))
         return seen[1:]
 
     def _folder(self, request: dict[str, Any]) -> Path:
-        """The folder that is asked for, if the chain has it."""
+        """The requested folder, if the chain has it."""
         name, (chain, _) = request.get("folder"), self._chain()
         named = {one.folder for one in chain.members} | {one.folder for one in chain.segments}
         named |= {shared.folder for one in chain.members for shared in one.shared}

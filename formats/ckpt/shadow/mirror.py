@@ -46,9 +46,9 @@ from ckpt_formats.universal.gradients.segment import rank_file
 WINDOW = 1 << 30
 """How many bytes of a rank may be here that were not applied yet. (Two steps always may.)"""
 _READ = 8 << 20
-"""The bytes that are asked for at once, while the log is followed."""
+"""The bytes of a request, while the log is followed."""
 _PEEK = 1 << 16
-"""The bytes that are asked for at once, while records are passed over."""
+"""The bytes of a request, while records are passed over."""
 _WAIT = 0.5
 """Seconds that the other side may wait for new bytes."""
 _PAUSE = 0.01
@@ -145,7 +145,7 @@ class LogMirror:
 
     @property
     def is_behind(self) -> bool:
-        """Had the other side more, when it was asked last? Raises the error that ended the thread."""
+        """Had the other side more, at the last request? Raises the error that ended the thread."""
         if self._error is not None:
             raise self._error
         return self._behind
@@ -330,7 +330,7 @@ class LogMirror:
                 shutil.rmtree(self.path / folder, ignore_errors=True)
         return True
 
-    # What is asked
+    # Requests
 
     @property
     def _where(self) -> str:

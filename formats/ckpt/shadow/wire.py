@@ -180,7 +180,7 @@ def receive_log(
     deadline = time.monotonic() + seconds
     kind, nbytes, digest = _receive_head(peer, max(max_nbytes, MAX_REQUEST), deadline)
     if nbytes > (max_nbytes if kind is FrameKind.LOG else MAX_REQUEST):
-        raise CorruptError(f"a frame of {nbytes} bytes, more than was asked for")
+        raise CorruptError(f"a frame of {nbytes} bytes, more than was requested")
     if kind is not FrameKind.LOG:
         body = _receive(peer, nbytes, deadline)
         if xxhash.xxh3_64_intdigest(body) != digest:

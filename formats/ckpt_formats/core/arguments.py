@@ -349,7 +349,7 @@ def _admitted(take: Callable[[Any], Any], accepts: Callable[[Any], object]) -> C
         taken = take(value)
         try:
             refused = not accepts(taken)
-        except Exception:  # in its own words; ours are those of the condition
+        except Exception:  # it has its own words; the error has those of the condition
             refused = True
         if refused:
             raise Refused

@@ -160,7 +160,7 @@ class Band:
             self._move_if_all_wait()
 
     def evidence(self, seals: "Container[Seal]") -> "Evidence":
-        """The checksums of what was read under these seals, whoever asked for it."""
+        """The checksums of what was read under these seals, for whichever reader."""
         with self._changed:
             return self._reader.evidence(seals)
 

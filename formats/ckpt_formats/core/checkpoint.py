@@ -155,7 +155,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class OriginalForm:
-    """The format of a checkpoint before it was written in a format of ours, so that it can be written in that again."""
+    """The format of a checkpoint before it was written in a format of ckpt, so that it can be written in that again."""
 
     format: str
     file: str | None = None

@@ -87,7 +87,7 @@ class Seal:
 
 
 class LazySeals(Sequence[Seal]):
-    """Seals some of which are made, or read from files, when they are asked for."""
+    """Seals some of which are made, or read from files, when they are looked up."""
 
     @abstractmethod
     def listed(self) -> Iterable[Seal]:
@@ -95,7 +95,7 @@ class LazySeals(Sequence[Seal]):
 
 
 class SealTable(LazySeals):
-    """Seals that are columns, so that many are compared at once. None is made before it is asked for."""
+    """Seals that are columns, so that many are compared at once. None is made before it is looked up."""
 
     def listed(self) -> Iterable[Seal]:
         return self.alone()
@@ -461,7 +461,7 @@ _HINTS = {
 
 
 def unreadable(error: OSError, path: Path) -> CkptError:
-    """The error for a file that the system did not let us read, with the reason; one of ours stays what it is."""
+    """The error for a file that the system did not let us read, with the reason; a `CkptError` stays what it is."""
     if isinstance(error, CkptError):
         return error
     if isinstance(path, StorePath):

@@ -143,7 +143,7 @@ class Layout:
 
     @cached_property
     def _matching(self) -> dict[str, list[Rule]]:
-        """Of the names that were asked for: a name is asked for by every rank."""
+        """Of the names that were looked up: every rank looks up each name."""
         return {}
 
     def check(self, name: str, shape: Shape) -> None:

@@ -32,9 +32,9 @@ _MAX_BACKTRACKS = 1e8
 """The count of four open repeats in a row, on a name of `_USUAL` characters."""
 _USUAL = 100
 _FEW_TRIES = 1e5
-"""Up to this estimate, Python's matcher is asked: it is faster by far."""
+"""Up to this estimate, Python's matcher is used: it is faster by far."""
 _MANY_TRIES = 1e8
-"""Up to this estimate, it is asked also for patterns that it alone can match: a second, or so."""
+"""Up to this estimate, it is used also for patterns that it alone can match: a second, or so."""
 _MAX_STATES = 20_000
 _MAX_TESTS = 50_000_000
 """How often, for all names together, a pattern may ask whether a character fits one of its places."""

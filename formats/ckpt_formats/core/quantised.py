@@ -253,7 +253,7 @@ def check_together(source: Checkpoint, chosen: Collection[str], action: str) -> 
 
 
 def check_still_known(source: Checkpoint, renamed: Checkpoint, names: Mapping[str, str]) -> None:
-    """Raise `UnsupportedError` if under other names it can no longer be told which tensors are one quantised weight.
+    """Raise `UnsupportedError` if under other names it is no longer known which tensors are one quantised weight.
 
     names: the new name of each parameter by the old one.
     """

@@ -214,7 +214,7 @@ def _chunks_together(seal: Seal) -> Iterator[tuple[int, list[int]]]:
 class ListedSeals(Mapping[int, Seal]):
     """The seals of several checkpoints that are known without reading anything, by their numbers.
 
-    They are the same in every process that opens these checkpoints. None is looked at before one is asked for.
+    They are the same in every process that opens these checkpoints. None is looked at before one is looked up.
     """
 
     def __init__(self, every: Iterable[Sequence[Seal]]) -> None:

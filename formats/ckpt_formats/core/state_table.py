@@ -1,4 +1,4 @@
-"""The states of all parameters of a checkpoint as columns: what is asked of all of them at once is one sum, not a loop.
+"""The states of all parameters of a checkpoint as columns: what concerns all of them at once is one sum, not a loop.
 
 A format whose index is columns gives this table as it is, and makes no `Parameter` for it. For other formats, it is
 computed from the parameters.
@@ -165,7 +165,7 @@ class StateTable:
 
 
 class TabulatedParameters(Mapping[str, Parameter]):
-    """The parameters of a checkpoint whose format has the table of their states. None is made before it is asked for.
+    """The parameters of a checkpoint whose format has the table of their states. None is made before it is looked up.
 
     Each state is complete and without replicas.
     """

@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 
 
 class StoreError(OSError):
-    """A store does not do what it is asked, or cannot be reached: `strerror` is for the user, and so is the hint."""
+    """A store refuses a request, or cannot be reached: `strerror` is for the user, and so is the hint."""
 
     def __init__(self, text: str, where: str, hint: str | None = None, is_denied: bool = False) -> None:
         super().__init__(errno.EIO, text, where)

@@ -206,7 +206,7 @@ class DerivedBlob(Blob):
 
 @dataclass(frozen=True)
 class CastBlob(DerivedBlob):
-    """Values that the user asked to have in another type. What changes other than by rounding is counted."""
+    """Values in another type, as the user requested. What changes other than by rounding is counted."""
 
     name: str
     """The parameter."""
@@ -363,7 +363,7 @@ class Fragment:
 
 
 class ComputedFragments(Sequence[Fragment]):
-    """Fragments that are computed when they are asked for. All are places in files: their blobs are `FileBlob`s."""
+    """Fragments that are computed when they are looked up. All are places in files: their blobs are `FileBlob`s."""
 
     __slots__ = ()
 

@@ -87,7 +87,7 @@ class StdDict(dict[Value, Value]):
 
 
 def kind_of(value: Value) -> str:
-    """The type of a value, for people: never the name of a class of ours.
+    """The type of a value, for people: never the name of a class of ckpt.
 
     >>> kind_of({}), kind_of(1.5), kind_of(Record(Global("argparse", "Namespace")))
     ('a dict', 'a float', 'an object of class argparse.Namespace')

@@ -46,7 +46,7 @@ from ckpt_formats.state_dicts.read import check_weights, training_state
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _RECORD = "ckpt"
 _RECORD_KEYS = {"roles", "aliases", "origin", "tensors"}
-"""Keys of our entry in the extras. An entry with at most one of these is not ours."""
+"""Keys of the entry of ckpt in the extras. An entry with at most one of these is of another program."""
 _FILE = "model.pt"
 _ORDERED = Global("collections", "OrderedDict")
 _MAX_BITS = 2000

@@ -159,7 +159,7 @@ def _models_in(path: Path, format: Format) -> list[Path]:
     if len(files) > 1 and not any(map(_SHARD.search, names)):
         try:
             format.read(path, ReadOptions())
-        except NotFoundError:  # which is meant is not said
+        except NotFoundError:  # no file states which is meant
             return files
         except CkptError:
             pass

@@ -57,7 +57,7 @@ MARKS: dict[str, Marks] = {
     "torch": Marks((), (), _TORCH, re.compile(rb"[P\x80]")),
     "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
 }
-"""The marks of each format. A format without marks is asked about every path."""
+"""The marks of each format. The `detect` of a format without marks is called for every path."""
 
 
 _MARKING_NAMES = frozenset(path.rpartition("/")[2] for marks in MARKS.values() for path in marks.paths)
@@ -123,7 +123,7 @@ class Place:
 
 
 def _may_exist(path: Path) -> bool:
-    """Whether there is something at a path; True also if that cannot be told, so that the format reports why."""
+    """Whether there is something at a path; True also if that cannot be determined, so that the format reports why."""
     try:
         path.lstat()
     except CkptError:

@@ -32,7 +32,7 @@ _OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy"
 _MAX_FOLDERS = 16
 """How many folders of a checkpoint are searched for traces of another engine."""
 OWN_FORMATS = ("universal", "chain")
-"""Formats of ours: their files state the original format."""
+"""Formats of ckpt: their files state the original format."""
 
 
 _ROW_NBYTES = 13

@@ -17,7 +17,7 @@ _SKEW = 1.0
 
 
 def is_unfinished(target: Path) -> bool:
-    """Whether a job has begun to write a target in a store, and has not published it."""
+    """Whether a job has started to write a target in a store, and has not published it."""
     staged = target / STAGED
     if not (staged / "job").is_file() or (staged / "published").is_file():
         return False
@@ -53,7 +53,7 @@ def is_proven_whole(target: Path) -> bool:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    """The fields of a note; none if it is not there, or not ours. Raises if the store does not say."""
+    """The fields of a note; none if it is not there, or not of ckpt. Raises if the store does not say."""
     if not path.is_file() or path.stat().st_size > MAX_LIST:
         return {}
     try:

@@ -36,7 +36,7 @@ def places_of_file(path: Path) -> list[Path]:
     """The seal files that exist for a single file: that of its folder, and its own."""
     places = (path.parent / IN_FOLDER, place_of_file(path))
     if isinstance(path, StorePath):
-        # The listing is needed in any case, to find other parts. Without the right to it, the objects are asked for.
+        # The listing is needed in any case, to find other parts. Without the right to it, objects are requested.
         names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()
         if names - {path.name}:
             return [place for place in places if place.name in names]

@@ -90,7 +90,7 @@ class HubRepository(ListedStore):
                     self._check_source(one.headers, self._objects[key].e_tag, where)
                 self._check(answer.status_code, answer.headers, self._objects[key].nbytes, where)
                 if answer.history and answer.url.host != answer.history[0].url.host:
-                    self._locations[key] = str(answer.url)  # it is asked without the token: its address is signed
+                    self._locations[key] = str(answer.url)  # requests to it have no token: its address is signed
                 data = answer.read()
                 if answer.status_code == 200:
                     data = data[offset : offset + nbytes]
@@ -233,7 +233,7 @@ def _refused(error: HfHubHTTPError, where: str, revision: str) -> CkptError:
     status = error.response.status_code
     if isinstance(error, GatedRepoError):
         hint = f"Ask for access on its page. {_LOG_IN}"
-        return NotFoundError("the repository gives access to those only who asked for it", where=where, hint=hint)
+        return NotFoundError("access to the repository is granted on request only", where=where, hint=hint)
     if isinstance(error, RevisionNotFoundError):
         return NotFoundError(f"the repository has no revision {revision}", where=where)
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
@@ -242,7 +242,7 @@ def _refused(error: HfHubHTTPError, where: str, revision: str) -> CkptError:
 
 
 def _offline(where: str) -> NotFoundError:
-    return NotFoundError("the hub is not asked, because HF_HUB_OFFLINE is set", where=where)
+    return NotFoundError("the hub was not contacted, because HF_HUB_OFFLINE is set", where=where)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

@@ -120,7 +120,7 @@ class ListedStore(ABC):
         self._ahead.keep(nbytes)
 
     def _known(self, key: str) -> StoredObject | None:
-        """An object; the store is asked for one that is not below the checkpoint, and for nothing else."""
+        """An object; a request is made for one that is not below the checkpoint, and for nothing else."""
         if key in self._objects or self._has_listed(key) or self._is_above(key):
             return self._objects.get(key)
         with self._lock:
@@ -140,7 +140,7 @@ class ListedStore(ABC):
         return not self._root or key == self._root or key.startswith(f"{self._root}/")
 
     def _names(self, key: str) -> dict[str, bool]:
-        """The names in a folder, and whether each is a folder. One beside the checkpoint is listed when it is asked."""
+        """The names in a folder, and whether each is a folder. One next to the checkpoint is listed when needed."""
         if self._has_listed(key):
             return self._folders.get(key, {})
         with self._lock:

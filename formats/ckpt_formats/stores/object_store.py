@@ -241,7 +241,7 @@ def listed(client: Any, key: str, where: str, silence: float) -> dict[str, Store
     """All objects below a folder, by their keys, without those that only stand for a folder.
 
     `silence`: seconds in which a store that answers must name an object: some answer with empty pages for ever.
-    For a `Repetition`: raises `Transient` or `StoreError` if the store fails or lists what it was not asked for, and
+    For a `Repetition`: raises `Transient` or `StoreError` if the store fails or lists what was not requested, and
     `UnsafeError` if there are too many objects.
     """
     above = f"{key}/" if key else ""
@@ -253,7 +253,7 @@ def listed(client: Any, key: str, where: str, silence: float) -> dict[str, Store
                 if _is_placeholder(path, one, key):
                     continue
                 if not path.startswith(above):
-                    raise Transient("the store lists objects that it was not asked for", is_wrong=True)
+                    raise Transient("the store lists objects that were not requested", is_wrong=True)
                 if one.nbytes and objects.get(path, one).nbytes and path in objects:
                     raise Transient("the store lists the same objects twice", is_wrong=True)
                 if one.nbytes or path not in objects:

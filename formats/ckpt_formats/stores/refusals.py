@@ -1,4 +1,4 @@
-"""What a store says when it does not do what it is asked: its status, its code, its message; and what to do then.
+"""The answer of a store that refuses a request: its status, its code, its message; and what to do then.
 
 `obstore` has all of it in the text of its errors only.
 """
@@ -59,7 +59,7 @@ _NO_CREDENTIALS = (
 _WRONG = {
     "Received non-partial response": "the store answers with the whole object in place of a range",
     "Content-Range header": "the store does not say which range it answers with",
-    "Requested ": "the store answers with another range than it was asked for",
+    "Requested ": "the store answers with another range than was requested",
     "Invalid last modified": "the store answers with a time that is none",
     "invalid list response": "the store answers with a listing that cannot be read",
 }
@@ -78,7 +78,7 @@ class Refusal:
     """In the words of the store, such as `NoSuchBucket`; empty if it gives none."""
     hint: str | None = None
     is_wrong: bool = False
-    """Whether the store answered otherwise than it was asked."""
+    """Whether the store answered another request than it got."""
     is_unreached: bool = False
     """Whether there was no connection."""
 

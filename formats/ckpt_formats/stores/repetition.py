@@ -1,7 +1,8 @@
 """The one policy of all requests to stores: when they are given up, how long they are repeated, how many run at once.
 
 A request that fails with a fault that may pass is repeated, with growing pauses of random length, until the budget is
-spent: seconds since it failed for the first time. An answer other than what was asked for is repeated a few times only.
+spent: seconds since it failed for the first time. A request with the answer of another one is repeated a few times
+only.
 When a store says that there are too many requests, half as many run at once until a minute passed without that.
 """
 
@@ -26,7 +27,7 @@ _FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each further pause is twice as long, up to the longest."""
 _LONGEST_PAUSE = 10.0
 _MAX_WRONG = 4
-"""Attempts of a request that the store answers otherwise than it was asked."""
+"""Attempts of a request that the store answers as if it were another one."""
 _CALM = 60.0
 """Seconds without a complaint of the store after which all requests run at once again."""
 _SLOWEST = 256 << 10
@@ -109,7 +110,7 @@ class Transient(Exception):
         self.pause = pause
         """Seconds to wait before the next attempt; None: longer with each attempt."""
         self.is_wrong = is_wrong
-        """Whether the store answers otherwise than it was asked: that seldom passes."""
+        """Whether the store answers as if it were another request: that seldom passes."""
         self.is_unreached = is_unreached
         """Whether there was no connection."""
 

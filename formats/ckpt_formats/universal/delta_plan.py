@@ -1,4 +1,4 @@
-"""Whether and how the states of a parameter are to be stored as a delta, told from a few of its chunks."""
+"""Whether and how the states of a parameter are to be stored as a delta, estimated from a few of its chunks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,7 +94,7 @@ def sample(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> tupl
 def plan_delta(
     parameter: Parameter, against: DeltaBase, coding: EncodingOptions, transfer: Transfer
 ) -> DeltaPlan | None:
-    """How to store a parameter as a delta, told from two of its chunks; None if its states are better stored alone."""
+    """How to store a parameter as a delta, by two of its chunks; None if its states are better stored alone."""
     for draft in _drafts(parameter, against, transfer):
         samples = _samples(draft.chunking.count)
         try:
@@ -116,7 +116,7 @@ def plan_delta(
 def predicted_ratio(
     parameter: Parameter, against: DeltaBase | None, coding: EncodingOptions, transfer: Transfer, at: int
 ) -> float:
-    """Bytes for each raw one that a parameter would take, told from the chunk that holds element `at`, and two more."""
+    """Bytes for each raw one that a parameter would take, by the chunk that holds element `at`, and two more."""
     plan = None if against is None else plan_delta(parameter, against, coding, transfer)
     inside = () if plan is None else tuple(plan.after)
     stored = 0.0
@@ -212,7 +212,7 @@ def _is_rounded(parameter: Parameter, chunking: Chunking, transfer: Transfer) ->
 
 
 def _alone(parameter: Parameter, state: str, coding: EncodingOptions, transfer: Transfer) -> float:
-    """Bytes for each raw one if a state is coded without the parent, told from two of its chunks."""
+    """Bytes for each raw one if a state is coded without the parent, estimated from two of its chunks."""
     tensor = parameter.states[state]
     chunking = Chunking.default(tensor.shape)
     samples = _samples(chunking.count)

@@ -53,7 +53,7 @@ METADATA = {"ckpt": "universal 1: the index"}
 
 @dataclass(frozen=True, eq=False)
 class Index(Sequence[ParameterEntry]):
-    """All parameters of a checkpoint, in the model's order. An entry is made when it is asked for."""
+    """All parameters of a checkpoint, in the model's order. An entry is made when it is looked up."""
 
     columns: Mapping[str, Array]
     """By the names of `TYPES`. Each is a vector, but `chunk.values` has 16 bytes in each row."""

@@ -85,7 +85,7 @@ def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
 
 
 def lineage_of_parent(child: tuple[Ancestor, ...]) -> tuple[Ancestor, ...] | None:
-    """The lineage of the parent of a checkpoint, told from that of the checkpoint.
+    """The lineage of the parent of a checkpoint, derived from that of the checkpoint.
 
     None if it may be another: if the parent's deltas need more of their ancestors than the checkpoint does.
     """

@@ -120,7 +120,7 @@ def pack_path(checkpoint: Path, number: int) -> Path:
     return _pack_path(checkpoint, number, getattr(checkpoint, "store", None))
 
 
-@lru_cache(maxsize=64)  # asked for once for each state
+@lru_cache(maxsize=64)  # called once for each state
 def _pack_path(checkpoint: Path, number: int, store: object) -> Path:
     """`store`: with its listing. Of an equal path that was opened earlier, the listing may not be true any more."""
     return checkpoint if is_single(checkpoint) else checkpoint / pack_file(number)

@@ -41,7 +41,7 @@ def dump(original: OriginalForm | None) -> tuple[dict[str, Any] | None, bytes | 
 
 
 def load(fields: Mapping[str, Any], check: FieldReader, at: FileRange | None) -> OriginalForm | None:
-    """The original form by the manifest's field. Its bytes are read when the form is asked for. Raises `CorruptError`.
+    """The original form by the manifest's field. Its bytes are read when the form is needed. Raises `CorruptError`.
 
     `at`: where these are, if they are anywhere; with the length -1 for a file of its own.
     """

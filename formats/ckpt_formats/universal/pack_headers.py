@@ -1,4 +1,4 @@
-"""The headers of packs, compared with the index: other readers of safetensors use the header, ours the index."""
+"""The headers of packs, compared with the index: other readers of safetensors use the header, ckpt uses the index."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _OWN = "ckpt."
 
 @dataclass(frozen=True)
 class SlotNames:
-    """Names in the header, each once. They are for other readers: ours takes names from the index."""
+    """Names in the header, each once. They are for other readers: ckpt takes names from the index."""
 
     used: set[str] = field(default_factory=set)
 

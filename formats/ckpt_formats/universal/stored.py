@@ -29,7 +29,7 @@ StateKey = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class StoredParameters(TabulatedParameters):
-    """The parameters of a checkpoint by name, in the model's order. Each is created once, when it is asked for."""
+    """The parameters of a checkpoint by name, in the model's order. Each is created once, when it is looked up."""
 
     files: PackFiles
     index: Index

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob
 
 RETRIES = 3
-"""How often a task is begun again whose worker has died."""
+"""How often a task is started again whose worker has died."""
 
 _RESUME = "Run the same command again to go on, with a cluster or without."
 
@@ -53,10 +53,10 @@ class Cluster(Protocol):
         """
 
     def cancel(self, tasks: "Mapping[int, Future[Outcome]]") -> None:
-        """Do not begin these tasks, if they have not begun."""
+        """Do not start these tasks, if they have not started."""
 
     def started(self) -> Mapping[int, Start]:
-        """Where the tasks that have begun run, or ran."""
+        """Where the tasks that have started run, or ran."""
 
     def workers(self) -> int:
         """How many workers there are."""

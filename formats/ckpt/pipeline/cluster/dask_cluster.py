@@ -17,7 +17,7 @@ from ckpt_formats.core.errors import InvalidArgumentError
 _CONNECT = 20
 """Seconds until a scheduler must answer."""
 _ANSWER = 60
-"""Seconds until all workers must have said which version of ckpt they have."""
+"""Seconds until all workers must have stated which version of ckpt they have."""
 _IMPORT = f"import {version_here.__module__}"
 _GOODBYE = 3
 """Seconds for farewells."""

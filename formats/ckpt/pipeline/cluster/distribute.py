@@ -94,7 +94,7 @@ def write_on_cluster(
 ) -> Iterator[Receipt]:
     """Write the files on the workers. The first receipt of a file counts; of two runs of a task, the first to end.
 
-    After the first error no task is started any more, and those that run are told to stop. Then it is raised.
+    After the first error no task is started any more, and those that run get a request to stop. Then it is raised.
     """
     cluster.share(job)
     run = _Coordination(cluster, job, groups, show_status)
@@ -177,7 +177,7 @@ class _Coordination:
         for number, task in list(self.running.items()):
             if task.batch in self._again or task.batch not in self._left:
                 continue
-            # A task that has not begun waits for others, unless none has ended for long: then its worker hangs.
+            # A task that has not started waits for others, unless none has ended for long: then its worker hangs.
             start = started[number].at if number in started else self._last_end
             if now - start > max(_MIN_SLOW, _SLOW * pace * self._nbytes[task.batch]):
                 self._again.add(task.batch)

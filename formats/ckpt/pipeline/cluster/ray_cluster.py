@@ -14,7 +14,7 @@ from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, v
 from ckpt_formats.core.errors import UnsupportedError
 
 _ASK_EVERY = 1.0
-"""Seconds between two questions to the cluster: who is there, and what has begun."""
+"""Seconds between two questions to the cluster: who is there, and what has started."""
 _ANSWER = 10.0
 """Seconds until it must answer."""
 _START = 120.0
@@ -135,7 +135,7 @@ class RayCluster:
 
 
 class _Board:
-    """An actor on which tasks note that they have begun."""
+    """An actor on which tasks note that they have started."""
 
     def __init__(self) -> None:
         self._starts: list[tuple[int, str, float]] = []

@@ -77,7 +77,7 @@ class ShardJob:
         """The error for shards of another job, which find that this one writes their target."""
         what = " ".join(self.command) or f"{self.source} to {self.format}"
         return OutputError(
-            f"shards of another job write this target: `{printable(what)}`, begun {printable(self.started)} with "
+            f"shards of another job write this target: `{printable(what)}`, started {printable(self.started)} with "
             f"{printable(self.written_by)}; this is {WRITTEN_BY}",
             where=target,
             hint=f"All shards need the same source, options and version. To give up that job, {how_to_give_up}.",

@@ -280,7 +280,7 @@ class Archive:
 
 
 class _Seals(Sequence[Seal]):
-    """The checksums of members, made when they are asked for."""
+    """The checksums of members, made when they are looked up."""
 
     def __init__(self, archive: Archive, numbers: Sequence[int]) -> None:
         self._archive, self._numbers = archive, numbers

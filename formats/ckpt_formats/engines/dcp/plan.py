@@ -189,7 +189,7 @@ class _Placement(FileLayouts):
 
     @cached_property
     def _names(self) -> dict[bytes, list[str]]:
-        """The names that were asked for last, by the numbers of tensors: neighbours have the same."""
+        """The names that were looked up last, by the numbers of tensors: neighbours have the same."""
         return {}
 
     @cached_property

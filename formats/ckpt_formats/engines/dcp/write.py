@@ -145,6 +145,6 @@ _PLACE = Template(
 
 
 def _id(items: Sequence[tuple[str, Any]]) -> str:
-    """An identifier of the save. PyTorch's is random; ours is the same for the same checkpoint."""
+    """An identifier of the save. PyTorch's is random; that of ckpt is the same for the same checkpoint."""
     digest = hashlib.blake2b(json.dumps(items).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return str(UUID(bytes=digest, version=4))

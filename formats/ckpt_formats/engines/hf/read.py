@@ -96,7 +96,7 @@ def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
     if further:
         text = "further models and optimizers of the run, which are read as extras under the names of their files"
         yield Notice(text, tuple(further), Weight.LOST)
-    # In a store, nothing beside the folder is asked for: credentials may be for the folder alone.
+    # In a store, nothing next to the folder is requested: credentials may be for the folder alone.
     if not isinstance(folder.path, StorePath) and (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
 
