@@ -30,6 +30,7 @@ from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.probe import probe
 from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
+from ckpt_recorder.resumed_steps import resumed_step
 from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run, renamed
 from ckpt_recorder.writer import WriterSettings
 from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
@@ -236,6 +237,8 @@ class Recorder:
     def _first_step(self) -> int:
         if self._run.step is not None:
             return self._run.step
+        if (resumed := resumed_step(*self._run.optimizers)) is not None:
+            return resumed
         counts = [0 for _ in self._run.optimizers]
         for number, one in enumerate(self._run.tensors):
             counts[one.optimizer] = max(counts[one.optimizer], count_of(self._run, number))

@@ -1,6 +1,7 @@
 """Resuming from a restored step with plain torch."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from torch import nn
 
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_recorder.random_states import restore_random_states
 from ckpt_recorder.ranks import rank_and_world
-from ckpt_recorder.run import unwrap
+from ckpt_recorder.resumed_steps import count_from
+from ckpt_recorder.run import clean_name, unwrap
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,13 @@ def resume(
 
     Args:
         path: The file.
-        model: The model as the run built it, with or without a DDP wrapper.
+        model: The model as the run built it. DDP, `torch.compile` and checkpointing of activations may wrap all of it
+            or some of its modules; these need not be the same as in the run.
         optimizer: Its optimizer, with the same groups; None: do not load the optimizer.
         random_states: Also restore this rank's random number generators, if the run recorded them.
+
+    A `Recorder` of this model and optimizer goes on from this step, also if the optimizer counts no steps, as SGD. A
+    module with `set_extra_state` whose state the run did not record stays as it is, and a warning names it.
 
     Raises:
         CorruptError: The file was not written by `ckpt restore --to torch`.
@@ -51,11 +58,32 @@ def resume(
     step = origin.get("step") if isinstance(origin, dict) else None
     if not isinstance(step, int):
         raise CorruptError("not a step that `ckpt restore --to torch` wrote", where=str(path))
-    unwrap(model).load_state_dict(content["model"])
+    notes = {name: decode(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
+    _load_model(unwrap(model), content["model"], notes, Path(path))
     if optimizer is not None:
         optimizer.load_state_dict(content["optimizer"])
-    notes = {name: decode(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
+        count_from(optimizer, step)
     states = notes.pop("random_states", {}).get(f"rank-{rank_and_world()[0]:05d}")
     if random_states and states is not None:
         restore_random_states(states)
     return ResumeState(step, notes)
+
+
+def _load_model(model: nn.Module, saved: Mapping[str, Any], notes: dict[str, Any], path: Path) -> None:
+    """Load weights and buffers under the names that they have in this model. Takes its extra states out of `notes`."""
+    names = {name: clean_name(name) for name in model.state_dict()}
+    notes |= {name: decode(value, path) for name, value in saved.items() if is_extra_state(name)}
+    saved = {name: value for name, value in saved.items() if not is_extra_state(name)}
+    values = {name: saved[clean] for name, clean in names.items() if clean in saved}
+    values |= {name: value for name, value in saved.items() if name not in names.values()}  # torch refuses these
+    missing = []
+    for name, clean in names.items():
+        if name not in values and is_extra_state(clean):
+            if clean in notes:
+                values[name] = notes.pop(clean)
+            else:
+                missing.append(clean)
+                values[name] = model.state_dict()[name]
+    if missing:
+        warnings.warn(f"the step has no {', '.join(missing[:3])}: these stay as the model has them", stacklevel=3)
+    model.load_state_dict(values)

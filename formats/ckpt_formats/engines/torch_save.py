@@ -39,12 +39,15 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, StdDict, TensorName, Value
 from ckpt_formats.engines.fsdp_ranks.single_rank import whole_tree
 from ckpt_formats.state_dicts.files_inside import HOLDS_TENSORS, files_inside
+from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_formats.state_dicts.objects import as_root, attributes_of
 from ckpt_formats.state_dicts.original_form import form_of, tree_of
 from ckpt_formats.state_dicts.read import check_weights, training_state
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _RECORD = "ckpt"
+_EXTRA_STATES = "extra_states"
+"""The key of the record for the extras that are in the model's dict, as results of `get_extra_state`."""
 _RECORD_KEYS = {"roles", "aliases", "origin", "tensors"}
 """Keys of the entry of ckpt in the extras. An entry with at most one of these is of another program."""
 _FILE = "model.pt"
@@ -150,6 +153,10 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
     extras = {key: plain(value) for key, value in source.extras.items()}
     if _RECORD in extras:
         record[_RECORD] = extras.pop(_RECORD)
+    of_modules = [key for key in extras if is_extra_state(key) and key not in model]
+    if of_modules:  # a model loads them with its weights
+        record[_EXTRA_STATES] = of_modules
+        model |= {key: extras.pop(key) for key in of_modules}
     return {"model": model, **optimizer, "extras": {_RECORD: record, **extras}}
 
 
@@ -224,6 +231,7 @@ def _read_recorded(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
             for group in optimizer["param_groups"]
         )
         extras = {key: restore(value) for key, value in file.root["extras"].items() if key != _RECORD}
+        extras |= {key: restore(file.root["model"][key]) for key in record.get(_EXTRA_STATES, ())}
         if _RECORD in record:
             extras[_RECORD] = restore(record[_RECORD])
         stated = record["origin"]
