@@ -519,3 +519,28 @@ def test_the_format_is_told_by_content(name: str, tmp_path: Path) -> None:
     assert detect(tmp_path / name).name == "torch"
     assert not Torch().detect(tmp_path)
     assert not Torch().detect(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize("average", ["teacher", "target_encoder", "other"])
+def test_optimizer_is_matched_to_the_trained_one_of_two_models(average: str, tmp_path: Path) -> None:
+    trained, copy = (torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)) for _ in range(2))
+    trained[0].register_parameter("scale", torch.nn.Parameter(torch.ones(7, 1), requires_grad=False))
+    own = [one for one in trained.parameters() if one.requires_grad]
+    groups = [{"params": [one for one in own if (one.ndim > 1) is large]} for large in (True, False)]
+    optimizer = torch.optim.AdamW(groups)
+    trained(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    file = {"student": trained.state_dict(), average: copy.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(file, tmp_path / "model.pt")
+    run = open_checkpoint(tmp_path / "model.pt")
+    texts = [str(notice) for notice in run.notices]
+    if average == "other":
+        assert any("could not be matched" in text for text in texts)
+        return
+    assert f"the one model that, by its key, is not an average of another, as these are: {average}" in " ".join(texts)
+    for name, one in trained.named_parameters():
+        states = run.parameters[f"student.{name}"].states
+        assert ("exp_avg" in states) is one.requires_grad
+        if one.requires_grad:
+            assert np.array_equal(read(states["exp_avg"]), optimizer.state[one]["exp_avg"].numpy())
+    assert {p.role for name, p in run.parameters.items() if name.startswith(f"{average}.")} == {"frozen"}

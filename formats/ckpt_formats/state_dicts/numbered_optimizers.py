@@ -1,5 +1,6 @@
 """Matches the numbered parameters of several optimizers to the tensors of one model."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -20,6 +21,8 @@ from ckpt_formats.state_dicts.parameter_order import (
 Titles = dict[Value, str]
 _NamedShapes: TypeAlias = tuple[tuple[str, Shape], ...]
 """The shapes of one parameter's states, by their names. Most parameters have the same."""
+_AVERAGE = re.compile(r"teacher|target(_\w+)?|(\w+_)?ema(_\w+)?|swa(_\w+)?")
+"""The keys of models that no optimizer updates: averages of the trained one."""
 _MAX_PAIRED = 5
 """Limit of submodules for which every pairing with optimizers is tried."""
 
@@ -55,6 +58,24 @@ def match_numbers(optimizers: Mapping[int, Numbered], trainable: Sequence[NamedT
     if (by_submodule := _by_submodule(optimizers, groups, trainable)) is not None:
         return dict(by_submodule)
     return {i: _titles(one, only_assignment(groups[i], trainable)) for i, one in optimizers.items()}
+
+
+def match_trained_model(optimizer: Numbered, trainable: Sequence[NamedTensor]) -> tuple[Titles, tuple[str, ...]] | None:
+    """The tensor names of an optimizer's numbers, if a file has several models of which one is trained.
+
+    By their names, the others are averages of it, such as a teacher. Also returns the keys of these. None if there are
+    none, or if no model, or more than one, fits.
+    """
+    models: dict[str, list[NamedTensor]] = {}
+    for one in trainable:
+        models.setdefault(one.name.partition(".")[0], []).append(one)
+    averages = tuple(key for key in models if _AVERAGE.fullmatch(key))
+    trained = [own for key, own in models.items() if key not in averages]
+    if not averages or len(trained) != 1:
+        return None
+    groups = _groups(optimizer, {one.tensor.shape for one in trained[0]})
+    titles = _titles(optimizer, only_assignment(groups, trained[0]))
+    return None if titles is None else (titles, averages)
 
 
 def _titles_by_optimizer(optimizers: Mapping[int, Numbered], matches: Sequence[Assignment]) -> dict[int, Titles | None]:

@@ -18,7 +18,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
-from ckpt_formats.state_dicts.numbered_optimizers import Numbered, match_numbers
+from ckpt_formats.state_dicts.numbered_optimizers import Numbered, match_numbers, match_trained_model
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_equals, is_state_of
 
@@ -196,6 +196,9 @@ def _titles(
     unused = [one for one in trainable if one.name not in used]
     slots = {i: Numbered(one.members if one.groups else [one.keys], one.states) for i, one in undecided.items()}
     for i, numbers in match_numbers(slots, unused).items():
+        if numbers is None and len(slots) == 1 and (trained := match_trained_model(slots[i], unused)) is not None:
+            numbers, averages = trained
+            matched.notices.append(Notice(AVERAGES, averages, Weight.UNSURE))
         if numbers is None:
             matched.notices.append(_unmatched_notice(undecided[i].optimizer, ""))
             continue
@@ -205,6 +208,7 @@ def _titles(
     return [(one, titled[i]) for i, one in enumerate(keyed) if i in titled]
 
 
+AVERAGES = "the optimizer is matched to the one model that, by its key, is not an average of another, as these are"
 UNMATCHED = "the optimizer's states could not be matched to parameters, and are carried as they are"
 _LISTS = ("params", "param_names")
 """Options of a group that list its parameters."""
