@@ -123,12 +123,13 @@ class _Trial:
 
 def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
     """Step a copy of the optimizer on random tensors. Raises `UnsupportedError` if it fails."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator("cpu").manual_seed(5)
+    cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
     shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
     if any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"]):
         shapes.append(MATRIX)
-    weights = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
+    weights = [torch.randn(shape, **cpu) * 0.02 for shape in shapes]
     parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
     arguments = {key: _copy_value(value) for key, value in group.items() if key in known and key != "params"}
     try:
@@ -136,8 +137,8 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
         states = [tuple(_states_of(copy, parameter) for parameter in parameters)]
         gradients, options = [], []
         for step in range(STEPS):
-            scale = 10 ** (torch.rand(max(SIZES), generator=generator) * 4 - 6)
-            step_gradients = [torch.randn(one.shape, generator=generator) for one in weights]
+            scale = 10 ** (torch.rand(max(SIZES), **cpu) * 4 - 6)
+            step_gradients = [torch.randn(one.shape, **cpu) for one in weights]
             step_gradients = [one * scale[: one.numel()].reshape(one.shape) for one in step_gradients]
             for one in copy.param_groups:  # a schedule may start with a rate of 0, which would change nothing
                 _set_rate(one, RATE * (1 + step / 7))

@@ -77,11 +77,16 @@ def _is_equal(state: GeneratorState, other: GeneratorState | None) -> bool:
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
     """Set all generators to recorded states: `extras["random_states"]["rank-00000"]` of a restored step."""
-    torch.set_rng_state(torch.as_tensor(np.asarray(states["torch"], np.uint8)))
+    torch.set_rng_state(_state(states["torch"]))
     if "cuda" in states:
-        torch.cuda.set_rng_state_all([torch.as_tensor(np.asarray(state, np.uint8)) for state in states["cuda"]])
+        torch.cuda.set_rng_state_all([_state(state) for state in states["cuda"]])
     python, numpy = states["python"], states["numpy"]
     random.setstate((python["version"], tuple(np.asarray(python["words"]).tolist()), python["gauss"]))
     if "keys" in numpy:
         numpy = numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["cached"]
     np.random.set_state(numpy)
+
+
+def _state(state: Any) -> torch.Tensor:
+    """The bytes of a state on the CPU, whatever the program's default device is."""
+    return torch.from_numpy(np.array(state, np.uint8))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class TorchStep:
         if count > 1:
             tensors = {name: torch.from_numpy(states[name]) for name in self.states if name != WEIGHTS}
             numbers = _numbers(self.class_name, self.options, count - 1)
-            optimizer.state[weight] = {"step": torch.tensor(float(count - 1)), **numbers, **tensors}
+            optimizer.state[weight] = {"step": _number(count - 1), **numbers, **tensors}
         weight.grad = torch.from_numpy(gradients)
         optimizer.step()
         for name in self.states:
@@ -86,9 +86,9 @@ def _flags(options: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
 
 @cache
 def _state_names(class_name: str, options: tuple[tuple[str, Value], ...]) -> tuple[str, ...]:
-    weight = torch.nn.Parameter(torch.ones(3))
+    weight = torch.nn.Parameter(torch.from_numpy(np.ones(3, np.float32)))
     optimizer = _construct(class_name, [weight], dict(options))
-    weight.grad = torch.ones(3)
+    weight.grad = torch.from_numpy(np.ones(3, np.float32))
     optimizer.step()
     names = []
     for name, value in optimizer.state[weight].items():
@@ -105,7 +105,12 @@ def _numbers(class_name: str, options: Mapping[str, Value], count: int) -> dict[
         return {}
     check_steps(count)
     products = _mu_products(float(options["betas"][0]), float(options["momentum_decay"]))
-    return {"mu_product": torch.tensor(float(products.after(count)))}
+    return {"mu_product": _number(products.after(count))}
+
+
+def _number(value: SupportsFloat) -> torch.Tensor:
+    """A state that is one number, whatever the program's default dtype and device are."""
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
 _NUMBERS = {"torch.optim.nadam.NAdam": ("mu_product",)}
