@@ -17,7 +17,7 @@ from ckpt_formats.universal.gradients.layout import (
     VectorPart,
 )
 from ckpt_formats.universal.gradients.random_states import GeneratorState
-from ckpt_formats.universal.gradients.record import Kind
+from ckpt_formats.universal.gradients.record import Kind, with_one_nan
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
@@ -243,7 +243,7 @@ class RankRecording:
             arrays = [_array(state_of(self._run, number, name)) for number in range(len(self._run.tensors))]
             if all(array is not None for array in arrays):
                 digests[name] = list(self._digests(arrays))
-        self._link.order(Kind.FINGERPRINT, step, {"digests": digests})
+        self._link.order(Kind.FINGERPRINT, step, {"digests": digests, "nan": "one"})
 
     def record_end(self, step: int) -> None:
         """Record the end of the log."""
@@ -257,7 +257,7 @@ class RankRecording:
                 number, offset = places[id(one.part)]
                 array = arrays[number]
                 assert array is not None
-                digest.update(array[offset + one.start : offset + one.stop].data)
+                digest.update(with_one_nan(array[offset + one.start : offset + one.stop]).data)
             yield digest.intdigest()
 
     def _chunks_of(self, number: int) -> Iterator[int]:

@@ -10,14 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
 
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_formats.universal.gradients.record import FileHead
+from ckpt_formats.universal.gradients.record import FileHead, Kind
+from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Recorder, RecorderWarning, callbacks, ranks
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
@@ -207,3 +210,18 @@ def test_ranks_that_construct_no_recorder_are_named() -> None:
     with ThreadPoolExecutor() as pool:
         for _ in range(2):
             list(pool.map(lambda rank: ranks.await_ranks(store, rank, 3, 30, print), range(3)))
+
+
+def test_nans_are_compared_as_nans(tmp_path: Path) -> None:
+    run, chain = Run(), tmp_path / "run.chain"
+    with run.recorder(chain, fingerprint=1):
+        run.step()
+        for sign in (1, -1):  # a NaN of each sign
+            gradient = torch.tensor([[0xFFFFFFFF, 0x7FC00001]], dtype=torch.int64).to(torch.int32).view(torch.float32)
+            run.model.weight.grad = gradient * sign
+            run.optimizer.step()
+    checkpoint = states.open_state(chain, index.read(chain), 3)
+    assert np.isnan(read(checkpoint.parameters["weight"].weight)).all()
+    folder = chain / index.read(chain).segments[0].folder
+    (record, *_) = open_segment(folder).records(0, Kind.FINGERPRINT)
+    assert record.meta["nan"] == "one"

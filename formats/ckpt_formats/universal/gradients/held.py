@@ -24,7 +24,16 @@ from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.random_states import without_old_random_states
-from ckpt_formats.universal.gradients.record import ENTRY, HEAD, Kind, LogRecord, RankLog, hash_values, scan_after
+from ckpt_formats.universal.gradients.record import (
+    ENTRY,
+    HEAD,
+    Kind,
+    LogRecord,
+    RankLog,
+    hash_values,
+    scan_after,
+    with_one_nan,
+)
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, open_layout, rank_file
 from ckpt_formats.universal.gradients.state import Base, checkpoint_of
@@ -391,7 +400,7 @@ class HeldState:
         def compare(rank: int, index: int, reader: Reader) -> None:
             states = other.start_of(rank, index, reader)
             for name, values in self.chunk(rank, index).items():
-                if hash_values(values) != hash_values(states[name]):
+                if hash_values(with_one_nan(values)) != hash_values(with_one_nan(states[name])):
                     raise CorruptError(f"{name!r} of chunk {index} of rank {rank} differs from the state in memory")
 
         self._for_each_chunk(compare, workers)

@@ -136,6 +136,15 @@ def hash_values(values: Array) -> int:
     return xxhash.xxh3_64_intdigest(values.reshape(-1).view(np.uint8).data)
 
 
+def with_one_nan(values: Array) -> Array:
+    """The values with the same bits in each NaN, (n,) float32: which bits a NaN has depends on machine and library."""
+    if values.dtype != np.float32 or not values.size or not np.isnan(values.min()):
+        return values
+    values = values.copy()
+    values[np.isnan(values)] = np.nan
+    return values
+
+
 def record_parts(
     kind: Kind, step: int, meta: Mapping[str, Any], chunks: Sequence[Bytes], values: Sequence[int], previous: int
 ) -> tuple[list[Bytes], int]:

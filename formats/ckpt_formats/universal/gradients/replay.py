@@ -24,7 +24,7 @@ from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
-from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values
+from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values, with_one_nan
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps
 
 FLOAT32 = DTYPES["float32"]
@@ -265,7 +265,8 @@ class SegmentReplay:
                 raise CorruptError(
                     f"step {step}: the fingerprint belongs to another layout", where=self.segment.path(rank)
                 )
-            if expected[index] != hash_values(values):
+            compared = with_one_nan(values) if record.meta.get("nan") == "one" else values
+            if expected[index] != hash_values(compared):
                 raise self._difference_error(step, name, ranges)
 
     def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> CorruptError:
