@@ -180,7 +180,9 @@ def plain_run(
 
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
-    names, aliases = names_of(unwrap(model))
+    model = unwrap(model)
+    _reshard(model)
+    names, aliases = names_of(model)
     tensors, group_names = [], []
     for number, optimizer in enumerate(optimizers):
         groups = []
@@ -200,7 +202,15 @@ def plain_run(
                 group_members += one.names
             groups.append(tuple(group_members))
         group_names.append(tuple(groups))
-    return TrackedRun(unwrap(model), tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
+    return TrackedRun(model, tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let modules of FSDP2 have their shards: after an evaluation, the outermost one still has full parameters."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):
+            module.reshard()
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

@@ -11,6 +11,9 @@ AFTER = 3
 """Steps of a run that goes on from a restored state."""
 
 
+BASED, BARE = ("based.chain",), ("bare.chain",)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a small model is trained. Torch's wrappers save as DCP, DeepSpeed in its own format."""
@@ -23,8 +26,8 @@ class Kind:
     tp: int = 1
     pp: int = 1
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    original: bool = True
-    """Does FSDP1's optimizer step the original parameters, and not flat ones?"""
+    flat: bool = False
+    """Does FSDP1's optimizer step flat parameters, and not views of them?"""
     stage: int = 0
     sub_group: int = 20_000
     """Elements of a part of ZeRO 3's, which it steps one after another."""
@@ -38,12 +41,14 @@ class Kind:
     """Does FSDP2 compute in bfloat16?"""
     megatron: str = ""
     """The kind of `megatron_jobs` that Megatron core trains."""
-    divided: Literal["", "own", "buckets"] = ""
-    """Each rank steps some of the parameters; in buckets, or each as it is."""
+    divided: bool = False
+    """Does each rank step some of the parameters?"""
     tied: bool = False
     threads: int = 1
     compression: Literal["", "topk", "int8"] = ""
     """What the hook of DDP sends of gradients."""
+    chains: tuple[str, ...] = ("based.chain", "bare.chain")
+    """With the engine's own checkpoint at the start, or without."""
 
     @property
     def dp(self) -> int:
@@ -68,20 +73,18 @@ KINDS = {
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
         Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True),
-        Kind("tp", "tp", tp=2, optimizer="adamw"),
-        Kind("divided", "ddp", 2, divided="own"),
-        Kind("divided_buckets", "ddp", 3, divided="buckets", tied=True, optimizer="sgd"),
-        Kind("pipeline_2x2", "pipeline", 2, pp=2),
-        Kind("experts", "experts", 2),
-        Kind("fsdp1", "fsdp1", 2, tied=True),
-        Kind("fsdp1_flat", "fsdp1", 3, strategy="SHARD_GRAD_OP", original=False, optimizer="sgd"),
-        Kind("fsdp1_hybrid_2x2", "fsdp1", 2, replicas=2, strategy="HYBRID_SHARD", original=False),
-        Kind("fsdp1_whole", "fsdp1", 2, strategy="NO_SHARD", optimizer="adamw"),
-        Kind("megatron_2x2", "megatron", 1, tp=2, pp=2, megatron="llama_tp2_pp2"),
-        Kind("megatron_buckets", "megatron", 2, megatron="llama_dp2_buckets"),
-        Kind("megatron_tied", "megatron", 1, pp=2, megatron="gpt_tied_pp2"),
-        Kind("megatron_fp32", "megatron", 1, tp=2, megatron="gpt_fp32_tp2"),
-        Kind("megatron_plain", "megatron", 1, tp=2, megatron="llama_tp2_plain"),
+        Kind("tp", "tp", tp=2, optimizer="adamw", chains=BASED),
+        Kind("divided", "ddp", 2, divided=True, tied=True, chains=BASED),
+        Kind("pipeline_2x2", "pipeline", 2, pp=2, chains=BARE),
+        Kind("experts", "experts", 2, chains=BARE),
+        Kind("fsdp1", "fsdp1", 2, tied=True, chains=BASED),
+        Kind("fsdp1_flat_2x2", "fsdp1", 2, replicas=2, strategy="HYBRID_SHARD", flat=True, chains=BARE),
+        Kind("fsdp1_whole", "fsdp1", 2, strategy="NO_SHARD", optimizer="sgd", chains=BARE),
+        Kind("megatron_2x2", "megatron", tp=2, pp=2, megatron="llama_tp2_pp2", chains=BASED),
+        Kind("megatron_buckets", "megatron", 2, megatron="llama_dp2_buckets", chains=BARE),
+        Kind("megatron_fp32", "megatron", tp=2, megatron="gpt_fp32_tp2", chains=BARE),
+        Kind("megatron_tied", "megatron", pp=2, megatron="gpt_tied_pp2", chains=BARE),
+        Kind("megatron_plain", "megatron", tp=2, megatron="llama_tp2_plain", chains=BARE),
         Kind("megatron_experts", "megatron", 2, megatron="moe_ep2"),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),

@@ -79,6 +79,13 @@ class Run:
             self.step += 1
         return _means(losses)
 
+    def evaluate(self) -> None:
+        """Run forward alone, after which FSDP has full parameters in its outermost module."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(batch(self.step), True)
+        self.model.train()
+
     def notes(self) -> dict[str, Any]:
         """What else resumes with a step."""
         # The residuals are averaged over the ranks when they are noted, so that changes what follows.
@@ -265,7 +272,7 @@ def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> torch.optim.Optimize
     adam = {"lr": RATE, "betas": BETAS, **({"fused": True} if kind.optimizer == "adamw-fused" else {"foreach": False})}
     if kind.divided:
         inner, options = (torch.optim.SGD, sgd) if kind.optimizer == "sgd" else (torch.optim.AdamW, adam)
-        return ZeroRedundancyOptimizer(groups, inner, parameters_as_bucket_view=kind.divided == "buckets", **options)
+        return ZeroRedundancyOptimizer(groups, inner, parameters_as_bucket_view=True, **options)
     if kind.optimizer == "sgd":
         return torch.optim.SGD(groups, **sgd)
     if kind.optimizer == "cpu-adam":
@@ -312,13 +319,13 @@ def _fsdp1(kind: Kind, model: Decoder) -> nn.Module:
     bf16 = torch.bfloat16
     options: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[kind.strategy],
-        "use_orig_params": kind.original,
+        "use_orig_params": not kind.flat,
         "mixed_precision": MixedPrecision(param_dtype=bf16, reduce_dtype=bf16, buffer_dtype=bf16),
         "device_id": torch.device("cpu"),
     }
     if kind.replicas > 1:
         options["device_mesh"] = init_device_mesh("cpu", (kind.replicas, kind.shards))
-    if not kind.original:  # a flat parameter is frozen as a whole
+    if kind.flat:  # a flat parameter is frozen as a whole
         options["ignored_states"] = [model.positions.bfloat16().weight]
         model.sometimes = FSDP(model.sometimes.requires_grad_(False), **options)
     for number, block in enumerate(model.blocks):

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,14 +36,16 @@ def train(kind: Kind, out: Path) -> None:
     losses = run.train(WARM_UP)
     run.save(out / "base")
     distributed.barrier()
-    if distributed.get_rank() == 0:
+    if kind.engine in ("fsdp1", "fsdp2"):
+        run.evaluate()
+    if distributed.get_rank() == 0 and "based.chain" in kind.chains:
         done = ckpt("append", out / "based.chain", out / "base", "--step", WARM_UP)
         assert done.code == 0, done.err
     distributed.barrier()
     with ExitStack() as stack:
         recorders = [
             stack.enter_context(Recorder(run.model, run.optimizer, out / name, step=WARM_UP, fingerprint=5))
-            for name in ("based.chain", "bare.chain")
+            for name in kind.chains
         ]
         for step in range(WARM_UP, END):
             if step == MIDDLE:
@@ -118,7 +121,9 @@ def refusal(run: Run | EngineRun, chain: Path) -> str:
 
 
 def joining(kind: Kind):  # type: ignore[no-untyped-def]
-    """How its ranks join; operators that DeepSpeed compiles are loaded first."""
+    """How its ranks join. What they need is loaded first, once for all: operators that DeepSpeed compiles, Megatron."""
+    if kind.engine == "megatron":
+        import_module("recording_jobs.megatron_run")
     if kind.engine != "deepspeed":
         return ranks.join_torch
     from engines.compiled import load
