@@ -1,10 +1,12 @@
-"""Runs of DeepSpeed's ZeRO optimizers, which step flat partitions of many parameters.
+"""Runs of DeepSpeed's optimizers, most of which step flat partitions of many parameters.
 
 This module reads private fields of these optimizers. It was checked with DeepSpeed 0.19: stages 1 and 2 are in
-`runtime/zero/stage_1_and_2.py`, stage 3 in `stage3.py`.
+`runtime/zero/stage_1_and_2.py`, stage 3 in `stage3.py`, those without ZeRO in `runtime/bf16_optimizer.py` and
+`runtime/fp16`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,25 +21,28 @@ def is_engine(model: object) -> bool:
     return type(model).__module__.startswith("deepspeed.") and hasattr(model, "save_checkpoint")
 
 
-def zero_run(engine: Any, rank: int) -> TrackedRun:
-    """The run of a DeepSpeed engine. Raises `UnsupportedError` if its optimizer is not one of ZeRO."""
-    zero = engine.optimizer
-    if hasattr(zero, "single_partition_of_fp32_groups"):
-        tensors = _stages_1_and_2(zero, rank)
-        groups = _group_names(zero.bit16_groups, zero.param_names)
-        calls = len(zero.bit16_groups)  # one call for each group, during which the optimizer has only that group
-    elif hasattr(zero, "fp32_partitioned_groups_flat"):
-        names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        tensors, groups = _stage_3(zero, names, rank), _groups_of_stage_3(zero, names)
-        calls = len(zero.fp32_partitioned_groups_flat)
-        if zero.offload_optimizer and getattr(zero, "backup_optimizer", None) is not None:
+def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
+    """The run of a DeepSpeed engine. Raises `UnsupportedError` if its optimizer is not known."""
+    optimizer = engine.optimizer
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    calls = 1
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        tensors = _stages_1_and_2(optimizer, rank)
+        groups = _group_names(optimizer.bit16_groups, optimizer.param_names)
+        calls = len(optimizer.bit16_groups)  # one call for each group, during which the optimizer has only that group
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        tensors, groups = _stage_3(optimizer, names, rank), _groups_of_stage_3(optimizer, names)
+        calls = len(optimizer.fp32_partitioned_groups_flat)
+        if optimizer.offload_optimizer and getattr(optimizer, "backup_optimizer", None) is not None:
             raise UnsupportedError("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
     else:
-        raise UnsupportedError(
-            f"the engine's optimizer is {type(zero).__name__}: only ZeRO 1, 2 and 3 can be recorded",
-            hint="Set zero_optimization.stage to 1, 2 or 3.",
+        rows = _without_zero(optimizer, rank)
+        tensors = (_tensor(group, vector, of, names, begin) for group, vector, of, begin in rows)
+        groups = tuple(
+            tuple(names[parameter] for number, _, of, _ in rows if number == group for parameter in of)
+            for group in range(len(_inner(optimizer).param_groups))
         )
-    inner = zero.optimizer
+    inner = _inner(optimizer)
     _, aliases = names_of(engine.module)
     return TrackedRun(
         engine.module,
@@ -52,6 +57,47 @@ def zero_run(engine: Any, rank: int) -> TrackedRun:
         notes=lambda: _notes(engine),
         after_step=(engine, "step"),
         counted=lambda: int(engine.global_steps),
+    )
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that does the arithmetic: without ZeRO and in float32, the engine has it itself."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _without_zero(optimizer: Any, rank: int) -> list[tuple[int, torch.Tensor, Sequence[torch.Tensor], int]]:
+    """Each tensor that is stepped, with its group, its parameters one after another, and where in them it begins.
+
+    Raises `UnsupportedError` if the optimizer is not known.
+    """
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        vectors = enumerate(optimizer.fp32_groups_flat_partition)
+        return [
+            (group, vector, optimizer.bf16_groups[group], zero_rank(optimizer, group, rank) * vector.numel())
+            for group, vector in vectors
+        ]
+    if hasattr(optimizer, "fp32_groups_flat") and not optimizer.fused_adam_legacy:
+        return [
+            (group, vector, optimizer.fp16_groups[group], 0) for group, vector in enumerate(optimizer.fp32_groups_flat)
+        ]
+    if hasattr(optimizer, "fp32_groups") and not optimizer.fused_lamb_legacy:
+        return [
+            (group, master, [parameter], 0)
+            for group, (masters, parameters) in enumerate(
+                zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+            )
+            for master, parameter in zip(masters, parameters, strict=True)
+        ]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [
+            (number, parameter, [parameter], 0)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+    raise UnsupportedError(
+        f"the engine's optimizer is {type(optimizer).__name__}, which cannot be recorded",
+        hint="Set zero_optimization.stage to 1, 2 or 3.",
     )
 
 
@@ -70,17 +116,31 @@ def _stages_1_and_2(zero: Any, rank: int) -> Iterator[TrackedTensor]:
     """Partition `rank` of each group: its parameters in round-robin order."""
     ranks = [zero_rank(zero, i, rank) for i in range(len(zero.single_partition_of_fp32_groups))]
     for group, vector in enumerate(zero.single_partition_of_fp32_groups):
-        begin, at, parts = ranks[group] * vector.numel(), 0, []
-        for parameter in zero.round_robin_bit16_groups[group]:
-            low, high = max(at, begin), min(at + parameter.numel(), begin + vector.numel())
-            if low < high:
-                parts.append(
-                    _local_part(
-                        zero.param_names[parameter], parameter, parameter.shape, low - at, high - at, low - begin
-                    )
-                )
-            at += parameter.numel()
-        yield TrackedTensor(vector, 0, group, tuple(parts))
+        begin = ranks[group] * vector.numel()
+        offsets = getattr(zero, "round_robin_bit16_offsets", None)  # with `parameter_alignment`, there are gaps
+        starts = None if offsets is None else offsets[group]
+        yield _tensor(group, vector, zero.round_robin_bit16_groups[group], zero.param_names, begin, starts)
+
+
+def _tensor(
+    group: int,
+    vector: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+    begin: int,
+    starts: Sequence[int] | None = None,
+) -> TrackedTensor:
+    """A tensor with the elements from `begin` on of parameters, one after another. It may be longer than these.
+
+    `starts`: where each parameter begins, if not at the end of the one before.
+    """
+    ends = [0, *accumulate(parameter.numel() for parameter in parameters)]
+    parts = []
+    for at, parameter in zip(ends if starts is None else starts, parameters, strict=False):
+        low, high = max(at, begin), min(at + parameter.numel(), begin + vector.numel())
+        if low < high:
+            parts.append(_local_part(names[parameter], parameter, parameter.shape, low - at, high - at, low - begin))
+    return TrackedTensor(vector, 0, group, tuple(parts))
 
 
 def zero_rank(zero: Any, group: int, rank: int) -> int:

@@ -226,7 +226,7 @@ class Recorder:
 
     def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
-            run = deepspeed.zero_run(self._model, self._rank)
+            run = deepspeed.deepspeed_run(self._model, self._rank)
         elif megatron.is_megatron(self._optimizer):
             run = megatron.megatron_run(self._model, self._optimizer)
         else:

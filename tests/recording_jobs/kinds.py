@@ -32,6 +32,8 @@ class Kind:
     sub_group: int = 20_000
     """Elements of a part of ZeRO 3's, which it steps one after another."""
     offload: bool = False
+    fp32_sums: bool = False
+    """Does DeepSpeed add gradients up in float32? Then it has another optimizer."""
     optimizer: Literal["adamw-fused", "adamw", "sgd", "cpu-adam"] = "adamw-fused"
     scaler: bool = False
     """fp16's: two of the recorded steps are skipped."""
@@ -86,7 +88,9 @@ KINDS = {
         Kind("megatron_tied", "megatron", pp=2, megatron="gpt_tied_pp2", chains=BARE),
         Kind("megatron_plain", "megatron", tp=2, megatron="llama_tp2_plain", chains=BARE),
         Kind("megatron_experts", "megatron", 2, megatron="moe_ep2"),
+        Kind("zero0", "deepspeed", 2, chains=BARE),
         Kind("zero1", "deepspeed", 2, stage=1),
+        Kind("zero1_fp32_sums", "deepspeed", 2, stage=1, fp32_sums=True, optimizer="sgd", chains=BASED),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),

@@ -342,7 +342,7 @@ def _mesh(kind: Kind) -> DeviceMesh:
 def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
     import deepspeed
 
-    zero: dict[str, Any] = {"stage": kind.stage}
+    zero: dict[str, Any] = {"stage": kind.stage, "parameter_alignment": kind.stage == 2}
     if kind.stage == 3:
         # Several parts a step; small parameters stay whole on every rank, large ones do not.
         zero |= {"sub_group_size": kind.sub_group, "stage3_param_persistence_threshold": 100}
@@ -362,6 +362,8 @@ def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
             "params": {"warmup_min_lr": RATE / 10, "warmup_max_lr": RATE, "warmup_num_steps": 10},
         },
     }
+    if kind.fp32_sums:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     optimizer = _optimizer(kind, _groups(model, matrices))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

@@ -27,7 +27,7 @@ from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
 from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
-from recording_jobs.run import EngineRun, Run, start
+from recording_jobs.run import Run, start
 
 
 def train(kind: Kind, out: Path) -> None:
@@ -85,7 +85,6 @@ def refuse(out: Path) -> None:
     messages = {}
     run = start(Kind("differing", "plain"), seed=distributed.get_rank())
     messages["differing"] = refusal(run, out / "differing.chain")
-    messages["zero0"] = refusal(start(Kind("zero0", "deepspeed", 2)), out / "zero0.chain")
     messages["diverging"] = diverging(out)
     if distributed.get_rank() == 0:
         (out / "refused.json").write_text(json.dumps(messages, indent=1))
@@ -111,7 +110,7 @@ def diverging(out: Path) -> str:
     return recorder.broken or "it is recorded"
 
 
-def refusal(run: Run | EngineRun, chain: Path) -> str:
+def refusal(run: Run, chain: Path) -> str:
     """What the recorder says of a run that it refuses."""
     try:
         Recorder(run.model, run.optimizer, chain)
