@@ -5,6 +5,7 @@ This module reads private fields of these optimizers. It was checked with DeepSp
 `runtime/fp16`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
-from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, dtype_name, names_of
+from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, clean_name, dtype_name, names_of, renamed
 
 
 def is_engine(model: object) -> bool:
@@ -31,7 +32,7 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         groups = _group_names(optimizer.bit16_groups, optimizer.param_names)
         calls = len(optimizer.bit16_groups)  # one call for each group, during which the optimizer has only that group
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        tensors, groups = _stage_3(optimizer, names, rank), _groups_of_stage_3(optimizer, names)
+        tensors, groups = _stage_3(optimizer, names), _groups_of_stage_3(optimizer, names)
         calls = len(optimizer.fp32_partitioned_groups_flat)
         if optimizer.offload_optimizer and getattr(optimizer, "backup_optimizer", None) is not None:
             raise UnsupportedError("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
@@ -44,7 +45,7 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         )
     inner = _inner(optimizer)
     _, aliases = names_of(engine.module)
-    return TrackedRun(
+    run = TrackedRun(
         engine.module,
         (inner,),
         tuple(tensors),
@@ -58,6 +59,33 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         after_step=(engine, "step"),
         counted=lambda: int(engine.global_steps),
     )
+    experts = _experts(engine.module)
+    return renamed(run, lambda name: _numbered(name, experts)) if experts else run
+
+
+_EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
+"""The name of a parameter of an expert, with its number among those of the rank."""
+
+
+def _experts(model: torch.nn.Module) -> dict[str, int]:
+    """The number in the full model of this rank's first expert, by the start of the experts' names."""
+    first = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "MoE" and hasattr(module, "num_local_experts"):
+            from deepspeed.utils import groups
+
+            rank = groups._get_expert_parallel_rank(module.expert_group_name)
+            first[clean_name(f"{name}." if name else "")] = rank * module.num_local_experts
+    return first
+
+
+def _numbered(name: str, experts: Mapping[str, int]) -> str:
+    """The name of a parameter with the number that its expert has in the full model."""
+    match = _EXPERT.fullmatch(name)
+    first = max((start for start in experts if name.startswith(start)), key=len, default=None)
+    if match is None or first is None:
+        return name
+    return f"{match[1]}{int(match[2]) + experts[first]}{match[3]}"
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
@@ -151,12 +179,17 @@ def zero_rank(zero: Any, group: int, rank: int) -> int:
     return distributed.get_rank(groups[group]) if groups else rank
 
 
-def _stage_3(zero: Any, names: Mapping[torch.Tensor, str], rank: int) -> Iterator[TrackedTensor]:
+def _stage_3(zero: Any, names: Mapping[torch.Tensor, str]) -> Iterator[TrackedTensor]:
     """This rank's part of each parameter, in the order of each sub-group. ZeRO 3 splits every parameter."""
+    from torch import distributed
+
     for sub_group, vector in enumerate(zero.fp32_partitioned_groups_flat):
         at, parts = 0, []
         for parameter in zero.fp16_groups[sub_group]:
             each = parameter.ds_tensor.ds_numel
+            rank = distributed.get_rank(
+                getattr(parameter, "ds_process_group", None)
+            )  # not of all tensor-parallel ranks
             low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
             if low < high:
                 parts.append(_local_part(names[parameter], parameter, parameter.ds_shape, low, high, at))

@@ -19,11 +19,11 @@ from ckpt_recorder.probe import ProbeResult
 from ckpt_recorder.run import (
     LocalPart,
     TrackedRun,
-    content_of,
     count_of,
     frozen_tensors,
     is_local,
     local_shard,
+    memory_of,
     persistent_buffers,
     state_names,
     state_of,
@@ -120,7 +120,7 @@ def _rank_tensors(run: TrackedRun) -> RankTensors:
         run.group_names,
         dict(run.aliases),
         {
-            name: xxhash.xxh3_64_hexdigest(content_of(tensor)) if is_local(tensor) and not one_rank else ""
+            name: xxhash.xxh3_64_hexdigest(memory_of(tensor)) if is_local(tensor) and not one_rank else ""
             for name, tensor in frozen_tensors(run)
         },
         tuple(name for name, _ in persistent_buffers(run)),
@@ -201,7 +201,7 @@ def _digests(run: TrackedRun, copies: Mapping[Piece, tuple[int, int, int]], stat
         for name in states:
             values = state_of(run, number, name)
             if values is not None:
-                digest.update(content_of(values[start:stop]))
+                digest.update(memory_of(values[start:stop]))
         digests[piece] = digest.intdigest()
     return digests
 

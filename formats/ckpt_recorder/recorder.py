@@ -421,7 +421,7 @@ class Recorder:
         done, every = self.step - self._first, self.options.retry
         if not self._call:
             self._record_random_states(self.step)
-        if not self._call and done and not done & (done - 1):  # after steps 1, 2, 4, 8, …
+        if not self._call and _is_power_of_8(done):  # at each, all copies of all states are hashed
             self._check_copies()
         if self._in_background:
             if not self._call:
@@ -609,6 +609,10 @@ def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
 
 def _warn(text: str) -> None:
     warnings.warn(text, RecorderWarning, stacklevel=5)
+
+
+def _is_power_of_8(number: int) -> bool:
+    return number > 0 and not number & (number - 1) and number.bit_length() % 3 == 1
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -314,4 +314,10 @@ def clean_name(name: str) -> str:
 
 def content_of(tensor: torch.Tensor) -> bytes:
     """The values of a tensor of any shape as bytes, in C order."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return bytes(memory_of(tensor))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor of any shape, in C order, without a copy if it is on the CPU and contiguous."""
+    memory: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
+    return memory

@@ -43,6 +43,8 @@ class Kind:
     """Does FSDP2 compute in bfloat16?"""
     megatron: str = ""
     """The kind of `megatron_jobs` that Megatron core trains."""
+    zoo: str = ""
+    """The kind of `engines` that DeepSpeed trains."""
     divided: bool = False
     """Does each rank step some of the parameters?"""
     tied: bool = False
@@ -93,6 +95,7 @@ KINDS = {
         Kind("zero1_fp32_sums", "deepspeed", 2, stage=1, fp32_sums=True, optimizer="sgd", chains=BASED),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
+        Kind("zero1_experts", "deepspeed", 2, zoo="z1_bf16_moe4_ep2_dp2", chains=BASED),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
         Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam"),
         Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam"),

@@ -213,6 +213,28 @@ class EngineRun:
         assert loaded is not None
 
 
+@dataclass
+class ZooRun:
+    """By DeepSpeed, of a model of `engines`."""
+
+    run: Any
+    optimizer: None = None
+
+    @property
+    def model(self) -> Any:
+        return self.run.engine
+
+    def train(self, steps: int) -> list[float]:
+        losses: list[float] = self.run.train(steps)
+        return losses
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, folder: Path) -> None:
+        self.model.save_checkpoint(str(folder), tag=f"global_step{self.model.global_steps}")
+
+
 def start(kind: Kind, seed: int = 0) -> Any:
     """Build it all; another `seed` gives other weights, frozen ones and buffers included."""
     torch.set_num_threads(kind.threads)
@@ -221,6 +243,10 @@ def start(kind: Kind, seed: int = 0) -> Any:
         from recording_jobs import megatron_run
 
         return megatron_run.start(kind)
+    if kind.zoo:
+        from engines import kinds, run
+
+        return ZooRun(run.start(kinds.KINDS[kind.zoo]))
     model = Decoder(kind.tied)
     if seed:
         model.drift.zero_()
