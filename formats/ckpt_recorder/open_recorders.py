@@ -13,6 +13,8 @@ class OpenRecorder(Protocol):
     """What is needed of a recorder here."""
 
     chain: Path
+    is_in_block: bool
+    """Is it in a `with` block, which closes it?"""
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]: ...
@@ -35,11 +37,12 @@ def remove(recorder: OpenRecorder) -> None:
 
 
 def replaced_by(chain: Path, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[OpenRecorder]:
-    """The open recorders of the same chain, or of the same optimizer: it would be recorded twice."""
+    """The open recorders of the same chain, and those of the same optimizer that nothing will close."""
     own = set(map(id, optimizers))
     path = os.path.realpath(chain)
     for one in list(_OPEN):
-        if os.path.realpath(one.chain) == path or own & set(map(id, one.optimizers)):
+        is_forgotten = not one.is_in_block and own & set(map(id, one.optimizers))
+        if is_forgotten or os.path.realpath(one.chain) == path:
             yield one
 
 

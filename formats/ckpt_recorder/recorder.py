@@ -139,6 +139,7 @@ class Recorder:
         codec = gradient_codec(self.options.codec)
         self.chain = Path(chain).absolute()  # the loop may change its working directory
         self.broken: str | None = None
+        self.is_in_block = False
         self._model, self._optimizer = model, optimizer
         self._pid = os.getpid()
         self._rank, self._world = ranks.rank_and_world()
@@ -171,6 +172,7 @@ class Recorder:
         open_recorders.add(self)
 
     def __enter__(self) -> "Recorder":
+        self.is_in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
