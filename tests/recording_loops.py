@@ -44,7 +44,7 @@ import torch  # noqa: E402
 
 from ckpt_formats.core.checkpoint import Checkpoint  # noqa: E402
 from ckpt_formats.core.dtypes import DTYPES  # noqa: E402
-from ckpt_formats.core.errors import CkptError  # noqa: E402
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
 from ckpt_formats.universal.chain import file as index  # noqa: E402
 from ckpt_formats.universal.chain import states  # noqa: E402
@@ -52,6 +52,7 @@ from ckpt_recorder import resume  # noqa: E402
 from damage import ckpt  # noqa: E402
 from training_loops import (  # noqa: E402
     buffers,
+    corners,
     forms,
     gradients,
     optimizers,
@@ -63,7 +64,7 @@ from training_loops import (  # noqa: E402
 )
 from training_loops.run import LOOPS, Loop, Run, SkipLoop, Truth, flat, random_leaves, truth_of  # noqa: E402
 
-MODULES = (outside, teachers, buffers, forms, gradients, processes, optimizers, own_optimizers, packages)
+MODULES = (outside, teachers, buffers, forms, gradients, processes, corners, optimizers, own_optimizers, packages)
 """Importing them registers their loops."""
 BAD = ("lost", "SILENT", "crashed")
 KINDS = ("exact", "refused", "said", *BAD, "skipped")
@@ -98,7 +99,8 @@ def outcome_of(loop: Loop, folder: Path, restores: int = 2) -> Outcome:
     except CkptError as error:
         if run.recorder is None:
             sentence = str(error)
-            return Outcome("refused" if "\n" not in sentence else "crashed", sentence, time.monotonic() - begin)
+            is_refusal = isinstance(error, (UnsupportedError, InvalidArgumentError)) and "\n" not in sentence
+            return Outcome("refused" if is_refusal else "crashed", sentence, time.monotonic() - begin)
         return Outcome("crashed", f"training was stopped by {type(error).__name__}: {error}")
     except SkipLoop as error:
         return Outcome("skipped", str(error))
@@ -173,11 +175,11 @@ def _some(steps: list[int], number: int) -> list[int]:
 
 def differences(state: Checkpoint, truth: Truth, next_truth: Truth | None = None) -> Iterator[str]:
     """Where an opened step differs. States that are no tensors of a parameter are compared after `resume`."""
-    for name, leaf in truth.model.items():
-        name = _clean(name)
+    for path, leaf in truth.model.items():
+        name = _clean(path)
         parameter = state.parameters.get(state.aliases.get(name, name))
         if parameter is None:
-            if isinstance(leaf, torch.Tensor) and "_extra_state" not in name:
+            if isinstance(leaf, torch.Tensor) and path in truth.names:
                 yield f"`{name}` is missing"
         elif isinstance(leaf, torch.Tensor) and not _same(read(parameter.weight), leaf):
             yield f"`{name}`: {_figures(read(parameter.weight), leaf)}"

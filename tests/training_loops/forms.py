@@ -322,7 +322,8 @@ def group_removed(run: Run) -> None:
         for step in range(STEPS):
             train(model, optimizer, step)
             if step == 4:
-                del optimizer.param_groups[0]
+                for parameter in optimizer.param_groups.pop(0)["params"]:
+                    del optimizer.state[parameter]
             run.after()
 
 
@@ -366,6 +367,7 @@ def parameter_replaced(run: Run) -> None:
             train(model, optimizer, step)
             if step == 4:
                 model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+                del optimizer.state[optimizer.param_groups[0]["params"][0]]
                 optimizer.param_groups[0]["params"][0] = model[0].weight
             run.after()
 

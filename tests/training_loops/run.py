@@ -40,6 +40,8 @@ class Truth:
     random: Leaves
     """The states of the random number generators of torch, NumPy and Python."""
     notes: Leaves
+    names: frozenset[str]
+    """The names of parameters and persistent buffers: all others of `model` are computed, or extra states."""
 
 
 @dataclass
@@ -138,11 +140,14 @@ def truth_of(model: nn.Module, optimizers: list[Any], random_states: Leaves, not
         for group in groups:
             plain = {key: value for key, value in group.items() if key != "params" and not callable(value)}
             options.append(flat(plain))
-    return Truth(flat(model.state_dict()), states, options, random_states, notes)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return Truth(
+        flat(model.state_dict()), states, options, random_states, notes, frozenset(name for name, _ in tensors)
+    )
 
 
 def random_leaves() -> Leaves:
-    return flat({"torch": torch.get_rng_state(), "numpy": np.random.get_state()[1:3], "python": random.getstate()[1]})
+    return flat({"torch": torch.get_rng_state(), "numpy": np.random.get_state()[1:], "python": random.getstate()[1:]})
 
 
 def flat(value: Any, path: str = "") -> Leaves:
