@@ -305,7 +305,7 @@ def several_notes_for_a_step(run: Run) -> None:
 
 
 def resumed(change: Callable[[Any], None] = lambda model: None) -> Callable[[Run], None]:
-    """Resume from the middle in new objects, and go on in the same chain."""
+    """Resume from the middle in new objects, and go on in another chain."""
 
     def body(run: Run) -> None:
         model = norm_net()
@@ -321,9 +321,9 @@ def resumed(change: Callable[[Any], None] = lambda model: None) -> Callable[[Run
         optimizer = adamw(model)
         assert resume(path, model, optimizer).step == 3
         old = run.truths
-        run.truths = {step: truth for step, truth in old.items() if step < 3}
+        run.truths = {}
         change(model)
-        with run.record(model, optimizer, step=3):
+        with run.record(model, optimizer, chain=run.chain.with_name("later.chain"), step=3):
             for step in range(3, STEPS):
                 train(model, optimizer, step)
                 run.after()
@@ -407,10 +407,14 @@ def two_recorders_of_one_run(run: Run) -> None:
     """Each into a chain of its own."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer), Recorder(model, optimizer, run.chain.with_name("other.chain")):
+    other = run.chain.with_name("other.chain")
+    with run.record(model, optimizer), run.listening(), Recorder(model, optimizer, other):
         for step in range(STEPS):
             train(model, optimizer, step)
-            run.after()
+            if run.recorder.step == step + 1:
+                run.after()
+            else:
+                run.expects_warning = True
 
 
 @loop()
@@ -665,3 +669,39 @@ def a_hundred_and_fifty_steps(run: Run) -> None:
             if step == 77:
                 model[0].weight.data[3, 3] = 0.5
             run.after()
+
+
+def distributed(
+    world: int, change: Callable[[Any], Any], make: Callable[[], nn.Module] = norm_net
+) -> Callable[[Run], None]:
+    """DDP on several processes; each rank changes its own weights in the same way."""
+
+    def body(run: Run) -> None:
+        rank = next((i for i in range(1, world) if os.fork() == 0), 0)
+        store = f"file://{run.chain.parent}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+        try:
+            model = nn.parallel.DistributedDataParallel(make())
+            optimizer = adamw(model)
+            run.checks_random = False  # ranks draw other numbers
+            with run.record(model, optimizer):
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    loss_of(model, step * world + rank).backward()
+                    optimizer.step()
+                    with torch.no_grad():
+                        change(model.module)
+                    run.after()
+        finally:
+            if rank:
+                os._exit(0)
+        torch.distributed.destroy_process_group()
+
+    return body
+
+
+CLIP: Callable[[Any], Any] = lambda model: model[0].weight.clamp_(-0.1, 0.1)  # noqa: E731
+add("ddp-of-one-process", distributed(1, lambda model: None))
+add("ddp-of-one-process-clipped", distributed(1, CLIP))
+add("ddp-of-two-processes", distributed(2, lambda model: None, mlp))
+add("ddp-of-two-processes-clipped", distributed(2, CLIP, mlp))

@@ -76,6 +76,8 @@ class Run:
         """Start to record. The loop closes the recorder itself, or does not."""
         self.model = model
         self.optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.recorder = None
+        self.chain = Path(options.get("chain", self.chain)).absolute()
         with self.listening():
             self.recorder = Recorder(model, optimizer, options.pop("chain", self.chain), **options)
         self.after()
@@ -125,6 +127,8 @@ class Run:
 
 def truth_of(model: nn.Module, optimizers: list[Any], random_states: Leaves, notes: Leaves) -> Truth:
     """Copies of all values."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     states: Leaves = {}
     options = []
