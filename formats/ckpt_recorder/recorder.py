@@ -27,7 +27,7 @@ from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
-from ckpt_recorder.probe import probe
+from ckpt_recorder.probe import in_this_mode, probe
 from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
 from ckpt_recorder.resumed_steps import resumed_step
@@ -153,7 +153,7 @@ class Recorder:
         ranks.await_all(self.options.stall_seconds, _warn)
         self._run = self._track_run()
         self._replace_others()
-        self._probed = [probe(one, _device(self._run, i)) for i, one in enumerate(self._run.optimizers)]
+        self._probed = [in_this_mode(probe(one, _device(self._run, i))) for i, one in enumerate(self._run.optimizers)]
         self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
         if not codec.lossless:
             self.exactness = "approximate"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_recorder.probe import group_options, probe
+from ckpt_recorder.probe import group_options, in_this_mode, probe
 from ckpt_recorder.random_states import RandomStates, restore_random_states
 from ckpt_recorder.stepper import step_of
 
@@ -57,3 +57,15 @@ def test_random_states_are_restored_with_another_default_device() -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_run_that_flushes_denormals_is_not_exact() -> None:
+    result = probe(adamw(True), CPU)
+    assert in_this_mode(result) == result
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        flushed = in_this_mode(probe(adamw(True), CPU))
+    finally:
+        torch.set_flush_denormal(False)
+    assert (flushed.exactness, flushed.figures["denormals"]) == ("approximate", "flushed to zero")
