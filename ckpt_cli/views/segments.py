@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpt.chains.segments import SegmentView, gradient_nbytes
+from ckpt.chains.segments import SegmentView, steps_nbytes
 from ckpt_formats.core.text import format_nbytes
 
 if TYPE_CHECKING:
+    from ckpt_formats.universal.gradients.layout import LoggedOptimizer
     from ckpt_formats.universal.gradients.segment import Segment
 
 
@@ -26,9 +27,11 @@ def to_json(view: SegmentView) -> dict[str, Any]:
             for one in segment.layout.optimizers
         ],
         "exact": segment.is_exact,
+        "proved": _proved(segment),
+        "difference": segment.difference,
         "elements": segment.layout.numel,
         "stored_nbytes": segment.nbytes,
-        "nbytes_per_parameter": round(gradient_nbytes(segment) / max(steps * segment.layout.numel, 1), 4),
+        "nbytes_per_parameter": round(steps_nbytes(segment) / max(steps * segment.layout.numel, 1), 4),
         "torn": {path.name: reason for path, reason in segment.torn.items()},
     }
 
@@ -41,7 +44,7 @@ def lines(views: list[SegmentView]) -> Iterator[str]:
             yield f"gradients from step {view.logged.first}: cannot be read: {view.error}"
             continue
         steps = segment.last - segment.first
-        average = gradient_nbytes(segment) // max(steps, 1)
+        average = steps_nbytes(segment) // max(steps, 1)
         ranks = len(segment.layout.ranks)
         yield (
             f"gradients of steps {segment.first + 1} to {segment.last}"
@@ -50,16 +53,37 @@ def lines(views: list[SegmentView]) -> Iterator[str]:
             f" ({average / max(segment.layout.numel, 1):.2f} B for each parameter), {ranks} rank{'s' * (ranks > 1)}"
         )
         for one in segment.layout.optimizers:
-            yield f"  {one.type}: {_exactness(one.exactness, segment)}"
+            yield f"  {one.type}: {_exactness(one, segment)}"
+        yield from _proof(segment)
         for path, reason in segment.torn.items():
             yield f"  {path.name}: records after step {segment.last} do not count: {reason}"
 
 
-def _exactness(exactness: str, segment: "Segment") -> str:
-    if exactness == "approximate":
+def _proved(segment: "Segment") -> int | None:
+    """The last step that is proved; None if there are no proofs: of lossy gradients, and in logs of version 1."""
+    return segment.proved if segment.has_proofs else None
+
+
+def _proof(segment: "Segment") -> Iterator[str]:
+    if segment.difference is not None:
+        yield f"  DIFFERS from the run: {segment.difference}"
+    if not segment.has_proofs:
+        return
+    if segment.proved >= segment.last:
+        yield "  proved: every step was compared with the run"
+    else:
+        yield f"  proved up to step {segment.proved}; `ckpt verify --replay` compares the others"
+
+
+def _exactness(optimizer: "LoggedOptimizer", segment: "Segment") -> str:
+    from ckpt_formats.universal.gradients.layout import UPDATE
+
+    if optimizer.method == UPDATE:
+        return "exact: the log has the states after each step"
+    if optimizer.exactness == "approximate":
         return "approximate: replayed with other rounding"
     if not segment.is_exact:
         return f"approximate: gradients stored as {segment.layout.codec}"
-    if exactness == "same library":
+    if optimizer.exactness == "same library":
         return "exact if replayed by torch on a machine like the run's"
     return "exact, without torch"

@@ -54,8 +54,8 @@ class PiecesFile(RecordFile):
     def __init__(self, folder: Path, head: FileHead) -> None:
         """Create the file, and the folder if no other rank has done so. Raises `OSError`."""
         folder.mkdir(exist_ok=True)
-        self._path = folder / _file_name(head.rank)
-        super().__init__(self._path.with_name(self._path.name + _DRAFT), head)
+        self._published_path = folder / _file_name(head.rank)
+        super().__init__(self._published_path.with_name(self._published_path.name + _DRAFT), head)
 
     def add(self, step: int, chunks: Sequence[int], values: Mapping[str, Sequence[Array]]) -> None:
         """Add a piece. `values`: for each state its chunks, each (n,) float32. Raises `OSError`."""
@@ -68,7 +68,7 @@ class PiecesFile(RecordFile):
     def finish(self, step: int) -> None:
         """Add the end, with the step of the base, and give the file its final name. Raises `OSError`."""
         self.append(Kind.END, step, {}, [], [])
-        os.rename(self._path.with_name(self._path.name + _DRAFT), self._path)
+        os.rename(self._published_path.with_name(self._published_path.name + _DRAFT), self._published_path)
 
     def close(self) -> None:
         """Close the file, so that it is not locked any more."""

@@ -13,7 +13,7 @@ import xxhash
 
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, overlaps
-from ckpt_formats.universal.gradients.layout import ALONE, OptimizerVector
+from ckpt_formats.universal.gradients.layout import ALONE, UPDATE, OptimizerVector
 from ckpt_recorder import ranks
 from ckpt_recorder.probe import ProbeResult
 from ckpt_recorder.run import (
@@ -69,6 +69,17 @@ class RankPart:
     """The names of the buffers that this rank records."""
     copies: Mapping[Piece, tuple[int, int, int]] = field(default_factory=dict)
     """Of each piece that other ranks hold, too: the number of its vector, and its start and stop in the vector."""
+    updated: frozenset[int] = frozenset()
+    """The optimizers whose steps are not replayed."""
+
+    @property
+    def replayed(self) -> list[tuple[int, LocalPart, int]]:
+        """The parts whose steps are replayed, in the order of the rank's vector."""
+        return [row for row in self.parts if self.vectors[row[0]].optimizer not in self.updated]
+
+    def own_parts(self, number: int) -> list[LocalPart]:
+        """The parts of a tensor that this rank records."""
+        return [part for vector, part, _ in self.parts if vector == number]
 
 
 def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPart]:
@@ -100,8 +111,9 @@ def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPa
     _check_frozen(tensors)
     frozen, buffers = _first_holders([one.frozen for one in tensors]), _first_holders([one.buffers for one in tensors])
     parts = _split(tensors, holders, probed)
+    updated = frozenset(number for number, one in enumerate(probed) if one.method == UPDATE)
     return [
-        RankPart(one.vectors, tuple(own), one.groups, one.aliases, frozen[rank], buffers[rank], copies[rank])
+        RankPart(one.vectors, tuple(own), one.groups, one.aliases, frozen[rank], buffers[rank], copies[rank], updated)
         for rank, (one, own) in enumerate(zip(tensors, parts, strict=True))
     ]
 
@@ -226,7 +238,7 @@ def _split(
         parts = []
         for number, part in one.parts:
             start, stop = shares[_piece(part)][rank]
-            if start < stop:
+            if start < stop or (not part.size and rank == holders[_piece(part)][0]):
                 own = replace(part, start=start, stop=stop, offset=part.offset + start - part.start)
                 method = probed[one.vectors[number].optimizer]
                 size = one.sizes[number]

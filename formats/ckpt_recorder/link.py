@@ -134,12 +134,16 @@ class WriterLink:
         fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks}
         self._send(fields, b"")
 
-    def order_bytes(
-        self, kind: int, step: int, meta: Mapping[str, Any], content: bytes, sizes: Sequence[tuple[int, int]]
+    def order_values(
+        self, step: int, meta: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[list[int]], content: bytes
     ) -> None:
-        """Order a record of tensors' bytes. `sizes`: for each tensor its bytes, and the bytes of an element."""
-        fields = {"kind": int(kind), "step": step, "meta": meta, "nbytes": len(content), "sizes": sizes}
-        self._send(fields, content)
+        """Order a record of tensors as they are.
+
+        `tensors`: the rows that it announces. `changes`: the numbers of the rows that changed and whether each is
+        `WHOLE`, with its bytes in `content`, or `GONE`.
+        """
+        fields = {"kind": int(Kind.VALUES), "step": step, "meta": meta, "tensors": tensors, "changes": changes}
+        self._send({**fields, "nbytes": len(content)}, content)
 
     def order_random(self, step: int, generators: Sequence[tuple[str, int, Any]], content: bytes) -> None:
         """Order a record of random number generators: of each its name, the size of its bytes, and its fields."""

@@ -64,11 +64,21 @@ def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     for name, value in group.items():
         if name != "params" and (plain := _plain(value)) is not _NOT_PLAIN:
             options[name] = plain
-    if "betas" in options and "decoupled_weight_decay" not in options:  # torch before 2.7
-        options["decoupled_weight_decay"] = type(optimizer).__name__ == "AdamW"
+    name = type(optimizer).__name__
+    if name in ("Adam", "AdamW") and "decoupled_weight_decay" not in options:  # torch before 2.7
+        options["decoupled_weight_decay"] = name == "AdamW"
     if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's groups do not state it
         options["adamw_mode"] = bool(optimizer.adam_w_mode)
     return options
+
+
+def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that choose the arithmetic of a step: all that are no numbers, and which are zero."""
+    return {
+        name: bool(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else repr(value)
+        for name, value in group.items()
+        if name not in ("params", "lr") and isinstance(value, _PLAIN)
+    }
 
 
 _NOT_PLAIN = object()
@@ -76,7 +86,9 @@ _NOT_PLAIN = object()
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy().copy() if value.dim() == 0 else _NOT_PLAIN
+        return value.detach().cpu().numpy().copy() if value.numel() == 1 else _NOT_PLAIN
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, (tuple, list)):
         items = tuple(map(_plain, value))
         return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items

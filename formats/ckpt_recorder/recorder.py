@@ -1,87 +1,71 @@
 """The recorder in the trainer: hooks before each step of the optimizer record its gradients."""
 
+import logging
 import os
+import sys
 import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
-from ckpt_formats.universal.gradients.layout import EXACTNESS, Exactness
-from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
+from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
 from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
+from ckpt_recorder.hooks import RecorderHook, callable_modules, is_running
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
-from ckpt_recorder.probe import in_this_mode, probe
+from ckpt_recorder.options import RecorderOptions
+from ckpt_recorder.plain_notes import plain_note
+from ckpt_recorder.probe import ProbeResult, class_name, flags_of, in_this_mode, probe
+from ckpt_recorder.proof import StepProof, begin_proof
+from ckpt_recorder.prover import ProverLink
 from ckpt_recorder.random_states import RandomStates
-from ckpt_recorder.recording import RankRecording, UnknownTensor, draft_layout
+from ckpt_recorder.recording import RankRecording, draft_layout
 from ckpt_recorder.resumed_steps import resumed_step
-from ckpt_recorder.run import TrackedRun, count_of, dtype_name, persistent_buffers, plain_run, renamed
+from ckpt_recorder.run import (
+    TrackedRun,
+    WatchedState,
+    WatchedTensor,
+    WatchedTensors,
+    count_of,
+    is_swapped,
+    local_shard,
+    persistent_buffers,
+    plain_run,
+    renamed,
+)
+from ckpt_recorder.watch import StateWatch
 from ckpt_recorder.writer import WriterSettings
 from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
 
-WhenBroken = Literal["warn", "raise"]
+_LOG = logging.getLogger("ckpt_recorder")
+_PROOF_SECONDS = 60.0
+"""The maximum time that the end of a recording waits for the proof of its last steps."""
+_FIRST_PROOFS = 16
+"""The number of first steps of an optimizer that are all proved."""
+_KNOWN_LIBRARIES = ("torch.optim.", "deepspeed.", "apex.", "megatron.", "transformer_engine.")
+"""The packages of optimizers whose steps are replayed. A class of anybody else may do more than it does in a probe."""
 
 
 class RecorderWarning(UserWarning):
     """The recording has stopped, and training continues."""
-
-
-@dataclass(frozen=True)
-class RecorderOptions:
-    """The options of a recorder."""
-
-    codec: str = "exact"
-    """`exact`; or `bf16` or `int8`, which round the gradients: restored states are then approximate."""
-    base: int | Literal["auto", "rolling", "at once"] = 0
-    """The number of steps between states that the log stores; 0: only the one at its start. `"auto"`: the number with
-    the lowest waste for the times that the run measures, and `mtbf`. Training stops while such a state is stored.
-    It goes on with `"rolling"` and `"at once"`, which copy the state in the background: piece by piece after several
-    steps, or all of one step, for which the next update waits."""
-    base_every: int | Literal["auto"] = 1000
-    """The number of steps between bases that are copied in the background; `"auto"`: as for `base`."""
-    base_spread: int = 100
-    """The number of steps over which a rolling base is copied; at most `base_every`."""
-    base_memory: int = 256 << 20
-    """The maximum size in bytes of the buffer for pieces of such a base. It has room for four chunks in any case."""
-    flush: int | Literal["auto"] = 8
-    """The number of steps between flushes to the disk, or `"auto"`. Only a crash of the machine loses steps after the
-    last flush."""
-    mtbf: float | None = None
-    """The mean seconds between failures of the whole job. `"auto"` needs it."""
-    flush_seconds: float = 10.0
-    """The maximum number of seconds between flushes."""
-    slots: int = 3
-    """The number of steps in the ring before training waits for the writer. Each takes the memory of the gradients."""
-    stall_seconds: float = 300.0
-    """The time that training waits for a writer without progress, before the recording counts as broken; and that a
-    rank waits for the others at the start."""
-    fingerprint: int = 100
-    """The number of steps between hashes of the full state, which a replay compares; 0: only at both ends."""
-    random_states: bool = True
-    """Store the states of all random number generators with each step."""
-    when_broken: WhenBroken = "warn"
-    """`raise` stops training if the log cannot be written; `warn` continues without the log."""
-    retry: int = 100
-    """The number of steps after which a broken recording starts again; 0: never."""
-    rename: Callable[[str], str] | None = None
-    """Returns the name in the log of a parameter or buffer, from its name in this rank's model: for ranks that have
-    parts of one model under the same names, such as stages of a pipeline."""
 
 
 class Recorder:
@@ -90,7 +74,6 @@ class Recorder:
     Attributes:
         step: The number of the last step, or of the current one.
         broken: Why nothing is recorded at the moment; None if the recording works.
-        exactness: The exactness of a replay: "exact", "same library" or "approximate". See docs/recording.md.
     """
 
     def __init__(
@@ -147,16 +130,33 @@ class Recorder:
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
         self._call = 0
+        self._has_second_part = False
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
         ranks.await_all(self.options.stall_seconds, _warn)
         self._run = self._track_run()
         self._replace_others()
-        self._probed = [in_this_mode(probe(one, _device(self._run, i))) for i, one in enumerate(self._run.optimizers)]
-        self.exactness: Exactness = max((one.exactness for one in self._probed), key=EXACTNESS.index)
-        if not codec.lossless:
-            self.exactness = "approximate"
+        self._lossless = codec.lossless
+        self._check_initialized()
+        self._calls: list[_CallState] = []
+        self._watch = StateWatch[WatchedState | WatchedTensor]()
+        self._noted: tuple[int, dict[str, Any]] = (-1, {})
+        """The last step with notes, and its notes."""
+        self._prover: ProverLink | None = None
+        self._proved = 0
+        """The last step of the segment up to which all steps were proved."""
+        self._is_known = True
+        """Can the log go on from the last step: has the optimizer the states that a replay gives?"""
+        self._is_ahead = False
+        """Did the run change states that are replayed since the next step began?"""
+        self._has_forward_hook = False
+        """Is the start of each forward pass seen?"""
+        self._in_iteration = False
+        """Has the forward pass of the next step begun?"""
+        self._changed_outside: set[str] = set()
+        """The names of the tensors of which the recorder has said that they are changed outside the optimizers."""
+        self._probed = self._probe()
         if base == "rolling" and self.exactness == "approximate":
             raise UnsupportedError(
                 "a replay of this run is approximate: it cannot bring the pieces of a base to one step",
@@ -179,6 +179,13 @@ class Recorder:
         self.close()
 
     @property
+    def exactness(self) -> Exactness:
+        """The exactness of a replay: "exact", "same library" or "approximate". See docs/recording.md."""
+        if not self._lossless:
+            return "approximate"
+        return max((one.exactness for one in self._probed), key=EXACTNESS.index)
+
+    @property
     def writer_pid(self) -> int | None:
         """The id of the writer process, if it has not ended."""
         return None if self._recording is None else self._recording.writer_pid
@@ -190,7 +197,9 @@ class Recorder:
             items: Plain values, tensors, arrays, or anything with a `state_dict`, such as a scheduler or a loader. A
                 restored checkpoint has them under these names.
         """
-        notes = {name: _plain(item) for name, item in items.items()}
+        notes = {name: plain_note(item) for name, item in items.items()}
+        self._noted = (self.step, {**(self._noted[1] if self._noted[0] == self.step else {}), **notes})
+        self._observe()
         self._record_random_states(self.step)
         self._record(lambda recording: recording.record_notes(self.step, notes))
 
@@ -215,8 +224,7 @@ class Recorder:
         self._detach()
         open_recorders.remove(self)
         if self._call == 0:
-            self._record(lambda recording: recording.record_fingerprint(self.step))
-            self._record(lambda recording: recording.record_end(self.step))
+            self._record_last()
         was_working = self.broken is None
         bases, self._bases = self._bases, None
         self._end(None)
@@ -225,6 +233,39 @@ class Recorder:
             self._warn_of_bases(bases)
         if was_working and self.broken is not None:
             self._warn_broken(self.broken, "")
+
+    def _record_last(self) -> None:
+        """Record the last state of a segment, and wait for its proof."""
+        if not self._in_iteration and self._observe():
+            self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
+            if self._prover is not None:
+                self._record(RankRecording.wait_until_flushed)
+                self._prover.wait_for(self.step, _PROOF_SECONDS)
+        self._record(lambda recording: recording.record_end(self.step, self._proof_so_far()))
+
+    def _proof_so_far(self) -> dict[str, Any]:
+        """What is known of the steps of the segment, as fields of a record."""
+        if self._prover is None:
+            return {"proved": self._proved}
+        self._prover.poll()
+        self._proved = max(self._proved, self._prover.proved or 0)
+        difference = self._prover.difference
+        return {"proved": self._proved} | ({} if difference is None else {"differs": difference})
+
+    def _has_difference(self) -> bool:
+        """Has the prover found that a replay of the log differs from the run?"""
+        if self._prover is not None:
+            self._prover.poll()
+        return self._prover is not None and self._prover.difference is not None
+
+    def _start_prover(self) -> None:
+        """Start to replay the log beside the run, once it is long enough."""
+        due = self.step - self._first == _FIRST_PROOFS and any(one.method != UPDATE for one in self._probed)
+        if due and self._lossless and self.options.prove and self._recording is not None:
+            try:
+                self._prover = ProverLink(self._segment.path, self._rank)
+            except OSError as error:
+                _LOG.warning("the steps of the run are not proved: %s", error.strerror)
 
     def _track_run(self) -> TrackedRun:
         if deepspeed.is_engine(self._model):
@@ -236,6 +277,30 @@ class Recorder:
             run = _torch_run(self._model, [_innermost(one) for one in optimizers])
         return run if self.options.rename is None else renamed(run, self.options.rename)
 
+    def _check_initialized(self) -> None:
+        tensors = (*self._run.model.named_parameters(), *self._run.model.named_buffers())
+        lazy = next((name for name, one in tensors if nn.parameter.is_lazy(one)), None)
+        if lazy is not None:
+            raise UnsupportedError(
+                f"`{lazy}` has no shape yet, because its module is lazy",
+                hint="Start the recorder after the first forward pass.",
+            )
+
+    def _probe(self) -> list[ProbeResult]:
+        return [self._method_of(number) for number in range(len(self._run.optimizers))]
+
+    def _method_of(self, number: int) -> ProbeResult:
+        """The method that replays the steps of an optimizer; `UPDATE` if there is none, or none that can be trusted."""
+        optimizer = self._run.optimizers[number]
+        name = class_name(optimizer)
+        tensors = [local_shard(one.tensor) for one in self._run.tensors if one.optimizer == number]
+        if name.startswith(_KNOWN_LIBRARIES) and all(one.dtype == torch.float32 for one in tensors):
+            with suppress(UnsupportedError):
+                result = in_this_mode(probe(optimizer, _device(self._run, number)))
+                if result.exactness != "approximate":
+                    return result
+        return ProbeResult(name, UPDATE, "exact")
+
     def _first_step(self) -> int:
         if self._run.step is not None:
             return self._run.step
@@ -246,10 +311,14 @@ class Recorder:
             counts[one.optimizer] = max(counts[one.optimizer], count_of(self._run, number))
         return sum(counts)  # each call of an optimizer is a step, as in Lightning
 
-    def _begin(self) -> None:
+    def _begin(self, *, replaces: bool = False) -> None:
         """Start a segment with the current state of the run. All ranks must do so together."""
         run = self._run
-        _check_types(run)
+        self._is_known = True
+        self._proved = self.step
+        for state in self._calls:
+            state.flags = None
+        self._watched = WatchedTensors(run)
         shares = contributions(run, self._probed)
         self._has_copies, self._equal_at = any(share.copies for share in shares), self.step
         self._first = self._base_from = self.step
@@ -258,25 +327,27 @@ class Recorder:
             lambda: segments.begin(
                 self.chain,
                 draft_layout(self._probed, shares, uuid.uuid4().hex, self.step, self.options.codec),
+                replaces=replaces,
             )
         )
         self._share, self._segment = shares[self._rank], segment
         problem = self._start(self._share, segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
-            self._end(problems[0])
+            self._end(str(problems[0]))
             ranks.gather(None)  # all writers have ended
             self._on_rank_0(lambda: segments.abandon(self.chain, segment))
-            raise OutputError(f"the log of gradients cannot be written: {problems[0]}", where=segment.path)
+            raise type(problems[0])(problems[0].what, where=segment.path, hint=problems[0].hint)
         try:
             self._on_rank_0(lambda: segments.publish(self.chain, segment))
         except CkptError as error:
             self._end(str(error))
             raise
         self.broken = None
+        self._settle()
 
-    def _start(self, share: RankPart, segment: segments.NewSegment) -> str | None:
-        """Record the start of the segment. Returns the error message if it fails."""
+    def _start(self, share: RankPart, segment: segments.NewSegment) -> CkptError | None:
+        """Record the start of the segment. Returns the error if it fails."""
         layout, options = segment.layout.ranks[self._rank], self.options
         settings = WriterSettings(
             *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
@@ -286,15 +357,22 @@ class Recorder:
             self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
             if options.random_states:
                 self._recording.record_random_states(self.step, self._random.return_to(self.step))
-            self._recording.record_notes(self.step, {})
-            self._recording.record_buffers(self.step, self._buffers)
+            self._recording.record_notes(self.step, self._noted[1] if self._noted[0] == self.step else {})
+            self._recording.record_options(self.step)
+            buffers = dict(persistent_buffers(self._run)) if self._buffers is None else self._buffers
+            self._recording.record_tensors(self.step, "buffer", buffers)
+            self._record_extra_states(self.step)
+            updated = [n for n in range(len(self._run.tensors)) if not self._recording.is_replayed(n)]
+            self._recording.record_live(self.step, updated)
             if segment.layout.parent is None:
                 self._recording.record_start(self.step)
                 self._recording.record_frozen(self.step)
             self._recording.record_fingerprint(self.step)
             self._recording.wait_until_flushed()
+        except CkptError as error:
+            return error
         except Exception as error:  # the other ranks wait for this result
-            return str(error) or type(error).__name__
+            return OutputError(f"the log of gradients cannot be written: {error or type(error).__name__}")
         return None
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
@@ -333,8 +411,20 @@ class Recorder:
             )
 
     def _attach(self) -> None:
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._run.optimizers]
-        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._run.optimizers]
+        before, after = RecorderHook(self._before_step), RecorderHook(self._after_step)
+        self._hooks = [one.register_step_pre_hook(before) for one in self._run.optimizers]
+        self._hooks += [one.register_step_post_hook(after) for one in self._run.optimizers]
+        self._calls = [_CallState() for _ in self._run.optimizers]
+        forward = RecorderHook(self._before_forward)
+        self._hooks += [one.register_forward_pre_hook(forward) for one in callable_modules(self._model)]
+        if self._run.groups is None:
+            recorder = weakref.WeakMethod(self._before_any_step)  # the hook lives as long as the process
+
+            def before_any_step(*arguments: Any) -> None:
+                if (hook := recorder()) is not None:
+                    hook(*arguments)
+
+            self._hooks.append(register_optimizer_step_pre_hook(before_any_step))
         if self._run.after_step is not None and self._unwrap is None:
             self._wrap_step(*self._run.after_step)
 
@@ -349,7 +439,7 @@ class Recorder:
             if self.step == before and counted is not None and counted() != total:
                 self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
                 self._record(lambda recording: recording.record_nothing(self.step))
-                self._record(lambda recording: recording.record_buffers(self.step))
+                self._observe()
             if self.step != before:
                 self.note(**self._run.notes())
             return result
@@ -365,12 +455,51 @@ class Recorder:
         setattr(engine, name, step)
         self._unwrap = unwrap
 
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
+        """Record an optimizer that the run has put in the place of those that it had."""
+        if any(one is optimizer or self._calls[i].is_open for i, one in enumerate(self._run.optimizers)):
+            return
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        replaced = {one.optimizer for one in self._run.tensors if id(one.tensor) in stepped}
+        if not replaced or self._recording is None:
+            return
+        _LOG.warning("step %d: the run steps its parameters with another %s", self.step + 1, class_name(optimizer))
+        self._observe()
+        others = [one for i, one in enumerate(self._run.optimizers) if i not in replaced]
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer = [*others, optimizer]
+        self._begin_again(self._track_again)
+        self._attach()
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        """Look for changes since the last step before the forward pass of the next one makes its own."""
+        if torch.compiler.is_compiling() or self._in_iteration or not (module.training and torch.is_grad_enabled()):
+            return
+        self._has_forward_hook = True
+        for number, state in enumerate(self._calls):
+            if state.is_open and not is_running(state.frame):
+                self._cancel_call(number)
+        if not self._call and not any(state.is_open for state in self._calls) and not is_swapped(self._run.model):
+            self._observe()
+            self._in_iteration = True
+
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
         """Record the gradients, or wrap the closure that computes them, as Lightning's does."""
+        number = self._number_of(optimizer)
+        if self._calls[number].is_open:
+            if is_running(self._calls[number].frame):
+                return None  # the `step` of a subclass calls that of its base
+            self._cancel_call(number)
+        self._calls[number].frame = sys._getframe(2)
         closure = named.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
-        if closure is None:
+        if closure is None or self._probed[number].method == UPDATE:
             self._record_call(optimizer)
             return None
+        if not self._call and not self._in_iteration:
+            self._observe()
+            self._in_iteration = True  # whatever the closure changes is a part of the step
+        self._calls[number].has_closure = True
 
         def run() -> Any:
             loss = closure()
@@ -379,6 +508,9 @@ class Recorder:
 
         remaining = {key: value for key, value in named.items() if key != "closure"}
         return (arguments[0], run), remaining
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(i for i, one in enumerate(self._run.optimizers) if one is optimizer)
 
     def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of an optimizer, and wait for pieces of a base that it would change."""
@@ -389,37 +521,194 @@ class Recorder:
 
     @torch.no_grad()
     def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the gradients of a call of an optimizer, and count steps."""
-        number = next(i for i, one in enumerate(self._run.optimizers) if one is optimizer)
+        """Record what a call of an optimizer is given, before it changes anything."""
+        number = self._number_of(optimizer)
+        state = self._calls[number]
+        if state.is_open:  # the closure is called again in the same step
+            state.is_repeated = True
+            return
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf.item()):
+        state.is_skipped = found_inf is not None and bool(found_inf.item())
+        if state.is_skipped:
             self._record(lambda recording: recording.record_skipped(self.step, number))
             return
-        call, count = self._call, self._run.calls_per_step
-        if call == 0:
+        if self._call == 0:
+            self._begin_step(number)
+            state = self._calls[number]
+        state.is_open = True
+        if self._probed[number].method == UPDATE:
+            return
+        call = self._part_of_step(0)
+        if self._is_last_call:  # before the gradients, so that every complete step has them
+            self._record_random_states(self.step + 1)
+        self._record(lambda recording: recording.record_gradients(self.step + 1, number, call))
+        if state.proof_is_due and self._recording is not None:
+            options = self._recording.options_of(number)
+            state.proof = begin_proof(self._run, number, self._probed[number], options, state.count)
+        if not self._has_second_part:
+            self._complete_call()
+
+    def _begin_step(self, number: int) -> None:
+        """Before the first call of a step: record what changed since the last one, and what is due."""
+        optimizer = self._run.optimizers[number]
+        flags = [flags_of(group) for group in self._run.groups_of(number)]
+        has_new_flags = self._calls[number].flags not in (None, flags)
+        has_sparse = self._probed[number].method != UPDATE and _has_sparse_gradients(optimizer)
+        if not self._observe(at_step=True) or has_sparse or has_new_flags:
+            if has_sparse:
+                self._probed[number] = ProbeResult(class_name(optimizer), UPDATE, "exact")
+            self._renew()
+        elif not self._is_ahead:
             self._store_due_base()
             self._record_due_fingerprint()
-        is_last = call == count - 1
-        if is_last:  # before the gradients, so that every complete step has its buffers
-            self._record_random_states(self.step + 1)
-            self._record(lambda recording: recording.record_buffers(self.step + 1))
-        try:
-            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count)))
-        except UnknownTensor:
-            self._renew()
-            if is_last:
-                self._record_random_states(self.step + 1)
-            self._record(lambda recording: recording.record_gradients(self.step + 1, number, (call, count)))
-        self._call = (call + 1) % count
-        if is_last:
-            self.step += 1
-            recording = self._recording
-            waited = 0.0 if recording is None else recording.waited
-            if self._intervals.step_done(self.step - self._base_from, waited):
-                self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
+        self._is_ahead = False
+        state = self._calls[number]
+        state.count += 1
+        hooks = list(optimizer._optimizer_step_pre_hooks.values())
+        is_last = not hooks or isinstance(hooks[-1], RecorderHook)
+        state.proof_is_due = self._lossless and (
+            state.count <= _FIRST_PROOFS
+            or state.count & (state.count - 1) == 0
+            or (self.options.fingerprint > 0 and state.count % self.options.fingerprint == 0)
+            or not is_last
+            or (self._world == 1 and self._has_difference())
+            or has_new_flags
+        )
+        state.flags = flags
+        self._has_second_part = self._probed[number].method != UPDATE and (state.proof_is_due or state.has_closure)
+
+    def _is_current(self) -> bool:
+        """Have the model and the optimizers the tensors and groups that the segment began with?
+
+        Modules of large models are searched only when steps are proved.
+        """
+        if any(map(self._is_new, self._run.optimizers)):
+            return False
+        is_due = self._watch.is_complete or any(state.proof_is_due for state in self._calls)
+        return not is_due or self._watched.is_complete
+
+    def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Does an optimizer have other tensors or groups than at the start of the segment?"""
+        number = self._number_of(optimizer)
+        if self._run.groups is not None:
+            return False  # the engine shows its optimizer only one group at a time
+        known = {id(one.tensor) for one in self._run.tensors if one.optimizer == number}
+        current = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return known != current or len(optimizer.param_groups) != len(self._run.group_names[number])
+
+    @property
+    def _is_last_call(self) -> bool:
+        return self._call == self._run.calls_per_step - 1
+
+    def _part_of_step(self, half: int) -> tuple[int, int]:
+        """The number of a record among those of its step. A call has two if a proof follows it."""
+        call, count = self._call, self._run.calls_per_step
+        return (2 * call + half, 2 * count) if self._has_second_part else (call, count)
+
+    def _complete_call(self) -> None:
+        """Count a call that is recorded."""
+        is_last = self._is_last_call
+        self._call = (self._call + 1) % self._run.calls_per_step
+        if not is_last:
+            return
+        self.step += 1
+        self._in_iteration = False
+        self._start_prover()
+        waited = 0.0 if self._recording is None else self._recording.waited
+        if self._intervals.step_done(self.step - self._base_from, waited):
+            self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
+
+    @torch.no_grad()
+    def _finish_call(self, number: int) -> None:
+        """Record what a call of an optimizer did, if that is due, after it."""
+        state, method = self._calls[number], self._probed[number]
+        if not state.is_open:
+            return
+        reason: str | None = None
+        if self._has_second_part or method.method == UPDATE:
+            call, step = self._part_of_step(1), self.step + 1
+            if method.method == UPDATE:
+                self._record(lambda recording: recording.record_update(step, number))
+                self._count_as_proved()
+            else:
+                reason = self._failed_proof(number)
+                if reason is not None:
+                    self._record(lambda recording: recording.record_update(step, number))
+            self._record_others(step)
+            self._record_extra_states(step)
+            if self._is_last_call:
+                self._record_random_states(step)
+            self._record(lambda recording: recording.record_nothing(step, number, call))
+            self._complete_call()
+        state.is_open = state.is_repeated = state.has_closure = False
+        state.proof = state.frame = None
+        if reason is not None:
+            self._fall_back(number, reason)
+
+    @torch.no_grad()
+    def _cancel_call(self, number: int) -> None:
+        """Forget a call that an error has interrupted. What it changed is found as changed outside the optimizer."""
+        state = self._calls[number]
+        is_counted = self._probed[number].method != UPDATE and not self._has_second_part
+        state.is_open = state.is_repeated = state.has_closure = False
+        state.proof = state.frame = None
+        if is_counted:  # the log has the step already: its states are those that there are
+            self._record(lambda recording: recording.record_update(self.step, number))
+            self._settle()
+            self._is_known = False
+
+    def _record_others(self, step: int) -> None:
+        """Record the tensors that no optimizer steps and that changed during a step: by a closure, for example."""
+        tensors = self._watched.now()
+        for one in self._watch.changed(tensors):
+            if isinstance(one, WatchedTensor):
+                changed = {one.name: tensors[one]}
+                self._record(partial(RankRecording.record_tensors, step=step, role=one.role, tensors=changed))
+
+    def _failed_proof(self, number: int) -> str | None:
+        """Why the method of an optimizer does not give what it did; None if it does. All ranks get the same answer."""
+        state = self._calls[number]
+        reason = "the closure was called several times in one step" if state.is_repeated else None
+        if reason is None and state.proof is not None:
+            reason = state.proof.difference()
+            if reason is None and self._recording is not None and not self._recording.has_logged_options(number):
+                reason = "its step changes its own options"
+            if reason is None and state.proof.is_complete:
+                self._count_as_proved()
+        if not state.proof_is_due:
+            return reason
+        if reason is None and self._prover is not None and self._has_difference():
+            reason = self._prover.difference
+        return next((one for one in ranks.gather(reason) if one is not None), None)
+
+    def _count_as_proved(self) -> None:
+        """Count the step that is being recorded as proved, if all steps before it are."""
+        if self._is_last_call and self._proved == self.step and self._watch.is_complete:
+            self._proved += 1
+
+    def _fall_back(self, number: int, reason: str) -> None:
+        """Record the steps of an optimizer as updates from now on, in a new segment."""
+        method = self._probed[number]
+        _LOG.warning(
+            "step %d: the steps of %s cannot be replayed (%s); from here on the log has the states after each step",
+            *(self.step, method.type, reason),
+        )
+        self._probed[number] = ProbeResult(method.type, UPDATE, "exact")
+        self._is_known = False  # the new segment begins with the next step
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
+        number = self._number_of(optimizer)
+        frame = self._calls[number].frame
+        if frame is not None and frame is not sys._getframe(2):
+            return  # the `step` of a subclass goes on after that of its base
+        self._calls[number].frame = None
+        if self._calls[number].is_skipped:
+            self._calls[number].is_skipped = False
+        else:
+            self._finish_call(number)
+        if not self._call:
+            self._settle()
         done, every = self.step - self._first, self.options.retry
         if not self._call:
             self._record_random_states(self.step)
@@ -450,15 +739,93 @@ class Recorder:
             self._end(reason)
             self._warn_broken(reason, "; see `rename` if the ranks have parts of one model")
 
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Take what all tensors are now as what they should be before the next step."""
+        if self._recording is not None and self.broken is None:
+            is_early = self.step - self._first < _FIRST_PROOFS
+            is_proved = any(state.proof_is_due for state in self._calls)
+            self._watch.settle(self._watched.now(), complete=is_early or is_proved)
+
+    @torch.no_grad()
+    def _observe(self, *, at_step: bool = False) -> bool:
+        """Record what was changed since the last look, outside the steps of the optimizers.
+
+        `at_step`: the next step is about to change everything. Returns False if the log cannot go on from the last
+        step, because the optimizer has other states now.
+        """
+        if self._recording is None or self.broken is not None or self._call:
+            return True
+        if not self._is_current():
+            self._begin_again(self._track_again, replaces=not self._in_iteration)
+            return True
+        if not self._in_iteration:
+            self._record(lambda recording: recording.record_options(self.step))
+        self._record_extra_states(self.step + (self._in_iteration or (at_step and not self._has_forward_hook)))
+        tensors = self._watched.now()
+        changed, gone = self._watch.changed(tensors), self._watch.gone(tensors)
+        if not changed and not gone:
+            return self._is_known
+        # Changes after the start of the forward pass belong to the next step.
+        place: Literal["before", "after"] = "before" if self._in_iteration else "after"
+        step = self.step + (place == "before")
+        sets: dict[str, list[int]] = {}
+        live: list[int] = []
+        others: dict[Role, dict[str, torch.Tensor]] = {}
+        for one in changed:
+            if isinstance(one, WatchedState):
+                if self._recording.is_replayed(one.number):
+                    self._is_known &= one.name != "step"
+                    sets.setdefault(one.name, []).append(one.number)
+                else:
+                    live.append(one.number)
+            else:
+                others.setdefault(one.role, {})[one.name] = tensors[one]
+        replaced = [one for one in gone if isinstance(one, WatchedState) and self._recording.is_replayed(one.number)]
+        self._is_known &= not replaced
+        live += (one.number for one in gone if isinstance(one, WatchedState))
+        if self._is_known:
+            self._is_ahead |= bool(sets) and place == "before"
+            for name, numbers in sets.items():
+                self._record(partial(RankRecording.record_set, step=step, place=place, name=name, numbers=numbers))
+        else:
+            live += (number for numbers in sets.values() for number in numbers)
+        if live:
+            self._record(partial(RankRecording.record_live, step=step, numbers=sorted(set(live))))
+        for role, of_role in others.items():
+            # If the start of forward passes is not seen, buffers count as changed by them.
+            is_late = role == "buffer" and at_step and not self._has_forward_hook
+            at = self.step + 1 if is_late else step
+            self._record(partial(RankRecording.record_tensors, step=at, role=role, tensors=of_role))
+        self._watch.settle_some({one: tensors[one] for one in changed})
+        self._say_changed([*changed, *gone])
+        return self._is_known
+
+    def _record_extra_states(self, step: int) -> None:
+        """Record what modules add to the state dict of the model, if it changed."""
+        states = {name: plain_note(module.get_extra_state()) for name, module in self._watched.with_extra_states}
+        if states:
+            self._record(lambda recording: recording.record_extra_states(step, states))
+
+    def _say_changed(self, changed: Iterable[Any]) -> None:
+        """Say once of each tensor that the run changes it outside its optimizers."""
+        names = {one.name_in(self._run) for one in changed if isinstance(one, WatchedState)}
+        new = sorted(names - self._changed_outside)
+        if new:
+            self._changed_outside |= names
+            shown = ", ".join(f"`{name}`" for name in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+            _LOG.info("%s: changed outside the optimizer, between steps: recorded", shown)
+
     def _store_due_base(self) -> None:
         """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""
         if self._in_background or not self._intervals.base_due(self.step - self._first):
             return
         begin = time.monotonic()
-        self._record(lambda recording: recording.record_fingerprint(self.step))
-        self._record(lambda recording: recording.record_end(self.step))
+        self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
         self._begin_again()
         self._buffers = None
+        buffers = dict(persistent_buffers(self._run))
+        self._record(lambda recording: recording.record_tensors(self.step + 1, "buffer", buffers))
         self._intervals.base_took(time.monotonic() - begin)
 
     @torch.no_grad()
@@ -511,7 +878,7 @@ class Recorder:
             return BaseSettings(str(self.chain), path.name, self._rank, nbytes, slots, self.options.stall_seconds)
 
         rank_layout = layout.ranks[self._rank]
-        offsets = [(number, part.offset) for number, part, _ in self._share.parts]
+        offsets = [(number, part.offset) for number, part, _ in self._share.replayed]
         bases = BackgroundBases(
             *(self._run, rank_layout, offsets, settings, layout.run, self._base_spread, self.options.base_memory)
         )
@@ -546,8 +913,8 @@ class Recorder:
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
-        if every and done and done % every == 0:
-            self._record(lambda recording: recording.record_fingerprint(self.step))
+        if every and done and (done % every == 0 or not done & (done - 1)):  # after steps 1, 2, 4, 8, …
+            self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
 
     def _record(self, work: Callable[[RankRecording], None]) -> None:
         """Record with `work` unless the recording is broken; if it breaks now, warn once."""
@@ -555,7 +922,7 @@ class Recorder:
             return
         try:
             work(self._recording)
-        except WriterBroken as error:
+        except (WriterBroken, CkptError) as error:
             self._end(str(error))
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
 
@@ -572,6 +939,9 @@ class Recorder:
     def _end(self, reason: str | None) -> None:
         """End the writer. `reason`: why the recording is broken, if it is."""
         self._drop_bases()
+        prover, self._prover = self._prover, None
+        if prover is not None:
+            prover.close()
         recording, self._recording = self._recording, None
         late = recording.close() if recording is not None else None
         self.broken = reason or self.broken or late
@@ -586,15 +956,29 @@ class Recorder:
             self._first = self.step
 
     def _renew(self) -> None:
-        """Start a new segment after groups were added to the optimizer."""
-        self._begin_again(lambda: setattr(self, "_run", self._track_run()))
+        """Start a new segment: the optimizer has other tensors, groups or states."""
+        self._begin_again(self._track_again)
 
-    def _begin_again(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start a new segment at the current step; if that fails, continue without the log."""
+    def _track_again(self) -> None:
+        updated = [
+            one for one, method in zip(self._run.optimizers, self._probed, strict=True) if method.method == UPDATE
+        ]
+        self._run = self._track_run()
+        self._probed = [
+            ProbeResult(new.type, UPDATE, "exact") if any(one is known for known in updated) else new
+            for one, new in zip(self._run.optimizers, self._probe(), strict=True)
+        ]
+
+    def _begin_again(self, prepare: Callable[[], object] = lambda: None, *, replaces: bool = False) -> None:
+        """Start a new segment at the current step; if that fails, continue without the log.
+
+        `replaces`: the segment before it does not have this state.
+        """
+        self._record(lambda recording: recording.record_end(self.step, self._proof_so_far()))
         self._end(None)
         try:
             prepare()
-            self._begin()
+            self._begin(replaces=replaces)
         except CkptError as error:
             self.broken, self._first = str(error), self.step
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
@@ -617,6 +1001,29 @@ def _is_power_of_8(number: int) -> bool:
     return number > 0 and not number & (number - 1) and number.bit_length() % 3 == 1
 
 
+@dataclass
+class _CallState:
+    """What the recorder knows of the calls of one optimizer."""
+
+    count: int = 0
+    flags: list[Any] | None = None
+    """The options of all groups but their numbers, at the last call."""
+    proof_is_due: bool = False
+    proof: StepProof | None = None
+    has_closure: bool = False
+    frame: FrameType | None = None
+    """The frame that calls the hooks of the outermost `step`."""
+    is_open: bool = False
+    """Was what it is given recorded, and not yet what it did?"""
+    is_repeated: bool = False
+    is_skipped: bool = False
+
+
+def _has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters)
+
+
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside the wrappers of Accelerate and others. Raises `InvalidArgumentError` if there is none."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
@@ -634,39 +1041,3 @@ def _device(run: TrackedRun, number: int) -> torch.device:
 def _check_positive(option: str, value: Any) -> None:
     if not isinstance(value, int) or value < 1:
         raise InvalidArgumentError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")
-
-
-def _check_types(run: TrackedRun) -> None:
-    for one in run.tensors:
-        if one.tensor.dtype != torch.float32:
-            name = next((part.name for part in one.parts), "a parameter")
-            raise UnsupportedError(
-                f"the optimizer steps `{name}` in {str(one.tensor.dtype).removeprefix('torch.')}; steps can "
-                "be recorded only if it steps weights in float32",
-                hint="Train in mixed precision with float32 master weights.",
-            )
-
-
-def _values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The values of a tensor; NumPy itself lacks some types of torch."""
-    values, name = tensor.detach().cpu().contiguous(), dtype_name(tensor.dtype)
-    if name not in DTYPES:
-        raise TypeError(f"note() cannot record a tensor of {tensor.dtype}")
-    return values.reshape(-1).view(torch.uint8).numpy().view(DTYPES[name]).reshape(values.shape)
-
-
-def _plain(item: Any) -> Any:
-    """The item of a note as plain data."""
-    if hasattr(item, "state_dict"):
-        item = item.state_dict()
-    if isinstance(item, torch.Tensor):
-        return noted_tensor(_values(item))
-    if isinstance(item, dict):
-        return {key: _plain(value) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(_plain(value) for value in item) if type(item) in (list, tuple) else list(map(_plain, item))
-    if isinstance(item, (np.ndarray, np.generic, str, int, float, bool, bytes, type(None), complex, set, frozenset)):
-        return item
-    raise TypeError(
-        f"note() takes plain values, tensors, arrays and objects with a state_dict, not {type(item).__name__}"
-    )

@@ -1,7 +1,8 @@
 """The recording of one segment by one rank: it copies values into the ring and sends orders to its writer."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ import xxhash
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.checkpoint import Role
+from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import (
     LoggedOptimizer,
     LoggedTensor,
@@ -25,15 +28,13 @@ from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
     TrackedRun,
-    content_of,
-    dtype_name,
     frozen_tensors,
     full_tensor,
     local_gradient,
-    persistent_buffers,
     state_names,
     state_of,
 )
+from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
 from ckpt_recorder.writer import WriterSettings
 
 
@@ -49,11 +50,13 @@ def draft_layout(
     numbers: dict[str, int] = {}
     layouts = []
     for share in shares:
-        rows = []
-        for vector, part, vectorized in share.parts:
+        for _, part, _ in share.parts:
             tensors.setdefault(part.name, LoggedTensor(part.name, part.dtype, part.shape))
-            number = numbers.setdefault(part.name, len(numbers))
-            rows.append(VectorPart(number, vector, part.start, part.stop, vectorized, part.box))
+            numbers.setdefault(part.name, len(numbers))
+        rows = [
+            VectorPart(numbers[part.name], vector, part.start, part.stop, vectorized, part.box)
+            for vector, part, vectorized in share.replayed
+        ]
         layouts.append(RankLayout(share.vectors, tuple(rows)))
     optimizers = tuple(
         LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
@@ -93,14 +96,13 @@ class RankRecording:
         self._places: list[list[tuple[int, int, int]]] = [[] for _ in run.tensors]
         """For each tensor, the start of each part in the rank's vector and in the tensor, and its size."""
         self._part_offsets = []
-        for start, (number, part, _) in zip(layout.starts, share.parts, strict=False):
+        for start, (number, part, _) in zip(layout.starts, share.replayed, strict=False):
             self._places[number].append((start, part.offset, part.size))
             self._part_offsets.append((number, part.offset))
         self._chunks = [frozenset(self._chunks_of(number)) for number in range(len(run.tensors))]
         self._of_optimizer = [
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
         ]
-        self._buffer_hashes: dict[str, int] = {}
         self._powers = {n: BetaPowers(run, n) for n, one in enumerate(run.optimizers) if has_beta_powers(one)}
         self._powers_from: dict[int, int] = {}
         self._logged_groups: list[Any] = [None for _ in run.optimizers]
@@ -109,6 +111,7 @@ class RankRecording:
             torch.from_numpy(self._ring.slot(i)[: layout.size * 4].view(np.float32)) for i in range(settings.slots)
         ]
         self._link = WriterLink(settings, self._ring, stall_seconds)
+        self._values = ValueRecording(self._link)
 
     @property
     def writer_pid(self) -> int:
@@ -138,18 +141,51 @@ class RankRecording:
         self._link.wait_until_flushed()
 
     def record_start(self, step: int) -> None:
-        """Record all states at the start of the segment."""
-        for name in state_names(self._run):
-            slot = self._link.acquire_slot()
-            for number, places in enumerate(self._places):
-                values = state_of(self._run, number, name)
-                for start, offset, size in places:
-                    target = self._slots[slot][start : start + size]
-                    if values is None:
-                        target.zero_()
-                    else:
-                        target.copy_(values[offset : offset + size])
-            self._link.order(Kind.STATE, step, {"state": name}, slot)
+        """Record all states at the start of the segment that are replayed from there."""
+        for name in self._state_names():
+            self._record_state(step, name, {"state": name}, None)
+
+    def record_set(self, step: int, place: Literal["before", "after"], name: str, numbers: Iterable[int]) -> None:
+        """Record a state of some tensors, which the run set outside its optimizers.
+
+        `place`: whether it set them before or after the gradients of that step were applied.
+        """
+        chunks = sorted(frozenset[int]().union(*(self._chunks[number] for number in numbers)))
+        if chunks:
+            self._record_state(step, name, {"state": name, "set": place}, chunks)
+
+    def _record_state(self, step: int, name: str, meta: Mapping[str, Any], chunks: list[int] | None) -> None:
+        slot = self._link.acquire_slot()
+        for number, places in enumerate(self._places):
+            values = state_of(self._run, number, name) if places else None
+            for start, offset, size in places:
+                target = self._slots[slot][start : start + size]
+                if values is None:
+                    target.zero_()
+                else:
+                    target.copy_(values[offset : offset + size])
+        self._link.order(Kind.STATE, step, meta, slot, chunks)
+
+    def _state_names(self) -> list[str]:
+        """The names of the states that are replayed; none if no optimizer's steps are."""
+        replayed = [number for number, places in enumerate(self._places) if places]
+        return state_names(self._run, replayed) if replayed else []
+
+    def is_replayed(self, number: int) -> bool:
+        """Are the steps of a tensor replayed? `number`: its place in the run."""
+        return self._run.tensors[number].optimizer not in self._share.updated
+
+    def record_update(self, step: int, number: int) -> None:
+        """Record all states of the tensors of an optimizer, as far as they changed."""
+        self.record_live(step, self._of_optimizer[number])
+
+    def record_live(self, step: int, numbers: Iterable[int]) -> None:
+        """Record all states of tensors that optimizers step, as far as they changed. `numbers`: of the run."""
+        for number in numbers:
+            parts = self._share.own_parts(number)
+            if parts:
+                live = live_values(self._run, number, parts)
+                self._values.record(step, live.tensors, live.values)
 
     def record_gradients(self, step: int, number: int, call: tuple[int, int]) -> None:
         """Record the gradients before one call of an optimizer. `call`: its number, and the calls in a step."""
@@ -177,22 +213,34 @@ class RankRecording:
             generators = [(name, one.words.size, one.fields) for name, one in states.items()]
             self._link.order_random(step, generators, b"".join(one.words.tobytes() for one in states.values()))
 
-    def record_nothing(self, step: int) -> None:
-        """Record a step that the engine counts although its optimizer did nothing."""
-        slot = self._link.acquire_slot()
-        self._link.order(Kind.GRADIENTS, step, {"groups": self._groups_of(0), "vectors": []}, slot, [])
+    def record_nothing(self, step: int, number: int = 0, call: tuple[int, int] = (0, 1)) -> None:
+        """Record a call of an optimizer whose gradients are not in the log: it did nothing, or its states are."""
+        meta: dict[str, Any] = {"groups": self._groups_of(number), "vectors": []}
+        self._logged_groups[number] = meta["groups"]
+        if number:
+            meta["optimizer"] = number
+        if call[1] > 1:
+            meta["part"] = list(call)
+        self._link.order(Kind.GRADIENTS, step, meta)
 
     def record_skipped(self, step: int, number: int) -> None:
         """Record a step that the optimizer skips."""
         self._link.order(Kind.SKIPPED, step, {"optimizer": number})
 
     def record_notes(self, step: int, notes: Mapping[str, Any]) -> None:
-        """Record notes of a step, values that `typed_json` can encode; and the options of groups, if they changed."""
-        meta = {"notes": encode(dict(notes))}
+        """Record notes of a step, values that `typed_json` can encode."""
+        self._link.order(Kind.NOTES, step, {"notes": encode(dict(notes))})
+
+    def record_options(self, step: int) -> None:
+        """Record the options of all groups if they changed since a step: a schedule has set those of the next one."""
         groups = self._groups()
-        if groups != self._logged_groups:  # a schedule has set the rates of the next step
-            meta["groups"] = groups
-        self._link.order(Kind.NOTES, step, meta)
+        if groups != self._logged_groups:
+            self._logged_groups = groups
+            self._link.order(Kind.NOTES, step, {"groups": groups})
+
+    def has_logged_options(self, number: int) -> bool:
+        """Have the groups of an optimizer the options that were last recorded?"""
+        return bool(self._groups_of(number) == self._logged_groups[number])
 
     def record_frozen(self, step: int) -> None:
         """Record parameters that no optimizer steps. Their ranks gather each, and one of them records it."""
@@ -201,55 +249,50 @@ class RankRecording:
             gathered = full_tensor(tensor)
             if name in self._share.frozen and broken is None:
                 try:
-                    self._order_tensors(step, [(name, "frozen", gathered, content_of(gathered))])
+                    self._values.record(step, [live_tensor(name, "frozen", gathered)], {})
                 except WriterBroken as error:
                     broken = error  # the other ranks still need this rank to gather
         if broken is not None:
             raise broken
 
-    def record_buffers(self, step: int, buffers: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Record this rank's buffers that have changed, or of `buffers`, by name, if they are given."""
-        rows = []
-        for name, tensor in persistent_buffers(self._run) if buffers is None else buffers.items():
-            if name not in self._share.buffers:
-                continue
-            content = content_of(tensor)
-            digest = xxhash.xxh3_64_intdigest(content)
-            if self._buffer_hashes.get(name) != digest:
-                self._buffer_hashes[name] = digest
-                rows.append((name, "buffer", tensor, content))
-        if rows:
-            self._order_tensors(step, rows)
+    def record_extra_states(self, step: int, states: Mapping[str, Value]) -> None:
+        """Record the values that modules add to the state dict, by name, as far as they changed."""
+        self._values.record_extras(step, states)
 
-    def _order_tensors(self, step: int, rows: Sequence[tuple[str, str, torch.Tensor, bytes]]) -> None:
-        entries = [[name, role, dtype_name(tensor.dtype), list(tensor.shape)] for name, role, tensor, _ in rows]
-        sizes = [(len(content), tensor.element_size()) for _, _, tensor, content in rows]
-        content = b"".join(content for _, _, _, content in rows)
-        self._link.order_bytes(Kind.BUFFERS, step, {"tensors": entries}, content, sizes)
+    def record_tensors(self, step: int, role: Role, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Record buffers or frozen tensors that have changed, by name, as far as this rank records them."""
+        own = self._share.buffers if role == "buffer" else self._share.frozen
+        live = [live_tensor(name, role, tensor) for name, tensor in tensors.items() if name in own]
+        self._values.record(step, live, {})
 
     def _groups(self) -> list[Any]:
         """The current options of all groups of all optimizers."""
         return [self._groups_of(number) for number in range(len(self._run.optimizers))]
 
-    def _groups_of(self, number: int) -> Any:
+    def options_of(self, number: int) -> list[dict[str, Value]]:
+        """The options that the groups of an optimizer have now, as they are recorded."""
         optimizer = self._run.optimizers[number]
         powers = {"powers_from": self._powers_from[number]} if number in self._powers_from else {}
-        return encode([group_options(optimizer, group) | powers for group in self._run.groups_of(number)])
+        return [group_options(optimizer, group) | powers for group in self._run.groups_of(number)]
 
-    def record_fingerprint(self, step: int) -> None:
-        """Record the hash of each chunk of each state."""
+    def _groups_of(self, number: int) -> Any:
+        return encode(self.options_of(number))
+
+    def record_fingerprint(self, step: int, proof: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Record the hash of each chunk of each state. `proof`: what is known of the steps before."""
         digests = {}
-        for name in state_names(self._run):
-            arrays = [_array(state_of(self._run, number, name)) for number in range(len(self._run.tensors))]
-            if all(array is not None for array in arrays):
+        replayed = [number for number, places in enumerate(self._places) if places]
+        for name in self._state_names():
+            arrays = {number: _array(state_of(self._run, number, name)) for number in replayed}
+            if all(array is not None for array in arrays.values()):
                 digests[name] = list(self._digests(arrays))
-        self._link.order(Kind.FINGERPRINT, step, {"digests": digests, "nan": "one"})
+        self._link.order(Kind.FINGERPRINT, step, {"digests": digests, "nan": "one", **proof})
 
-    def record_end(self, step: int) -> None:
-        """Record the end of the log."""
-        self._link.order(Kind.END, step, {})
+    def record_end(self, step: int, proof: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Record the end of the log. `proof`: what is known of its steps."""
+        self._link.order(Kind.END, step, dict(proof))
 
-    def _digests(self, arrays: Sequence[Array | None]) -> Iterator[int]:
+    def _digests(self, arrays: Mapping[int, Array | None]) -> Iterator[int]:
         places = dict(zip(map(id, self._layout.parts), self._part_offsets, strict=True))
         for index in range(self._layout.chunk_count):
             digest = xxhash.xxh3_64()
@@ -262,7 +305,8 @@ class RankRecording:
 
     def _chunks_of(self, number: int) -> Iterator[int]:
         for start, _, size in self._places[number]:
-            yield from range(self._layout.chunk_of(start), self._layout.chunk_of(start + size - 1) + 1)
+            if size:
+                yield from range(self._layout.chunk_of(start), self._layout.chunk_of(start + size - 1) + 1)
 
     def _copy_gradients(self, optimizer: torch.optim.Optimizer, out: torch.Tensor) -> list[int]:
         """Copy this rank's gradients to `out`, (n,) float32, with zeros for missing ones.
@@ -280,8 +324,6 @@ class RankRecording:
             vectors.append(number)
             if not self._places[number]:
                 continue
-            if parameter.grad.layout is not torch.strided:
-                raise WriterBroken("a gradient is sparse; sparse gradients cannot be recorded")
             gradient = local_gradient(parameter)
             if gradient is None:
                 raise WriterBroken("a gradient is split over the ranks in another way than its parameter")

@@ -1,8 +1,9 @@
 """The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import is_not
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -225,8 +226,7 @@ def is_local(tensor: torch.Tensor) -> bool:
 def _local_parts(name: str, parameter: torch.Tensor) -> Iterator[LocalPart]:
     dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
     if not _is_sharded(parameter):
-        if parameter.numel():
-            yield LocalPart(name, shape, dtype, Box.whole(shape), 0, parameter.numel(), 0)
+        yield LocalPart(name, shape, dtype, Box.whole(shape), 0, parameter.numel(), 0)
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -250,10 +250,10 @@ def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
     return None if value is None else local_shard(value).detach().reshape(-1)
 
 
-def state_names(run: TrackedRun) -> list[str]:
-    """The names of all states with one number for each element, the weights first."""
+def state_names(run: TrackedRun, numbers: Iterable[int] | None = None) -> list[str]:
+    """The names of all states with one number for each element, the weights first. `numbers`: of these tensors."""
     names: dict[str, None] = {"param": None}
-    for one in run.tensors:
+    for one in run.tensors if numbers is None else map(run.tensors.__getitem__, numbers):
         state = run.optimizers[one.optimizer].state.get(one.tensor, {})
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name != "step" and value.shape == one.tensor.shape:
@@ -290,6 +290,96 @@ def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
         logged = run.rename(clean_name(name))
         if logged not in stepped:
             yield logged, parameter
+
+
+@dataclass(frozen=True)
+class WatchedState:
+    """A state of a tracked tensor that only its optimizer should change."""
+
+    number: int
+    name: str
+
+    def name_in(self, run: TrackedRun) -> str:
+        """The name of the parameter, with that of the state if it is not the weights."""
+        parts = run.tensors[self.number].parts
+        name = parts[0].name if parts else f"tensor {self.number}"
+        return name if self.name == "param" else f"{name}: {self.name}"
+
+
+@dataclass(frozen=True)
+class WatchedTensor:
+    """A buffer, or a parameter that no optimizer steps."""
+
+    role: Literal["buffer", "frozen"]
+    name: str
+
+
+def _structure(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """The identities of all modules, with those of their parameters, and the names of their buffers."""
+    for module in model.modules():
+        buffers = (name for name, buffer in module._buffers.items() if buffer is not None)
+        yield id(module), *map(id, module._parameters.values()), *map(hash, buffers)
+
+
+def is_swapped(model: nn.Module) -> bool:
+    """Are other tensors in the place of the parameters, as during `torch.func.functional_call`?"""
+    values = (one for module in model.modules() for one in module._parameters.values())
+    return any(one is not None and not isinstance(one, nn.Parameter) for one in values)
+
+
+class WatchedTensors:
+    """All tensors of this rank that a step of an optimizer should leave as they are, or that only it should change.
+
+    Modules are searched for them once; replaced buffers and new optimizer states are found at each look.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        self._states: list[tuple[tuple[Any, ...], dict[WatchedState | WatchedTensor, torch.Tensor]]] = [
+            ((), {}) for _ in run.tensors
+        ]
+        self._buffers = [
+            (WatchedTensor("buffer", run.rename(clean_name(f"{prefix}.{name}" if prefix else name))), module, name)
+            for prefix, module in run.model.named_modules()
+            for name in module._buffers
+        ]
+        self.with_extra_states = [
+            (run.rename(clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")), module)
+            for prefix, module in run.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        """The modules that add values of their own to the state dict, by the names of these values."""
+        self._shapes = [(one.tensor.shape, one.tensor.dtype) for one in run.tensors]
+        self._modules = list(_structure(run.model))
+        self._frozen = {
+            WatchedTensor("frozen", name): tensor for name, tensor in frozen_tensors(run) if is_local(tensor)
+        }
+
+    @property
+    def is_complete(self) -> bool:
+        """Has the model the same modules, parameters and buffers as at the start, of the same shapes?"""
+        shapes = ((one.tensor.shape, one.tensor.dtype) for one in self._run.tensors)
+        return list(_structure(self._run.model)) == self._modules and list(shapes) == self._shapes
+
+    def now(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
+        """The tensors as they are now."""
+        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
+        for number, one in enumerate(self._run.tensors):
+            state = self._run.optimizers[one.optimizer].state.get(one.tensor, {})
+            values, known = tuple(state.values()), self._states[number]
+            if not known[1] or len(values) != len(known[0]) or any(map(is_not, values, known[0])):
+                current: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
+                current[WatchedState(number, "param")] = local_shard(one.tensor)
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        current[WatchedState(number, str(name))] = local_shard(value)
+                self._states[number] = (values, current)
+            tensors |= self._states[number][1]
+        for key, module, name in self._buffers:
+            tensor = module._buffers.get(name)
+            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
+                tensors[key] = tensor
+        return tensors | self._frozen
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

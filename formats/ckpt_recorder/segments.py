@@ -29,22 +29,25 @@ class NewSegment:
 
     path: Path
     layout: SegmentLayout
+    replaces: bool
+    """Is the state at its first step another than that of the segment before it?"""
     lock: int
     """Rank 0's descriptor of the locked layout. The lock shows that the folder does not remain from a crash."""
 
 
-def begin(run: Path, draft: SegmentLayout) -> NewSegment:
+def begin(run: Path, draft: SegmentLayout, *, replaces: bool = False) -> NewSegment:
     """Create the folder and write the layout. Its parent is the chain's state at the first step, if there is one.
 
+    `replaces`: the segment before it does not have the state at the first step of this one.
     Removes folders that remain from recorders that were killed. The caller must call `publish` or `abandon` next.
     Raises `UnsupportedError` if the chain has later steps, `LockedError` if another run records into it, and
     `OutputError`.
     """
     _wait_for_others(run)
     with _locked(run) as chain:
-        chain = _close_last_segment(run, chain or ChainIndex(()), draft.first)
+        chain = _close_last_segment(run, chain or ChainIndex(()), draft.first, replaces)
         folder.remove([one for one in folder.leftovers(run, chain) if _is_recorders(one.name)])
-        parent = next((one.content for one in chain.members if one.step == draft.first), None)
+        parent = next((one.content for one in chain.members if one.step == draft.first and not replaces), None)
         layout = replace(draft, parent=parent)
         path = _unused_path(run, draft.first)
         try:
@@ -52,7 +55,7 @@ def begin(run: Path, draft: SegmentLayout) -> NewSegment:
             lock = _write_layout(path, layout)
         except OSError as error:
             raise unwritable(error, path) from error
-    return NewSegment(path, layout, lock)
+    return NewSegment(path, layout, replaces, lock)
 
 
 def publish(run: Path, segment: NewSegment) -> None:
@@ -60,7 +63,7 @@ def publish(run: Path, segment: NewSegment) -> None:
     layout = segment.layout
     try:
         with _locked(run) as chain:
-            chain = _close_last_segment(run, chain or ChainIndex(()), layout.first)
+            chain = _close_last_segment(run, chain or ChainIndex(()), layout.first, segment.replaces)
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
             flush(segment.path)
@@ -116,8 +119,11 @@ def _write_layout(path: Path, layout: SegmentLayout) -> int:
     return file
 
 
-def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
-    """The chain, in which the last segment states its last step. Raises `UnsupportedError` if there are later steps."""
+def _close_last_segment(run: Path, chain: ChainIndex, first: int, replaces: bool = False) -> ChainIndex:
+    """The chain, in which the last segment states its last step: before `first`, if the next one replaces that state.
+
+    Raises `UnsupportedError` if there are later steps.
+    """
     last = max((member.step for member in chain.members), default=first)
     segments = chain.segments
     if segments and segments[-1].step is None:
@@ -129,6 +135,8 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int) -> ChainIndex:
             end = states.open_steps(run, segments[-1]).last
         except IncompleteError:
             end = segments[-1].first  # a rank has written nothing
+        if replaces and segments[-1].first < end == first:
+            end -= 1
         segments = (*segments[:-1], replace(segments[-1], step=end))
     last = max([last, *(one.step for one in segments[-1:] if one.step is not None)])
     if last > first:

@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +24,27 @@ from typing import Any
 import numpy as np
 
 from ckpt_codecs import Codec
-from ckpt_codecs.base import Bytes
+from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.gradients import gradient_codec
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.random_states import GeneratorState, RandomStateEncoder
 from ckpt_formats.universal.gradients.record import FileHead, Kind, hash_values
+from ckpt_formats.universal.gradients.recorded_values import (
+    DELTA,
+    GONE,
+    WHOLE,
+    RecordedRow,
+    chunk_size,
+    encode_chunk,
+)
 from ckpt_formats.universal.gradients.segment import rank_file
-from ckpt_formats.universal.gradients.state import BUFFER_CHUNK
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
+_MAX_DELTAS = 31
+"""The maximum number of differences after a record of full values: a restore decodes all of them."""
 _IDLE_SECONDS = 1.0
 """The time without an order after which the writer checks whether its trainer is alive and a flush is due."""
 
@@ -80,6 +90,10 @@ class Encoder:
         self._layout, self._codec, self._ring = layout, codec, ring
         self._exact = gradient_codec("exact")
 
+    def no_chunks(self) -> tuple[list[Bytes], list[int]]:
+        """The empty chunks of a record without gradients, and their hashes."""
+        return [b""] * self._layout.chunk_count, [0] * self._layout.chunk_count
+
     def chunks(self, order: dict[str, Any]) -> tuple[list[Bytes], list[int]]:
         """The encoded chunks of a slot, and the XXH3-64 of the values that a reader decodes from each."""
         values = self._ring.slot(order["slot"])[: self._layout.size * 4].view(np.float32)
@@ -103,14 +117,42 @@ class Encoder:
         return chunks, hashes
 
 
-def buffer_chunks(data: bytes, sizes: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-    """The bytes of tensors, each split into chunks. `sizes`: for each tensor its bytes, and the bytes of an element."""
-    view, at = memoryview(data), 0
-    for nbytes, itemsize in sizes:
-        chunk_nbytes = BUFFER_CHUNK // itemsize * itemsize
-        for start in range(0, nbytes, chunk_nbytes):
-            yield view[at + start : at + min(start + chunk_nbytes, nbytes)]
-        at += nbytes
+class ValueEncoder:
+    """Encodes tensors as they are, as differences from the last record of the same tensor. It holds these values."""
+
+    def __init__(self) -> None:
+        self._rows: list[RecordedRow] = []
+        self._last: dict[int, Array] = {}
+        self._deltas: dict[int, int] = {}
+        """The number of differences since the last record of the full values, by row."""
+
+    def record(self, order: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[Bytes], list[int]]:
+        """The fields of a record's text, its encoded chunks, and the XXH3-64 of the values of each."""
+        self._rows += map(RecordedRow.from_json, order["tensors"])
+        changes: list[list[int]] = []
+        chunks: list[Bytes] = []
+        hashes: list[int] = []
+        at = 0
+        for number, coding in order["changes"]:
+            before = self._last.pop(number, None)
+            if coding == GONE:
+                changes.append([number, GONE])
+                continue
+            row = self._rows[number]
+            dtype = DTYPES[row.dtype]
+            values = np.frombuffer(data, dtype, row.size, at)
+            at += values.nbytes
+            if self._deltas.get(number, 0) >= _MAX_DELTAS:
+                before = None
+            self._deltas[number] = 0 if before is None else self._deltas[number] + 1
+            self._last[number] = values
+            changes.append([number, WHOLE if before is None else DELTA])
+            for start in range(0, row.size, chunk_size(dtype)):
+                part = slice(start, start + chunk_size(dtype))
+                chunks.append(encode_chunk(row.state, values[part], None if before is None else before[part]))
+                hashes.append(hash_values(values[part]))
+        meta = {**order["meta"], "changes": changes}
+        return (meta | {"tensors": order["tensors"]} if order["tensors"] else meta), chunks, hashes
 
 
 class MessagesEnd(Exception):
@@ -166,6 +208,7 @@ class LogWriter:
         self._file: LogFile | None = None
         self._encoder: Encoder | None = None
         self._random = RandomStateEncoder()
+        self._values = ValueEncoder()
         self._unflushed, self._flushed_at = 0, time.monotonic()
         self._flush_steps = settings.flush_steps
         self._report_errors(self._begin)
@@ -206,7 +249,10 @@ class LogWriter:
         if order["kind"] == Kind.RANDOM:
             self._file.append(Kind.RANDOM, order["step"], *self._random.record(_generators(order, data)))
             return
-        _append(self._file, self._encoder, order, data)
+        if order["kind"] == Kind.VALUES:
+            self._file.append(Kind.VALUES, order["step"], *self._values.record(order, data))
+            return
+        _append(self._file, self._encoder, order)
         if order["kind"] == Kind.GRADIENTS:
             self._file.check_path()
             self._unflushed += 1
@@ -254,13 +300,12 @@ def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
     writer.flush()
 
 
-def _append(file: LogFile, encoder: Encoder, order: dict[str, Any], data: bytes) -> None:
+def _append(file: LogFile, encoder: Encoder, order: dict[str, Any]) -> None:
     kind, chunks, values = Kind(order["kind"]), list[Bytes](), list[int]()
     if order.get("slot") is not None:
         chunks, values = encoder.chunks(order)
-    elif data:
-        chunks = list(buffer_chunks(data, order["sizes"]))
-        values = [hash_values(np.frombuffer(chunk, np.uint8)) for chunk in chunks]
+    elif kind is Kind.GRADIENTS:
+        chunks, values = encoder.no_chunks()
     file.append(kind, order["step"], order["meta"], chunks, values)
 
 

@@ -1,6 +1,7 @@
 """What the commands do with a chain that has a log of gradients: any step by its name, checked, made shorter."""
 
 import hashlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder, resume
 from damage import ckpt
@@ -230,24 +232,39 @@ def test_bases_are_compared_with_the_log(recorded, run: Path, tmp_path: Path) ->
     check_state(Path(f"{other}@8"), states[8])
 
 
-def test_a_fingerprint_finds_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
-    """Hardware that errs: one weight is off by a bit after step 7, and nothing says so but the replay."""
+def test_prover_names_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
+    """Hardware that errs: inside step 19, one weight is off by a bit."""
     torch.manual_seed(3)
     net = Net()
     optimizer = optimizer_of(net)
-    with Recorder(net, optimizer, tmp_path / "run.chain", fingerprint=2):
-        for step in range(1, STEPS + 1):
+    calls = itertools.count(1)
+
+    def err(*_: object) -> None:
+        if next(calls) == 19:
+            with torch.no_grad():
+                net.up.weight.view(-1)[70_000].view(torch.int32).bitwise_xor_(1)
+
+    optimizer.register_step_post_hook(err)
+    with Recorder(net, optimizer, tmp_path / "run.chain", fingerprint=0) as recorder:
+        for _ in range(22):
             train(net, optimizer)
-            if step == 7:
-                with torch.no_grad():
-                    net.up.weight.view(-1)[70_000].view(torch.int32).bitwise_xor_(1)
-    assert ckpt("verify", tmp_path / "run.chain").code == 0  # all bytes are as they were written
-    done = ckpt("verify", tmp_path / "run.chain", "--replay")
-    assert done.code == 20
-    assert "step 8: 'param' of `up.weight`" in done.out
-    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "six", "--step", 6).code == 0
-    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "ten", "--step", 10).code == 20
-    assert not (tmp_path / "ten").exists()
+        recorder._record(lambda recording: recording.record_fingerprint(22))
+        assert recorder._prover is not None
+        recorder._prover.wait_for(22, 60)
+        for _ in range(2):
+            train(net, optimizer)
+    verified = ckpt("verify", tmp_path / "run.chain", "--replay")
+    assert verified.code == 20
+    assert "step 22: 'param' of `up.weight`" in verified.out
+    assert "step 22: 'param' of `up.weight`" in ckpt("log", tmp_path / "run.chain").out
+    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "good", "--step", 16).code == 0
+    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "bad", "--step", 22).code == 20
+    assert not (tmp_path / "bad").exists()
+    chain = index.read(tmp_path / "run.chain")
+    last = states.open_state(
+        tmp_path / "run.chain", chain, 24
+    )  # the recorder has recorded the states themselves since it knew
+    assert np.array_equal(read(last.parameters["up.weight"].states[MODEL]), net.up.weight.detach().numpy())
 
 
 @pytest.mark.parametrize(("codec", "near"), [("bf16", 2e-3), ("int8", 1e-1)])

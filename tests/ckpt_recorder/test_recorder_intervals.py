@@ -133,10 +133,10 @@ def test_a_base_that_cannot_be_stored_does_not_stop_training(tmp_path: Path, mon
     chain = tmp_path / "run.chain"
     begin = segments.begin
 
-    def fails(run: Path, draft: object) -> object:
+    def fails(run: Path, draft: object, **options: bool) -> object:
         if draft.first:  # type: ignore[attr-defined]
             raise NoSpaceError("no space left", where=run)
-        return begin(run, draft)  # type: ignore[arg-type]
+        return begin(run, draft, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(segments, "begin", fails)
     with pytest.warns(UserWarning, match="no space left"):

@@ -169,10 +169,10 @@ def test_on_a_slow_disk_steps_wait_for_room_and_memory_does_not_grow(
             began = time.monotonic()
             run.step()
             waited.append(time.monotonic() - began)
-        assert 0.1 < np.median(waited) < 0.3
-        time.sleep(0.7)
+        assert 0.2 < np.median(waited) < 0.6  # a step that is proved has two records
+        time.sleep(1.4)
         for _ in range(6):  # steps that are longer than the writes do not wait
-            time.sleep(0.2)
+            time.sleep(0.5)
             began = time.monotonic()
             run.step()
             waited.append(time.monotonic() - began)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.chains.segments import gradient_nbytes, open_segments
+from ckpt.chains.segments import open_segments, steps_nbytes
 from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal.chain import file as index
@@ -74,7 +74,7 @@ def recorded_costs(
     steps, layout = segment.last - segment.first, segment.layout
     bases = [member.stored_nbytes for member in chain.members if member.parent is None]
     return RecordedCosts(
-        *(segment.folder.name, steps, layout.numel, gradient_nbytes(segment) / steps),
+        *(segment.folder.name, steps, layout.numel, steps_nbytes(segment) / steps),
         bases[-1] if bases else _start_nbytes(segment),
         tuple(one.exactness for one in layout.optimizers),
         rate,

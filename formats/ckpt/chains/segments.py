@@ -46,11 +46,18 @@ def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
     return SegmentView(logged, segment)
 
 
-def gradient_nbytes(segment: "Segment") -> int:
-    """Bytes of the gradients of all steps that count, without the other fields of their records."""
+def steps_nbytes(segment: "Segment") -> int:
+    """Bytes of the gradients, or of the states after each step, of all steps that count; without other fields."""
     from ckpt_formats.core.files import Reader
+    from ckpt_formats.universal.gradients.record import Kind
 
-    total, count = 0, segment.last - segment.first
+    total = sum(
+        record.nbytes
+        for log in segment.logs
+        for record in log.records
+        if record.kind in (Kind.VALUES, Kind.STATE) and segment.first < record.step <= segment.last
+    )
+    count = segment.last - segment.first
     with Reader(check=False) as reader:
         for rank, steps in enumerate(segment.updates):
             chunks, path = segment.layout.ranks[rank].chunk_count, segment.path(rank)

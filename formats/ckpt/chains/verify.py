@@ -123,6 +123,8 @@ def _of_segments(views: list[SegmentView]) -> list[Finding]:
             lost_steps = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in view.segment.torn.items())
             findings.append(Finding("log", f"{lost_steps}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
+        if view.segment is not None and view.segment.difference is not None:
+            findings.append(Finding("replay", view.segment.difference, str(view.segment.folder)))
     return findings
 
 

@@ -22,6 +22,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
+from ckpt_formats.universal.gradients.layout import UPDATE
 from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.random_states import without_old_random_states
 from ckpt_formats.universal.gradients.record import (
@@ -34,8 +35,17 @@ from ckpt_formats.universal.gradients.record import (
     scan_after,
     with_one_nan,
 )
+from ckpt_formats.universal.gradients.recorded_values import DELTA
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState, States
-from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, open_layout, rank_file
+from ckpt_formats.universal.gradients.segment import (
+    LoggedUpdate,
+    Segment,
+    count_steps,
+    has_own_states,
+    is_set,
+    open_layout,
+    rank_file,
+)
 from ckpt_formats.universal.gradients.state import Base, checkpoint_of
 
 _RECORDS = 64
@@ -66,17 +76,23 @@ class SegmentTail:
         first_updates: The first update of each optimizer up to the step `start`.
     """
 
-    def __init__(self, folder: Path, start: int | None) -> None:
-        """Open a segment, to check its records from step `start` on; None: from its first. Raises as `open_segment`."""
+    def __init__(self, folder: Path, start: int | None, rank: int | None = None) -> None:
+        """Open a segment, to check its records from step `start` on; None: from its first. Raises as `open_segment`.
+
+        `rank`: follow the file of this rank alone, as if it were the only one.
+        """
         self.folder = folder
         self.layout, self._heads = open_layout(folder)
+        if rank is not None:
+            self.layout = replace(self.layout, ranks=(self.layout.ranks[rank],))
+            self._heads = (self._heads[rank],)
         self.step = self.layout.first
         self.start = self.layout.first if start is None else start
         self.counts = [np.array([vector.count for vector in rank.vectors], np.int64) for rank in self.layout.ranks]
         self.options: Options = {}
         self.first_updates: dict[int, LoggedUpdate] = {}
         ranks = range(len(self._heads))
-        self._logs = [RankLog(folder / rank_file(rank), (), 0, 0, None) for rank in ranks]
+        self._logs = [RankLog(folder / rank_file(head.rank), (), 0, 0, None) for head in self._heads]
         self._pending: list[list[LogRecord]] = [[] for _ in ranks]
         self._applied: list[list[LogRecord]] = [[] for _ in ranks]
         self._states: list[list[LogRecord]] = [[] for _ in ranks]
@@ -143,12 +159,17 @@ class SegmentTail:
                     ranks.setdefault(record.step, set()).add(rank)
         return {step: frozenset(of) for step, of in sorted(ranks.items())}
 
+    @property
+    def has_sets(self) -> bool:
+        """Has the run set states after `step` that were not applied yet?"""
+        return any(is_set(r) and r.step == self.step for pending in self._pending for r in pending)
+
     def move_to(self, step: int) -> None:
         """Forget the gradients of all steps up to `step`, and all fingerprints of earlier ones."""
         window = self.window()
-        for updates in window.updates[0][: step - self.step]:
-            for update in updates:
-                self.options[update.optimizer] = update.groups
+        for record in (*self._applied[0], *self._pending[0]):
+            if record.step <= step:
+                self.options |= window.options_in(record)
         for steps in window.updates:
             for number, updates in enumerate(steps[: step - self.step], self.step + 1):
                 for update in updates:
@@ -168,6 +189,11 @@ class SegmentTail:
         for pending in self._pending:
             pending[:] = (r for r in pending if r.kind is not Kind.FINGERPRINT or r.step > self.step)
 
+    def drop_sets(self) -> None:
+        """Forget the states that the run set up to `step`, which were applied."""
+        for pending in self._pending:
+            pending[:] = (r for r in pending if not is_set(r) or r.step > self.step)
+
     def counts_after(self, window: Segment, rank: int, step: int) -> Array:
         """The counts of a rank at a step from `self.step` on: (vectors,) int64."""
         return count_steps(self.layout.ranks[rank], self.counts[rank], window.updates[rank][: step - self.step])
@@ -180,28 +206,35 @@ class SegmentTail:
         """Keep the records of applied steps that are no gradients, as far as they are needed."""
         for rank, pending in enumerate(self._pending):
             for record in pending:
-                if record.step > self.step or record.kind in (Kind.GRADIENTS, Kind.SKIPPED):
+                if record.step > self.step or record.kind in (Kind.GRADIENTS, Kind.SKIPPED) or is_set(record):
                     continue
-                if record.kind is Kind.STATE:
+                if record.kind is Kind.VALUES:
+                    self._applied[rank].append(record)
+                elif record.kind is Kind.STATE:
                     self._states[rank].append(record)
                 elif record.kind is Kind.END:
                     self._ended[rank] = True
                 elif record.kind is Kind.FINGERPRINT:
-                    self._started[rank] |= bool(self._states[rank]) and record.step == self.layout.first
+                    has_states = has_own_states(self.layout, rank, self._states[rank])
+                    self._started[rank] |= has_states and record.step == self.layout.first
                 elif record.kind in (Kind.BUFFERS, Kind.RANDOM) or (rank == 0 and record.step == self.step):
                     self._applied[rank].append(record)
             pending[:] = (
-                r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_fingerprint(r, self.step)
+                r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_pending(r, self.step)
             )
-        self._applied = [without_old_random_states(_without_old_buffers(records)) for records in self._applied]
+        self._applied = [
+            without_old_random_states(_without_old_values(_without_old_buffers(records))) for records in self._applied
+        ]
 
 
-def _is_fingerprint(record: LogRecord, step: int) -> bool:
-    return record.kind is Kind.FINGERPRINT and record.step == step
+def _is_pending(record: LogRecord, step: int) -> bool:
+    """Is it needed after the gradients of its step were applied?"""
+    is_set_after = is_set(record) and record.meta["set"] == "after"
+    return record.step == step and (record.kind is Kind.FINGERPRINT or is_set_after)
 
 
 def _is_of_one_step(record: LogRecord) -> bool:
-    return record.kind not in (Kind.BUFFERS, Kind.RANDOM)
+    return record.kind not in (Kind.BUFFERS, Kind.VALUES, Kind.RANDOM)
 
 
 def _without_old_buffers(records: list[LogRecord]) -> list[LogRecord]:
@@ -215,6 +248,22 @@ def _without_old_buffers(records: list[LogRecord]) -> list[LogRecord]:
             if own and own <= names:
                 continue
             names |= own
+        remaining.append(record)
+    return remaining[::-1]
+
+
+def _without_old_values(records: list[LogRecord]) -> list[LogRecord]:
+    """Without the records of values that later records replace."""
+    replaced, named = set[int](), set[str]()
+    remaining = []
+    for record in reversed(records):
+        if record.kind is Kind.VALUES:
+            changes = record.meta.get("changes", [])
+            names = {*record.meta.get("values", {}), *record.meta.get("extras", {})}
+            if "tensors" not in record.meta and names <= named and all(row in replaced for row, _ in changes):
+                continue
+            named |= names
+            replaced |= {row for row, coding in changes if coding != DELTA}
         remaining.append(record)
     return remaining[::-1]
 
@@ -286,11 +335,14 @@ class HeldState:
         part: What is held; None: the whole state.
     """
 
-    def __init__(self, folder: Path, base: Base | None, part: StatePart | None = None) -> None:
-        """Open a segment, and read nothing else. Raises as `open_segment`. `part`: hold no more than that in memory."""
+    def __init__(self, folder: Path, base: Base | None, part: StatePart | None = None, rank: int | None = None) -> None:
+        """Open a segment, and read nothing else. Raises as `open_segment`.
+
+        `part`: hold no more than that in memory. `rank`: hold the states of this rank alone.
+        """
         self.base = base
         self.part = part
-        self.tail = SegmentTail(folder, None if base is None else base.step)
+        self.tail = SegmentTail(folder, None if base is None else base.step, rank)
         self.names: tuple[tuple[str, ...], ...] = ()
         self.verified: int | None = None
         layout = self.tail.layout
@@ -353,7 +405,7 @@ class HeldState:
         tail = self.tail
         ranks = {number: of for number, of in tail.fingerprints().items() if tail.step <= number <= step}
         compared = list(ranks)
-        if step == tail.step and not compared:
+        if step == tail.step and not compared and not tail.has_sets:
             return
         ranks[tail.step] = ranks.get(tail.step, frozenset()) | self._compared  # others may have come before
         verified = [number for number in compared if len(ranks[number]) == len(tail.layout.ranks)]
@@ -369,6 +421,7 @@ class HeldState:
         self._error = None
         tail.move_to(step)
         tail.drop_fingerprints()
+        tail.drop_sets()
         self._compared = ranks.get(step, frozenset())
         self.verified = max(verified, default=self.verified)
 
@@ -408,7 +461,7 @@ class HeldState:
     def names_of(self, optimizer: int, first: LoggedUpdate | None, replay: SegmentReplay) -> tuple[str, ...]:
         """The names of the states of an optimizer. `first`: an update of it, if there is one."""
         names = self.names[optimizer]
-        if optimizer in self._stepped or first is None:
+        if optimizer in self._stepped or first is None or not names:
             return names
         stepped = _stepped_names(replay, first)
         return tuple(name for name in names if name == WEIGHTS or name in stepped)
@@ -442,6 +495,8 @@ class HeldState:
 
     def _names_at_start(self, optimizer: int) -> tuple[str, ...]:
         segment = self.tail.stored_states()
+        if segment.layout.optimizers[optimizer].method == UPDATE:
+            return ()
         names = [str(record.meta.get("state")) for record in segment.records(0, Kind.STATE)]
         first = self.tail.first_updates.get(optimizer)
         if first is not None:
@@ -457,7 +512,7 @@ class HeldState:
         for updates in (updates for steps in window.updates for updates in steps[: step - self.step]):
             for update in updates:
                 number = update.optimizer
-                if number not in self._stepped:
+                if number not in self._stepped and self.tail.layout.optimizers[number].method != UPDATE:
                     names[number] = tuple(dict.fromkeys([WEIGHTS, *_stepped_names(replay, update)]))
                     missing[number] = tuple(name for name in names[number] if name not in self.names[number])
                     self._stepped.add(number)

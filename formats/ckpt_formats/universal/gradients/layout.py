@@ -32,6 +32,8 @@ CHUNK = 1 << 18
 """The maximum number of elements in a chunk."""
 ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
+UPDATE = "update"
+"""The method of an optimizer whose steps are not replayed: the log has the states after each step (`Kind.VALUES`)."""
 Exactness = Literal["exact", "same library", "approximate"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 
@@ -165,7 +167,7 @@ class LoggedOptimizer:
     type: str
     """The class, such as `torch.optim.adamw.AdamW`."""
     method: str
-    """The name of the method: a key of `optimizers.METHODS`, or an entry point of an installed package."""
+    """The name of the method: a key of `optimizers.METHODS`, an entry point of an installed package, or `UPDATE`."""
     exactness: Exactness
     figures: Mapping[str, Value]
     """The measurements of the probe at the start of the run."""
@@ -188,11 +190,12 @@ class SegmentLayout:
     versions: Mapping[str, Value]
     parent: str | None
     """The content id of the chain's state at `first`; None if the segment stores that state itself."""
+    version: int = VERSION
 
     @property
     def numel(self) -> int:
-        """The number of elements of all ranks."""
-        return sum(rank.size for rank in self.ranks)
+        """The number of elements of all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
 
 
 def dump(layout: SegmentLayout) -> bytes:
@@ -265,6 +268,7 @@ def load(path: Path) -> SegmentLayout:
         aliases,
         check.values(fields, "versions"),
         parent,
+        fields["version"],
     )
     _check_parts(layout, check)
     return layout
@@ -330,7 +334,10 @@ def _part(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldR
         inside = all(a <= b <= n for a, b, n in zip(low, high, shape, strict=True))
         check.true(inside and len(corners[0]) == len(corners[1]) == len(shape), "parts: a block outside its tensor")
         box = Box(low, high)
-    check.true(start < stop <= box.size and vectorized <= stop - start, "parts: elements outside their block")
+    check.true(
+        (start < stop or not box.size) and start <= stop <= box.size and vectorized <= stop - start,
+        "parts: elements outside their block",
+    )
     return VectorPart(tensor, vector, start, stop, vectorized, box)
 
 
@@ -340,8 +347,11 @@ def _check_parts(layout: SegmentLayout, check: FieldReader) -> None:
     for rank in layout.ranks:
         for part in rank.parts:
             tensor_blocks.setdefault(part.tensor, {}).setdefault(part.box, []).append((part.start, part.stop))
+    updated = {name for one in layout.optimizers if one.method == UPDATE for names in one.groups for name in names}
     for number, tensor in enumerate(layout.tensors):
         blocks = tensor_blocks.get(number, {})
+        if tensor.name in updated and not blocks:
+            continue
         total = 0
         for box, ranges in blocks.items():
             ranges.sort()

@@ -45,15 +45,17 @@ class Kind(IntEnum):
     SKIPPED = 2
     """A step that the optimizer skipped because its gradients were not finite: no state changed."""
     STATE = 3
-    """One state of the rank's vector at the start of the segment."""
+    """One state of the rank's vector at the start of the segment; or of some of its chunks, which a run set later."""
     BUFFERS = 4
-    """Tensors that no optimizer steps, at a step."""
+    """Tensors that no optimizer steps, at a step; in logs of version 1."""
     NOTES = 5
     """Other values that the run needs to resume at a step."""
     FINGERPRINT = 6
     """Hashes of the states at a step."""
     END = 7
     """The run closed its log."""
+    VALUES = 8
+    """Tensors that no replay gives, at a step: their values, or the differences from earlier values."""
     RANDOM = 9
     """The states of random number generators at a step, of those that changed."""
 
@@ -315,9 +317,9 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int, options: dict[str
         raise _TornRecord("the directory of a record is damaged")
     meta = _meta(content[:meta_nbytes])
     flushed = meta.pop("flushed", 0)
-    groups = json.dumps(meta.get("groups"))
-    if "groups" in meta:  # these are almost always the same for thousands of steps
-        meta["groups"] = options.setdefault(groups, meta["groups"])
+    for field in ("groups", "changes"):  # these are almost always the same for thousands of steps
+        if field in meta:
+            meta[field] = options.setdefault(json.dumps(meta[field]), meta[field])
     record = LogRecord(
         *(Kind(kind), step, {key: value for key, value in meta.items() if key not in LARGE}),
         *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),

@@ -22,10 +22,10 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedE
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
-from ckpt_formats.universal.gradients.layout import CHUNK, ChunkRange, OptimizerVector, VectorPart
+from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values, with_one_nan
-from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps
+from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, is_set
 
 FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
@@ -70,7 +70,8 @@ class SegmentReplay:
     def states_of(self) -> tuple[tuple[str, ...], ...]:
         """For each optimizer, the names of the states that it changes, the weights first."""
         recorded = [str(record.meta.get("state")) for record in self.segment.records(0, Kind.STATE)]
-        return tuple(self._names(number, recorded) for number in range(len(self.segment.layout.optimizers)))
+        optimizers = enumerate(self.segment.layout.optimizers)
+        return tuple(() if one.method == UPDATE else self._names(number, recorded) for number, one in optimizers)
 
     def _names(self, optimizer: int, recorded: list[str]) -> tuple[str, ...]:
         first = self.first_updates.get(optimizer)
@@ -124,18 +125,41 @@ class SegmentReplay:
     ) -> None:
         """Apply all steps after `step` to a chunk, in place. It is compared with each fingerprint of these steps.
 
+        What the run set after `step` is applied first; it does no harm if `states` have it already.
+
         `states`: those of `step`, which has its own fingerprint. Raises `CorruptError`; then `states` are not valid.
         """
-        self._verify(rank, index, step, states, ranges)
+        sets = self.segment.sets[rank]
+        self._settle(rank, index, step, states, ranges, reader)
         gradients = np.empty(len(next(iter(states.values()))), np.float32)
         counts = _ChunkCounts(self.counts(rank, step), self.segment.layout.ranks[rank].vectors, ranges)
         for number in range(step + 1, self.step + 1):
+            for record in sets.get((number, False), ()):
+                self._set(record, rank, index, states, reader)
             updates = self.segment.updates[rank][number - 1 - self.segment.first]
             counts.add(updates)
             for update in updates:
                 if self._decode(update.record, rank, index, gradients, reader):
                     self._apply(update, rank, counts, ranges, states, gradients)
-            self._verify(rank, index, number, states, ranges)
+            self._settle(rank, index, number, states, ranges, reader)
+
+    def _settle(
+        self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange], reader: Reader
+    ) -> None:
+        """Complete a chunk of a step: apply what the run set after it, and compare it with the step's fingerprint."""
+        fingerprint = self.fingerprints.get((rank, step))
+        for record in self.segment.sets[rank].get((step, True), ()):
+            if fingerprint is not None and fingerprint.begin < record.begin:
+                self._verify(rank, index, step, states, ranges)
+                fingerprint = None
+            self._set(record, rank, index, states, reader)
+        if fingerprint is not None:
+            self._verify(rank, index, step, states, ranges)
+
+    def _set(self, record: LogRecord, rank: int, index: int, states: States, reader: Reader) -> None:
+        name = str(record.meta.get("state"))
+        if name in states:
+            self._decode(record, rank, index, states[name], reader)
 
     def _apply(
         self,
@@ -174,7 +198,7 @@ class SegmentReplay:
         if self.start.parameters is None:
             for record in self.segment.records(rank, Kind.STATE):
                 name = str(record.meta.get("state"))
-                if name in states:
+                if name in states and not is_set(record):
                     self._decode(record, rank, index, states[name], reader)
             return states
         for one in ranges:

@@ -63,6 +63,14 @@ class Segment:
         """The updates of each step, by rank and by step, from the step after `first` on. Only complete steps."""
         return tuple(tuple(self.steps(rank)) for rank in range(len(self.logs)))
 
+    @cached_property
+    def sets(self) -> tuple[dict[tuple[int, bool], tuple[LogRecord, ...]], ...]:
+        """The states that the run set outside its optimizers, in the order of the file.
+
+        By rank, then by the step and whether they were set after the gradients of that step were applied, not before.
+        """
+        return tuple(_sets(log) for log in self.logs)
+
     @property
     def first(self) -> int:
         return self.layout.first
@@ -98,9 +106,9 @@ class Segment:
     def has_start(self) -> bool:
         """Does every rank have the state at the start of the segment? Its fingerprint follows when it is complete."""
         return all(
-            any(record.kind is Kind.STATE for record in log.records)
+            has_own_states(self.layout, rank, log.records)
             and any(record.kind is Kind.FINGERPRINT and record.step == self.first for record in log.records)
-            for log in self.logs
+            for rank, log in enumerate(self.logs)
         )
 
     def records(self, rank: int, kind: Kind) -> Iterator[LogRecord]:
@@ -108,7 +116,32 @@ class Segment:
         return (record for record in self.logs[rank].records if record.kind is kind)
 
     def path(self, rank: int) -> Path:
-        return self.folder / rank_file(rank)
+        return self.logs[rank].path
+
+    @property
+    def has_proofs(self) -> bool:
+        """Did the run compare its steps with a replay? Not in logs of version 1, nor with lossy gradients."""
+        return self.layout.codec not in LOSSY and any("proved" in one.meta for log in self.logs for one in log.records)
+
+    @cached_property
+    def proved(self) -> int:
+        """The last step of which a replay beside the run had the run's own states, on all ranks.
+
+        What is not replayed needs no proof. The first step counts as proved. Logs of version 1 have no proofs.
+        """
+        return min(self._proved(rank) for rank in range(len(self.logs)))
+
+    def _proved(self, rank: int) -> int:
+        if not self.layout.ranks[rank].chunk_count:
+            return self.last
+        steps = (record.meta.get("proved") for record in self.logs[rank].records)
+        return max((int(step) for step in steps if is_natural(step)), default=self.first)  # type: ignore[arg-type]
+
+    @cached_property
+    def difference(self) -> str | None:
+        """How a replay beside the run differed from it, in words; None if it did not."""
+        texts = (record.meta.get("differs") for log in self.logs for record in log.records)
+        return next((text for text in texts if isinstance(text, str)), None)
 
     def nbytes_upto(self, rank: int, step: int) -> int:
         """The size in bytes of the start of a rank's file that has all steps up to `step`."""
@@ -126,21 +159,28 @@ class Segment:
     def group_options(self, step: int) -> dict[int, tuple[Mapping[str, Value], ...]]:
         """The options of all groups after a step, by optimizer: those that a schedule set for the next step."""
         options: dict[int, tuple[Mapping[str, Value], ...]] = dict(self.earlier_options)
+        for record in self.logs[0].records:
+            if record.step <= step:
+                options |= self.options_in(record)
         steps = self.updates[0]
-        for updates in steps[: step - self.first]:
-            options.update((update.optimizer, update.groups) for update in updates)
-        noted = [record for record in self.records(0, Kind.NOTES) if record.step == step]
-        if not noted:
+        is_noted = any(record.step == step for record in self.records(0, Kind.NOTES))
+        if self.layout.version == 1 and not is_noted:
             # Without notes, the options of the next step are closer than those of this step.
             for updates in steps[step - self.first : step - self.first + 1]:
                 options.update((update.optimizer, update.groups) for update in updates)
-        for record in noted:
-            groups = record.meta.get("groups", [])
-            if not isinstance(groups, list):
-                raise CorruptError(f"step {step}: its notes are damaged", where=self.path(0))
-            for number, group_options in enumerate(groups):
-                options[number] = self._options(group_options, number, record, self.path(0))
         return options
+
+    def options_in(self, record: LogRecord) -> dict[int, tuple[Mapping[str, Value], ...]]:
+        """The options of groups, by optimizer, that a record of rank 0 has. Raises `CorruptError`."""
+        path, groups = self.path(0), record.meta.get("groups")
+        if record.kind is Kind.GRADIENTS:
+            number = record.meta.get("optimizer", 0)
+            return {number: self._options(groups, number, record, path)} if is_natural(number) else {}
+        if record.kind is not Kind.NOTES or groups is None:
+            return {}
+        if not isinstance(groups, list):
+            raise CorruptError(f"step {record.step}: its notes are damaged", where=path)
+        return {number: self._options(one, number, record, path) for number, one in enumerate(groups)}
 
     def random_states(self, step: int, reader: Reader) -> dict[str, Value]:
         """The states of random number generators at a step, by rank and by generator: arrays of bytes or words."""
@@ -180,6 +220,8 @@ class Segment:
                     f"steps are missing: step {record.step} follows, but step {step} is expected", where=log.path
                 )
             part, count = self._part(record, log.path)
+            if not part:
+                updates = []  # an error interrupted the step, and the run did it again
             if part != len(updates):
                 raise CorruptError(f"step {step}: part {part} follows {len(updates)} parts", where=log.path)
             updates.append(self._update(record, rank))
@@ -221,6 +263,28 @@ class Segment:
                 )
             vectors = frozenset(vectors)
         return LoggedUpdate(record, optimizer, vectors, options)
+
+
+def has_own_states(layout: SegmentLayout, rank: int, records: Iterable[LogRecord]) -> bool:
+    """Are there states of a rank from which its steps are replayed? A rank may have no such steps."""
+    if layout.ranks[rank].chunk_count:
+        return any(record.kind is Kind.STATE for record in records)
+    return layout.parent is None
+
+
+def is_set(record: LogRecord) -> bool:
+    """Is it a state that the run set outside its optimizers?"""
+    return record.kind is Kind.STATE and "set" in record.meta
+
+
+def _sets(log: RankLog) -> dict[tuple[int, bool], tuple[LogRecord, ...]]:
+    sets: dict[tuple[int, bool], tuple[LogRecord, ...]] = {}
+    for record in filter(is_set, log.records):
+        if record.meta["set"] not in ("before", "after"):
+            raise CorruptError(f"step {record.step}: its set state has no place", where=log.path)
+        key = (record.step, record.meta["set"] == "after")
+        sets[key] = (*sets.get(key, ()), record)
+    return sets
 
 
 def count_steps(rank: RankLayout, before: Array, steps: Iterable[tuple[LoggedUpdate, ...]]) -> Array:

@@ -1,9 +1,9 @@
 """The state at a step of a segment, as a checkpoint."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -20,27 +20,21 @@ from ckpt_formats.core.checkpoint import (
     Parameter,
     Role,
 )
-from ckpt_formats.core.chunking import Chunking
-from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import Array, ArrayBlob, Blob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, tensor_names
-from ckpt_formats.universal.chunked import read_chunks
-from ckpt_formats.universal.gradients.layout import LoggedOptimizer, LoggedTensor
-from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors
-from ckpt_formats.universal.gradients.record import Kind, LogRecord, hash_values
+from ckpt_formats.universal.gradients.layout import UPDATE, LoggedOptimizer, LoggedTensor
+from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors, noted_tensor
+from ckpt_formats.universal.gradients.recorded_values import RecordedValues, recorded_values
 from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import LOSSY, Segment
 from ckpt_formats.universal.replay import DeltaBlob
 
-BUFFER_CHUNK = 1 << 20
-"""The maximum size of a chunk of a buffer in bytes."""
 _COUNT = "step"
-_ROLES: dict[str, Role] = {"buffer": "buffer", "frozen": "frozen"}
 
 
 @dataclass(frozen=True)
@@ -72,22 +66,27 @@ def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoin
     with Reader(check=False) as reader:
         notes = segment.notes(step, reader)
         random = segment.random_states(step, reader)
-    buffers = dict(_buffers(segment, step))
+    recorded = recorded_values(segment, step)
     parameters = dict(source.parameters) if source is not None else {}
-    parameters |= {name: _with_value(parameters.get(name), buffer) for name, buffer in buffers.items()}
-    parameters |= {parameter.name: parameter for parameter in _stepped(replay, parameters)}
+    parameters |= {parameter.name: parameter for parameter in _recorded(replay, recorded, parameters)}
+    parameters |= {parameter.name: parameter for parameter in _stepped(replay, recorded, parameters)}
     parameters |= {parameter.name: parameter for parameter in _tied(parameters, segment.layout.aliases)}
     extras = dict(source.extras) if source is not None else {}
-    noted = notes | ({"random_states": random} if random else {})
+    noted = dict(recorded.extras) | notes | ({"random_states": random} if random else {})
     replaced = {name: extras.pop(name) for name in noted if name in extras}
     for name in set(tensor_names(replaced)).difference(tensor_names(extras)):
         parameters.pop(name, None)  # a tensor of an extra of the base, in whose place the run noted another value
+    groups = tuple(_groups(replay, source))
+    groups = tuple(
+        Group(_with_tensors(dict(group.options), f"param_groups/{i}", parameters), group.names)
+        for i, group in enumerate(groups)
+    )
     extras |= {name: names_for_noted_tensors(value, name, parameters) for name, value in noted.items()}
     return Checkpoint(
         path=segment.folder,
         origin=_origin(segment, step, source),
         parameters=parameters,
-        groups=tuple(_groups(replay, source)),
+        groups=groups,
         extras=extras,
         aliases=source.aliases if source is not None else dict(segment.layout.aliases),
         files=() if source is None else source.files,
@@ -117,8 +116,10 @@ def _original(source: Checkpoint | None) -> OriginalForm | None:
     return OriginalForm(source.original.format, source.original.file)
 
 
-def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iterator[Parameter]:
-    """The parameters that the optimizers step. `parameters`: those of the base."""
+def _stepped(
+    replay: SegmentReplay, recorded: RecordedValues, parameters: Mapping[str, Parameter]
+) -> Iterator[Parameter]:
+    """The parameters whose steps are replayed. `parameters`: those of the base."""
     layout = replay.segment.layout
     parts: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
@@ -128,7 +129,10 @@ def _stepped(replay: SegmentReplay, parameters: Mapping[str, Parameter]) -> Iter
             parts[part.tensor].append((rank, number))
             counts[part.tensor] = int(now[part.vector])
             optimizers[part.tensor] = rank_layout.vectors[part.vector].optimizer
+    updated = {name for one in layout.optimizers if one.method == UPDATE for names in one.groups for name in names}
     for number, tensor in enumerate(layout.tensors):
+        if tensor.name in recorded.tensors or tensor.name in updated:
+            continue  # the log has its values as they are, from its last step on
         yield _stepped_parameter(
             *(replay, number, parameters.get(tensor.name), tuple(parts[number])),
             *(optimizers[number], counts[number]),
@@ -241,6 +245,17 @@ def _groups(replay: SegmentReplay, base: Checkpoint | None) -> Iterator[Group]:
         yield Group({**group.options, **given}, group.names)
 
 
+def _with_tensors(value: Value, place: str, parameters: MutableMapping[str, Parameter]) -> Value:
+    """The options of a group with the tensors that the log has as arrays."""
+    if isinstance(value, np.ndarray):
+        return names_for_noted_tensors(noted_tensor(value), place, parameters)
+    if isinstance(value, dict):
+        return {key: _with_tensors(one, f"{place}/{key}", parameters) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_tensors(one, f"{place}/{i}", parameters) for i, one in enumerate(value))
+    return value
+
+
 def _errors(
     replay: SegmentReplay, base: Checkpoint | None, parameters: Mapping[str, Parameter]
 ) -> dict[tuple[str, str], ErrorFigures]:
@@ -270,6 +285,10 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
     if same:
         versions = ", ".join(f"{name} {value}" for name, value in segment.layout.versions.items())
         yield Notice(f"exact on a machine like that of the run: {same[0]} itself replays its steps ({versions})")
+    if segment.difference is not None and step > segment.proved:
+        yield Notice(f"the log differs from the run: {segment.difference}", weight=Weight.LOST)
+    elif segment.has_proofs and step > segment.proved:
+        yield Notice(f"not proved: the run compared its log with its states up to step {segment.proved}")
     stale = [name for name in base.extras if name not in notes] if base is not None else []
     if stale:
         yield Notice(
@@ -277,89 +296,43 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         )
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """A recorded tensor that no optimizer steps."""
-
-    segment: Segment
-    rank: int
-    record: LogRecord
-    name: str
-    role: Role
-    first_chunk: int
-    shape: Shape
-    dtype: DType
-
-    def values(self, index: int, reader: Reader) -> Array:
-        """A chunk: (n,) of the dtype of the buffer. Raises `CorruptError`."""
-        path = self.segment.path(self.rank)
-        data, digest = self.record.read_chunk(path, self.first_chunk + index, BUFFER_CHUNK, reader)
-        size = self.chunking.box(index).size * self.dtype.itemsize
-        if data.size != size or hash_values(data) != digest:
-            raise CorruptError(f"step {self.record.step}: `{printable(self.name)}` does not fit its hash", where=path)
-        return data.view(self.dtype)
-
-    @cached_property
-    def chunking(self) -> Chunking:
-        return Chunking(self.shape, (BUFFER_CHUNK // self.dtype.itemsize,))
+def _recorded(
+    replay: SegmentReplay, recorded: RecordedValues, parameters: Mapping[str, Parameter]
+) -> Iterator[Parameter]:
+    """The parameters whose values the log has as they are. `parameters`: those of the base."""
+    logged = {tensor.name: tensor for tensor in replay.segment.layout.tensors}
+    for name, tensors in recorded.tensors.items():
+        before, role = parameters.get(name), recorded.roles[name]
+        if role == "parameter":
+            if name not in logged:
+                raise CorruptError(f"`{printable(name)}` is in no layout", where=replay.segment.folder)
+            yield _updated_parameter(logged[name], tensors, before, recorded.values.get(name, {}))
+        elif WEIGHTS not in tensors:
+            raise CorruptError(f"`{printable(name)}` has no values", where=replay.segment.folder)
+        elif role == "extra":
+            yield Parameter(name, role, {MODEL: tensors[WEIGHTS]})
+        else:
+            yield _with_value(before, name, role, tensors[WEIGHTS], replay.segment.folder)
 
 
-@dataclass(frozen=True)
-class _BufferBlob(Blob):
-    """A block of a buffer."""
-
-    buffer: _Buffer
-    box: Box
-
-    @property
-    def shape(self) -> Shape:
-        return self.box.shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.buffer.dtype
-
-    def crop(self, box: Box) -> "_BufferBlob":
-        return _BufferBlob(self.buffer, box.shift(self.box.start))
-
-    def read_into(self, out: Array, reader: Reader) -> None:
-        buffer = self.buffer
-        read_chunks(out, self.box, buffer.chunking, lambda index: buffer.values(index, reader))
+def _updated_parameter(
+    logged: LoggedTensor, tensors: Mapping[str, Tensor], before: Parameter | None, values: Mapping[str, Value]
+) -> Parameter:
+    """A parameter of an optimizer whose steps are not replayed, with all states that the log has of it."""
+    states = {} if before is None else before.states
+    weights, model = tensors[WEIGHTS], DTYPES[logged.dtype]
+    master = MASTER if MASTER in states or weights.dtype != model else MODEL
+    current = {master: weights} | {name: tensor for name, tensor in tensors.items() if name != WEIGHTS}
+    if master == MASTER:
+        current[MODEL] = Tensor.of(DerivedBlob(Rounded(), weights, model))
+    return Parameter(logged.name, "parameter", current, values)
 
 
-def _buffers(segment: Segment, step: int) -> Iterator[tuple[str, _Buffer]]:
-    """The records of each tensor up to a step, by name; a later one replaces an earlier one."""
-    for rank in range(len(segment.logs)):
-        for record in segment.records(rank, Kind.BUFFERS):
-            if record.step > step:
-                break
-            rows, chunk = record.meta.get("tensors"), 0
-            for row in rows if isinstance(rows, list) else ():
-                name, role, dtype, shape = _row(row, segment)
-                yield name, _Buffer(segment, rank, record, name, role, chunk, shape, DTYPES[dtype])
-                each = BUFFER_CHUNK // DTYPES[dtype].itemsize
-                chunk += -(-prod(shape) // each)
-            if chunk != record.count:
-                raise CorruptError(f"step {record.step}: its buffers do not fit their chunks", where=segment.path(rank))
-
-
-def _row(row: object, segment: Segment) -> tuple[str, Role, str, Shape]:
-    if isinstance(row, list) and len(row) == 4:
-        name, role, dtype, shape = row
-        sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 50 for n in shape)
-        if isinstance(name, str) and role in _ROLES and dtype in DTYPES and sizes and prod(shape) < 1 << 50:
-            return name, _ROLES[role], dtype, tuple(shape)
-    raise CorruptError("a record of buffers is damaged", where=segment.path(0))
-
-
-def _with_value(before: Parameter | None, buffer: _Buffer) -> Parameter:
+def _with_value(before: Parameter | None, name: str, role: Role, tensor: Tensor, where: Path) -> Parameter:
     """The parameter of the base with its recorded value, or a new parameter."""
-    tensor = Tensor.of(_BufferBlob(buffer, Box.whole(buffer.shape)))
     if before is None:
-        return Parameter(buffer.name, buffer.role, {MODEL: tensor})
+        return Parameter(name, role, {MODEL: tensor})
     if before.weight.shape != tensor.shape or before.weight.dtype != tensor.dtype:
-        raise CorruptError(
-            f"`{printable(buffer.name)}` has another shape or type in the log", where=buffer.segment.folder
-        )
+        raise CorruptError(f"`{printable(name)}` has another shape or type in the log", where=where)
     state = MODEL if MODEL in before.states else MASTER
     return replace(before, states={**before.states, state: tensor})

@@ -1,0 +1,47 @@
+"""Hooks on modules and optimizers that leave copies and compiled code alone."""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+
+class RecorderHook:
+    """A hook of a recorder. A copy of the model or of the optimizer is not recorded: its hooks do nothing."""
+
+    def __init__(self, hook: Callable[..., Any] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._hook is None else self._hook(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecorderHook":
+        return RecorderHook()
+
+    def __reduce__(self) -> tuple[type["RecorderHook"], tuple[()]]:
+        return RecorderHook, ()
+
+
+# Compiled steps and forward passes must not trace what the recorder does in between.
+RecorderHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def callable_modules(model: Any) -> Iterator[nn.Module]:
+    """The outermost modules with a forward pass of their own: those in a plain container."""
+    if not isinstance(model, nn.Module) or getattr(model, "_compiled_call_impl", None) is not None:
+        return
+    if type(model).forward is nn.Module.forward or isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        for child in model.children():
+            yield from callable_modules(child)
+    else:
+        yield model
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Is a frame among those that called this function?"""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None

@@ -1,0 +1,123 @@
+"""The watch over tensors between two steps: whatever changes them there is no step of the optimizer."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import torch
+import xxhash
+
+SMALL_NBYTES = 4 << 20
+"""If all tensors cost no more than this to hash, all are hashed after each step, and again before the next one."""
+PIECE_NBYTES = 1 << 20
+"""The maximum size of a piece of a tensor that is hashed at once."""
+_CALL_NBYTES = 40_000
+"""What a call costs to hash a piece, as bytes that could be hashed in the same time."""
+_NBYTES_A_SECOND = 8e9
+_SHARE = 0.001
+"""The share of a step's time in which pieces of large models are hashed; once after it, and once before the next."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class StateWatch(Generic[Key]):
+    """Finds the tensors that changed since `settle`.
+
+    It compares addresses and version counters of all tensors, and hashes, because a change through `tensor.data` or
+    NumPy counts as no version. Of large models, other pieces are hashed after each step. A tensor that changed without
+    a version, or whose counter rose although its values stayed, is hashed from then on.
+
+    Attributes:
+        is_complete: Were all values hashed at the last `settle`, so that no change escapes?
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_complete = True
+        self._clock = clock
+        self._settled_at: float | None = None
+        self._step_seconds = 0.0
+        self._places: dict[Key, tuple[int, int]] = {}
+        self._hashes: dict[tuple[Key, int], int] = {}
+        self._suspects: dict[Key, None] = {}
+        self._turn = 0
+
+    def settle(self, tensors: Mapping[Key, torch.Tensor], *, complete: bool = False) -> None:
+        """Take the values that all tensors have now as those that they should have at the next look.
+
+        `complete`: hash all of them, whatever that costs.
+        """
+        now = self._clock()
+        if self._settled_at is not None:
+            self._step_seconds = now - self._settled_at
+        self._settled_at = now
+        self._places = {key: _place_of(tensor) for key, tensor in tensors.items()}
+        self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in self._window(tensors, complete)}
+
+    def settle_some(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        """The same for some of the tensors."""
+        for key, tensor in tensors.items():
+            self._places[key] = _place_of(tensor)
+            for index in range(_count(tensor)):
+                if (key, index) in self._hashes:
+                    self._hashes[key, index] = _hash(tensor, index)
+
+    def changed(self, tensors: Mapping[Key, torch.Tensor]) -> list[Key]:
+        """The keys of the tensors that changed, or that are new."""
+        places = self._places
+        risen = {key for key, tensor in tensors.items() if places.get(key) != _place_of(tensor)}
+        differing = {key for (key, index), old in self._hashes.items() if _differs(tensors, key, index, old)}
+        unknown = {key for key in risen - differing if not self._is_hashed(key, tensors[key])}
+        self._suspects |= dict.fromkeys(unknown | (differing - risen))
+        return [key for key in tensors if key in differing or key in unknown]
+
+    def gone(self, tensors: Mapping[Key, torch.Tensor]) -> list[Key]:
+        """The keys of tensors that do not exist any more."""
+        return [key for key in self._places if key not in tensors]
+
+    def _is_hashed(self, key: Key, tensor: torch.Tensor) -> bool:
+        return key in self._places and all((key, index) in self._hashes for index in range(_count(tensor)))
+
+    def _window(self, tensors: Mapping[Key, torch.Tensor], complete: bool) -> Iterator[tuple[Key, int]]:
+        """The pieces of this turn."""
+        pieces = [(key, index) for key, tensor in tensors.items() for index in range(_count(tensor))]
+        total = sum(map(_cost, tensors.values()))
+        self.is_complete = complete or total <= SMALL_NBYTES
+        if self.is_complete:
+            yield from pieces
+            return
+        yield from (piece for piece in pieces if piece[0] in self._suspects)
+        budget = int(_SHARE * self._step_seconds * _NBYTES_A_SECOND)
+        start = self._turn = self._turn % len(pieces)
+        for at in range(start, start + len(pieces)):
+            key, index = pieces[at % len(pieces)]
+            budget -= min(PIECE_NBYTES, tensors[key].nbytes) + _CALL_NBYTES
+            if budget < 0 and at > start:
+                break
+            self._turn = at + 1
+            if key not in self._suspects:
+                yield key, index
+
+
+def _differs(tensors: Mapping[Key, torch.Tensor], key: Key, index: int, old: int) -> bool:
+    tensor = tensors.get(key)
+    return tensor is not None and (index >= _count(tensor) or _hash(tensor, index) != old)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor is, and how often torch has changed it there."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _cost(tensor: torch.Tensor) -> int:
+    return tensor.nbytes + _count(tensor) * _CALL_NBYTES
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // PIECE_NBYTES)
+
+
+def _hash(tensor: torch.Tensor, index: int) -> int:
+    """The hash of a piece of a tensor: of its bytes, in C order."""
+    each = PIECE_NBYTES // tensor.element_size()
+    piece = tensor.detach().reshape(-1)[index * each : (index + 1) * each]
+    return xxhash.xxh3_64_intdigest(piece.contiguous().view(torch.uint8).cpu().numpy().data)
