@@ -235,6 +235,8 @@ def _resume(run: Run, step: int) -> tuple[str, str]:
             a, b = actual.get(key), wanted.get(key)
             if _same(a, b) or (key in actual and _same(a, other.get(key))):
                 continue
+            if label.startswith("group") and key not in wanted:
+                continue  # `load_state_dict` adds default options
             if label == "" and key not in wanted and key.partition("|")[0] not in begun and not _any(a):
                 continue  # it is what an optimizer begins with
             return "SILENT", f"resume() at step {step}: {label}`{key}` {_figures(a, b)}"

@@ -175,8 +175,10 @@ def closed(make: Callable[[Any], torch.optim.Optimizer], seldom: bool = False) -
                 if seldom and step % 2:
                     closure()
                     optimizer.step()
-                else:
+                elif step % 3:
                     optimizer.step(closure)
+                else:
+                    optimizer.step(closure=closure)
                 run.after()
 
     return body
