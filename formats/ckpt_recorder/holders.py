@@ -6,7 +6,7 @@ tensor, ranks of a pipeline stage share those of the stage, and a shard that onl
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import xxhash
@@ -22,6 +22,7 @@ from ckpt_recorder.run import (
     count_of,
     frozen_tensors,
     is_local,
+    last_in_memory,
     local_shard,
     memory_of,
     persistent_buffers,
@@ -31,6 +32,8 @@ from ckpt_recorder.run import (
 
 Piece = tuple[str, Box, int, int]
 """The name of a parameter, a block of it, and a range of elements of the block."""
+_MAX_TAIL = 64
+"""More elements than a SIMD vector has."""
 _HINT = (
     "If the ranks have parts of one model, give each part's tensors names of their own with `rename`, or shard them as "
     "DTensors. If they have copies of one model, start all ranks from the same weights."
@@ -46,6 +49,9 @@ class RankTensors:
     """The number of elements of each of the optimizers' tensors on this rank."""
     parts: tuple[tuple[int, LocalPart], ...]
     """For each part that the rank holds: the number of its vector, and the part."""
+    last: Mapping[int, tuple[int, ...]]
+    """Of each tensor that is not contiguous, by the number of its vector: where its last elements in memory are in C
+    order."""
     groups: tuple[tuple[tuple[str, ...], ...], ...]
     """The names of parameters by optimizer and group."""
     aliases: Mapping[str, str]
@@ -129,6 +135,11 @@ def _rank_tensors(run: TrackedRun) -> RankTensors:
         tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors)),
         tuple(local_shard(one.tensor).numel() for one in run.tensors),
         tuple((number, part) for number, one in enumerate(run.tensors) for part in one.parts),
+        {
+            number: last_in_memory(local_shard(one.tensor), _MAX_TAIL)
+            for number, one in enumerate(run.tensors)
+            if not local_shard(one.tensor).is_contiguous()
+        },
         run.group_names,
         dict(run.aliases),
         {
@@ -137,6 +148,18 @@ def _rank_tensors(run: TrackedRun) -> RankTensors:
         },
         tuple(name for name, _ in persistent_buffers(run)),
     )
+
+
+def _split_at(part: LocalPart, tail: Sequence[int]) -> Iterator[tuple[LocalPart, int]]:
+    """The pieces of a part, each an element of `tail` or without any, and how many elements are not of `tail`.
+
+    `tail`: indices in the optimizer's tensor, in C order.
+    """
+    inside = sorted(one - part.offset for one in tail if 0 <= one - part.offset < part.size)
+    ends = sorted({0, part.size, *inside, *(one + 1 for one in inside)})
+    for begin, end in pairwise(ends):
+        piece = replace(part, start=part.start + begin, stop=part.start + end, offset=part.offset + begin)
+        yield piece, 0 if begin in inside else end - begin
 
 
 def _piece(part: LocalPart) -> Piece:
@@ -242,7 +265,11 @@ def _split(
                 own = replace(part, start=start, stop=stop, offset=part.offset + start - part.start)
                 method = probed[one.vectors[number].optimizer]
                 size = one.sizes[number]
-                parts.append((number, own, method.vectorized(size, own.offset, own.offset + own.size)))
+                if number in one.last and method.vector > 1:
+                    tail = one.last[number][len(one.last[number]) - method.tail(size) :]
+                    parts += [(number, piece, count) for piece, count in _split_at(own, tail)]
+                else:
+                    parts.append((number, own, method.vectorized(size, own.offset, own.offset + own.size)))
         parts.sort(key=lambda item: item[1].size < ALONE)
         all_parts.append(parts)
     return all_parts

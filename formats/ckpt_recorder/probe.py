@@ -48,6 +48,10 @@ class ProbeResult:
 
     1: it rounds all elements in the same order. 0: the kernel was built without vectors."""
 
+    def tail(self, size: int) -> int:
+        """The number of elements at the end of a tensor's memory that are not in complete SIMD vectors."""
+        return size - self.vectorized(size, 0, size)
+
     def vectorized(self, size: int, start: int, stop: int) -> int:
         """The number of elements of a range of a tensor that are in complete SIMD vectors."""
         return whole_vectors(size, start, stop, is_fused=True, width=self.vector) if self.vector else 0

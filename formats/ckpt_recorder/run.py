@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from operator import is_not
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -400,6 +401,16 @@ def clean_name(name: str) -> str:
     for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
+
+
+def last_in_memory(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
+    """The indices, in C order, of the last `count` elements in the memory of a tensor, in the order of memory."""
+    size = tensor.numel()
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    in_memory = np.unravel_index(np.arange(max(size - count, 0), size), [tensor.shape[dim] for dim in dims])
+    place = dict(zip(dims, in_memory, strict=True))
+    index = np.ravel_multi_index([place[dim] for dim in range(tensor.dim())], tuple(tensor.shape))
+    return tuple(index.tolist())
 
 
 def content_of(tensor: torch.Tensor) -> bytes:

@@ -225,3 +225,24 @@ def test_nans_are_compared_as_nans(tmp_path: Path) -> None:
     folder = chain / index.read(chain).segments[0].folder
     (record, *_) = open_segment(folder).records(0, Kind.FINGERPRINT)
     assert record.meta["nan"] == "one"
+
+
+def test_weights_in_another_order_of_memory_are_restored_exactly(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    conv, linear = nn.Conv2d(3, 5, 3), nn.Linear(20, 3)
+    conv.weight = nn.Parameter(conv.weight.detach().to(memory_format=torch.channels_last))
+    linear.weight = nn.Parameter(torch.randn(20, 3).t())
+    model = nn.Sequential(conv, nn.Flatten(), linear)
+    adamw = torch.optim.AdamW(conv.parameters(), 1e-2, fused=True)
+    sgd = torch.optim.SGD(linear.parameters(), 1e-2, momentum=0.9, fused=True)
+    with Recorder(model, [adamw, sgd], tmp_path / "run.chain", random_states=False) as recorder:
+        for _ in range(6):
+            model.zero_grad()
+            model(torch.randn(2, 3, 4, 4)).square().mean().backward()
+            adamw.step()
+            sgd.step()
+        assert recorder.exactness == "exact"
+    restored = states.open_state(tmp_path / "run.chain", index.read(tmp_path / "run.chain"), 12)
+    for name, tensor in model.named_parameters():
+        values = np.ascontiguousarray(tensor.detach().numpy())
+        assert read(restored.parameters[name].weight).tobytes() == values.tobytes(), name
