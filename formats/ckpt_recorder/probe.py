@@ -5,7 +5,7 @@ tests each method on the machine of the run.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
-from ckpt_recorder.denormals import flushes_denormals
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """The sizes of the probed tensors: near multiples of SIMD vectors, and larger than the share of one thread."""
@@ -120,13 +119,6 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult
             hint=_RECORDABLE,
         )
     return closest
-
-
-def in_this_mode(result: ProbeResult) -> ProbeResult:
-    """The result, which is not exact if this thread flushes denormals: the random tensors of a probe have none."""
-    if not flushes_denormals():
-        return result
-    return replace(result, exactness="approximate", figures={**result.figures, "denormals": "flushed to zero"})
 
 
 TORCH = "torch"

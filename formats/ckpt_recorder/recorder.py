@@ -26,6 +26,7 @@ from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
 from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
+from ckpt_recorder.denormals import flushes_denormals
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.hooks import RecorderHook, callable_modules, is_running
@@ -33,7 +34,7 @@ from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.options import RecorderOptions
 from ckpt_recorder.plain_notes import plain_note
-from ckpt_recorder.probe import ProbeResult, class_name, flags_of, in_this_mode, probe
+from ckpt_recorder.probe import ProbeResult, class_name, flags_of, probe
 from ckpt_recorder.proof import StepProof, begin_proof
 from ckpt_recorder.prover import ProverLink
 from ckpt_recorder.random_states import RandomStates
@@ -294,9 +295,10 @@ class Recorder:
         optimizer = self._run.optimizers[number]
         name = class_name(optimizer)
         tensors = [local_shard(one.tensor) for one in self._run.tensors if one.optimizer == number]
-        if name.startswith(_KNOWN_LIBRARIES) and all(one.dtype == torch.float32 for one in tensors):
+        is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals()
+        if is_known and all(one.dtype == torch.float32 for one in tensors):
             with suppress(UnsupportedError):
-                result = in_this_mode(probe(optimizer, _device(self._run, number)))
+                result = probe(optimizer, _device(self._run, number))
                 if result.exactness != "approximate":
                     return result
         return ProbeResult(name, UPDATE, "exact")
@@ -553,9 +555,10 @@ class Recorder:
         optimizer = self._run.optimizers[number]
         flags = [flags_of(group) for group in self._run.groups_of(number)]
         has_new_flags = self._calls[number].flags not in (None, flags)
-        has_sparse = self._probed[number].method != UPDATE and _has_sparse_gradients(optimizer)
-        if not self._observe(at_step=True) or has_sparse or has_new_flags:
-            if has_sparse:
+        is_replayed = self._probed[number].method != UPDATE
+        must_update = is_replayed and (flushes_denormals() or _has_sparse_gradients(optimizer))
+        if not self._observe(at_step=True) or must_update or has_new_flags:
+            if must_update:
                 self._probed[number] = ProbeResult(class_name(optimizer), UPDATE, "exact")
             self._renew()
         elif not self._is_ahead:

@@ -1,13 +1,18 @@
 """A recording does not depend on the program's defaults for dtypes and devices."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ckpt_recorder.probe import group_options, in_this_mode, probe
+from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import states
+from ckpt_recorder import Recorder
+from ckpt_recorder.probe import group_options, probe
 from ckpt_recorder.random_states import RandomStates, restore_random_states
 from ckpt_recorder.stepper import step_of
 
@@ -59,13 +64,23 @@ def test_random_states_are_restored_with_another_default_device() -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_a_run_that_flushes_denormals_is_not_exact() -> None:
-    result = probe(adamw(True), CPU)
-    assert in_this_mode(result) == result
-    if not torch.set_flush_denormal(True):
+def test_steps_that_flush_denormals_are_recorded_as_updates(tmp_path: Path) -> None:
+    if not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush denormals")
-    try:
-        flushed = in_this_mode(probe(adamw(True), CPU))
-    finally:
-        torch.set_flush_denormal(False)
-    assert (flushed.exactness, flushed.figures["denormals"]) == ("approximate", "flushed to zero")
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    with Recorder(model, optimizer, tmp_path / "run.chain", random_states=False) as recorder:
+        try:
+            for step in range(1, 7):
+                torch.set_flush_denormal(step >= 3)
+                model.weight.grad = torch.full((1, 3), 1e-36 if step == 2 else 1e-30)  # its square is a denormal
+                optimizer.step()
+                recorder.note()
+        finally:
+            torch.set_flush_denormal(False)
+    run = tmp_path / "run.chain"
+    segments = [states.open_steps(run, one) for one in index.read(run).segments]
+    assert [(one.first, one.layout.optimizers[0].method) for one in segments][-1] == (2, "update")
+    restored = states.open_state(run, index.read(run), 6)
+    state = optimizer.state[model.weight]
+    assert read(restored.parameters["weight"].states["exp_avg_sq"]).tobytes() == state["exp_avg_sq"].numpy().tobytes()
