@@ -43,9 +43,10 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
         )
     together = nn.ModuleList(chunks)
     names = _Names(tuple(chunks))
+    parameters = {clean_name(name): parameter for name, parameter in together.named_parameters()}
     places = {
-        id(parameter): _ParameterPlace(names.full(clean_name(name)), parameter, names.chunk_of(name))
-        for name, parameter in together.named_parameters()
+        id(parameter): _ParameterPlace(names.full(name), parameter, names.chunk_of(name))
+        for name, parameter in parameters.items()
     }
     flat: dict[int, FlatTensor] = {}
     for wrapper in wrappers:
@@ -53,14 +54,14 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
             one = places[id(parameter)]
             flat[id(tensor)] = FlatTensor(() if one.is_copy else (one.name,), tuple(one.parts(start, stop)))
     run = plain_run(together, [one.optimizer for one in wrappers], flat)
-    frozen = [one for one in places.values() if not one.parameter.requires_grad and not one.is_copy]
+    frozen = {name: places[id(one)] for name, one in parameters.items() if not one.requires_grad}
     return replace(
         run,
         aliases={HEAD: TIED[HEAD]} if any(one.is_copy for one in places.values()) else {},
         calls_per_step=len(wrappers),
         step=max((count_of(run, number) for number in range(len(run.tensors))), default=0),
         rename=names.full,
-        frozen=lambda: ((one.name, one.gathered()) for one in frozen),
+        frozen=lambda: ((name, one.gathered()) for name, one in frozen.items() if not one.is_copy),
     )
 
 
