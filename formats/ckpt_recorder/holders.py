@@ -100,6 +100,11 @@ def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPa
     for rank, one in enumerate(tensors):
         for _, part in one.parts:
             holders.setdefault(_piece(part), []).append(rank)
+    for (name, *_), of in holders.items():
+        if len(set(of)) < len(of):
+            raise UnsupportedError(
+                f"two optimizers step `{name}`", hint="Give each optimizer parameters of its own, or record only one."
+            )
     _check_coverage(holders, {part.name: part.shape for one in tensors for _, part in one.parts})
     copies = [
         {

@@ -308,3 +308,8 @@ def test_recorder_refuses_an_optimizer_of_another_model(model: Model, tmp_path: 
 def test_rename_refuses_one_name_for_two_tensors(model: Model, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"gives `.*` and `.*` the same name `w`"):
         Recorder(model, Sgd(trained(model), 0.1), tmp_path / "run.chain", rename=lambda name: "w")
+
+
+def test_recorder_refuses_a_parameter_that_two_optimizers_step(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="two optimizers step `"):
+        Recorder(model, [Sgd(trained(model), 0.1), Sgd(trained(model), 0.1)], tmp_path / "run.chain")
