@@ -45,6 +45,7 @@ from ckpt_recorder.run import (
     WatchedState,
     WatchedTensor,
     WatchedTensors,
+    as_saved,
     count_of,
     is_swapped,
     local_shard,
@@ -783,7 +784,7 @@ class Recorder:
                 else:
                     live.append(one.number)
             else:
-                others.setdefault(one.role, {})[one.name] = tensors[one]
+                others.setdefault(one.role, {})[one.name] = as_saved(self._run, one.name, tensors[one])
         replaced = [one for one in gone if isinstance(one, WatchedState) and self._recording.is_replayed(one.number)]
         self._is_known &= not replaced
         live += (one.number for one in gone if isinstance(one, WatchedState))

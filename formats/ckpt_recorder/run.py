@@ -78,7 +78,7 @@ class TrackedRun:
     """Yields the parameters that no optimizer steps, by their names in the model, if the engine has to gather them.
     Every rank must then go through all of them."""
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtypes in checkpoints of the buffers that training has in another one, by their names in the model."""
+    """The dtypes in checkpoints of the buffers that training has in another one, by their names in the log."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
@@ -161,6 +161,7 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
         group_names=tuple(tuple(tuple(map(rename, group)) for group in groups) for groups in run.group_names),
         aliases={rename(alias): rename(name) for alias, name in run.aliases.items()},
         rename=lambda name: rename(run.rename(name)),
+        buffer_dtypes={rename(name): dtype for name, dtype in run.buffer_dtypes.items()},
     )
 
 
@@ -209,10 +210,12 @@ def plain_run(
 
 def _reshard(model: nn.Module) -> None:
     """Let modules of FSDP2 have their shards: after an evaluation, the outermost one still has full parameters."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "reshard") and hasattr(module, "unshard"):
-            module.reshard()
+    for module in _modules_of_fsdp2(model):
+        module.reshard()
+
+
+def _modules_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard"))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
@@ -277,8 +280,13 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in run.model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
-                full = clean_name(f"{prefix}.{name}" if prefix else name)
-                yield run.rename(full), tensor.to(run.buffer_dtypes.get(full, tensor.dtype))
+                logged = run.rename(clean_name(f"{prefix}.{name}" if prefix else name))
+                yield logged, as_saved(run, logged, tensor)
+
+
+def as_saved(run: TrackedRun, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A buffer, by its name in the log, in the dtype that it has in checkpoints."""
+    return tensor.to(run.buffer_dtypes.get(name, tensor.dtype))
 
 
 def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
@@ -316,10 +324,15 @@ class WatchedTensor:
 
 
 def _structure(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """The identities of all modules, with those of their parameters, and the names of their buffers."""
+    """The identities of all modules, with those of their parameters, and the names of their buffers.
+
+    Modules of FSDP2 have other parameters during a forward pass, so only the names of these count.
+    """
+    is_fsdp2 = any(True for _ in _modules_of_fsdp2(model))
     for module in model.modules():
         buffers = (name for name, buffer in module._buffers.items() if buffer is not None)
-        yield id(module), *map(id, module._parameters.values()), *map(hash, buffers)
+        parameters = map(hash, module._parameters) if is_fsdp2 else map(id, module._parameters.values())
+        yield id(module), *parameters, *map(hash, buffers)
 
 
 def is_swapped(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
-from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states

@@ -37,8 +37,6 @@ class MegatronRun:
             for chunk in self.model:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            for group in self.optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (self.step + 1) / 10)
             data = [self._batch(number) for number in range(MICRO_BATCHES)]
             of_step = run(
                 forward_step_func=_forward,
@@ -52,6 +50,8 @@ class MegatronRun:
             self.optimizer.step()
             losses.append(sum(float(one["loss"]) for one in of_step))
             self.step += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = RATE * min(1.0, (self.step + 1) / 10)
         return losses
 
     def _batch(self, number: int) -> Tensor:
