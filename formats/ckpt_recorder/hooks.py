@@ -24,7 +24,7 @@ class RecorderHook:
         return RecorderHook, ()
 
 
-# Compiled steps and forward passes must not trace what the recorder does in between.
+# Compiled steps and forward passes must not trace what the recorder does.
 RecorderHook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
 from ckpt_formats.core.errors import CkptError, UnsupportedError
-from ckpt_formats.core.values import Value
+from ckpt_formats.core.values import Global, Value
 from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
 
@@ -92,6 +92,8 @@ def _plain(value: Any) -> Any:
         return value.detach().cpu().numpy().copy() if value.numel() == 1 else _NOT_PLAIN
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, torch.dtype):
+        return Global("torch", str(value).removeprefix("torch."))
     if isinstance(value, (tuple, list)):
         items = tuple(map(_plain, value))
         return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items

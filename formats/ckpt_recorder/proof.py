@@ -96,7 +96,8 @@ def states_before(run: TrackedRun, number: int) -> dict[str, Array]:
     one = run.tensors[number]
     states = {WEIGHTS: one.tensor}
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
-        if isinstance(value, torch.Tensor) and name != "step" and value.shape == one.tensor.shape:
+        is_same = isinstance(value, torch.Tensor) and value.shape == one.tensor.shape and value.dtype == torch.float32
+        if is_same and name != "step":
             states[str(name)] = value
     return {name: _copy(value) for name, value in states.items()}
 

@@ -137,10 +137,11 @@ class Recorder:
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
         ranks.await_all(self.options.stall_seconds, _warn)
+        self._check_initialized()
         self._run = self._track_run()
+        self._check_separate()
         self._replace_others()
         self._lossless = codec.lossless
-        self._check_initialized()
         self._calls: list[_CallState] = []
         self._watch = StateWatch[WatchedState | WatchedTensor]()
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
@@ -280,13 +281,24 @@ class Recorder:
         return run if self.options.rename is None else renamed(run, self.options.rename)
 
     def _check_initialized(self) -> None:
-        tensors = (*self._run.model.named_parameters(), *self._run.model.named_buffers())
+        if not isinstance(self._model, nn.Module):
+            return
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         lazy = next((name for name, one in tensors if nn.parameter.is_lazy(one)), None)
         if lazy is not None:
             raise UnsupportedError(
                 f"`{lazy}` has no shape yet, because its module is lazy",
                 hint="Start the recorder after the first forward pass.",
             )
+
+    def _check_separate(self) -> None:
+        first: dict[int, int] = {}
+        for one in self._run.tensors:
+            if first.setdefault(id(one.tensor), one.optimizer) != one.optimizer and one.parts:
+                raise UnsupportedError(
+                    f"two optimizers step `{one.parts[0].name}`: a checkpoint has one state of each parameter",
+                    hint="Give each parameter to one optimizer.",
+                )
 
     def _probe(self) -> list[ProbeResult]:
         return [self._method_of(number) for number in range(len(self._run.optimizers))]
@@ -296,6 +308,8 @@ class Recorder:
         optimizer = self._run.optimizers[number]
         name = class_name(optimizer)
         tensors = [local_shard(one.tensor) for one in self._run.tensors if one.optimizer == number]
+        states = (value for one in optimizer.state.values() if isinstance(one, dict) for value in one.values())
+        tensors += [one for one in states if isinstance(one, torch.Tensor) and one.dim()]
         is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals()
         if is_known and all(one.dtype == torch.float32 for one in tensors):
             with suppress(UnsupportedError):
@@ -554,7 +568,7 @@ class Recorder:
     def _begin_step(self, number: int) -> None:
         """Before the first call of a step: record what changed since the last one, and what is due."""
         optimizer = self._run.optimizers[number]
-        flags = [flags_of(group) for group in self._run.groups_of(number)]
+        flags = [*(flags_of(group) for group in self._run.groups_of(number)), flushes_denormals()]
         has_new_flags = self._calls[number].flags not in (None, flags)
         is_replayed = self._probed[number].method != UPDATE
         must_update = is_replayed and (flushes_denormals() or _has_sparse_gradients(optimizer))

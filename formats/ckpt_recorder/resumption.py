@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class ResumeState:
 def resume(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     random_states: bool = True,
 ) -> ResumeState:
@@ -42,7 +42,7 @@ def resume(
         path: The file.
         model: The model as the run built it. DDP, `torch.compile` and checkpointing of activations may wrap all of it
             or some of its modules; these need not be the same as in the run.
-        optimizer: Its optimizer, with the same groups; None: do not load the optimizer.
+        optimizer: Its optimizer, or the list of them that the recorder had, with the same groups; None: do not load it.
         random_states: Also restore this rank's random number generators, if the run recorded them.
 
     A `Recorder` of this model and optimizer goes on from this step, also if the optimizer counts no steps, as SGD. A
@@ -61,12 +61,38 @@ def resume(
     notes = {name: decode(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
     _load_model(unwrap(model), content["model"], notes, Path(path))
     if optimizer is not None:
-        optimizer.load_state_dict(content["optimizer"])
-        count_from(optimizer, step)
+        _load_optimizers(
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer, content["optimizer"]
+        )
+        for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer[:1]:
+            count_from(one, step)
     states = notes.pop("random_states", {}).get(f"rank-{rank_and_world()[0]:05d}")
     if random_states and states is not None:
         restore_random_states(states)
     return ResumeState(step, notes)
+
+
+def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any]) -> None:
+    """Load each optimizer from its groups, which follow one another."""
+    at = 0
+    for optimizer in optimizers:
+        groups = saved["param_groups"][at : at + len(optimizer.param_groups)]
+        at += len(optimizer.param_groups)
+        names = [name for group in groups for name in group["params"]]
+        state = {name: saved["state"][name] for name in names if name in saved["state"]}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        _restore_dtypes(optimizer, names, state)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, names: Sequence[Any], saved: Mapping[Any, Any]) -> None:
+    """Give states the dtypes that they were saved with. torch converts them to those of the weights."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for name, parameter in zip(names, parameters, strict=False):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in saved.get(name, {}).items():
+            current = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
+                loaded[key] = value.clone().to(current.device)
 
 
 def _load_model(model: nn.Module, saved: Mapping[str, Any], notes: dict[str, Any], path: Path) -> None:

@@ -277,7 +277,7 @@ def count_of(run: TrackedRun, number: int) -> int:
 
 def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """The persistent buffers of the model that are not sharded, by name."""
-    for prefix, module in run.model.named_modules():
+    for prefix, module in run.model.named_modules(remove_duplicate=False):
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
                 logged = run.rename(clean_name(f"{prefix}.{name}" if prefix else name))
@@ -354,7 +354,7 @@ class WatchedTensors:
         ]
         self._buffers = [
             (WatchedTensor("buffer", run.rename(clean_name(f"{prefix}.{name}" if prefix else name))), module, name)
-            for prefix, module in run.model.named_modules()
+            for prefix, module in run.model.named_modules(remove_duplicate=False)
             for name in module._buffers
         ]
         self.with_extra_states = [
