@@ -7,7 +7,10 @@ This module reads private fields of these optimizers. It was checked with DeepSp
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -59,8 +62,22 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         after_step=(engine, "step"),
         counted=lambda: int(engine.global_steps),
     )
+    if type(inner).__name__ == "MuonWithAuxAdam" and hasattr(optimizer, "single_partition_of_fp32_groups"):
+        run = replace(run, arrange=partial(_momentum_of_partition, run))
     experts = _experts(engine.module)
     return renamed(run, lambda name: _numbered(name, experts)) if experts else run
+
+
+def _momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:
+    """The momentum of Muon with the elements of a partition. DeepSpeed has that of all its parameters in full."""
+    one = run.tensors[number]
+    if name != "momentum_buffer" or state.numel() != sum(prod(part.shape) for part in one.parts):
+        return state
+    momentum, at = state.new_zeros(one.tensor.numel()), 0
+    for part in one.parts:
+        momentum[part.offset : part.offset + part.size] = state[at + part.start : at + part.stop]
+        at += prod(part.shape)
+    return momentum
 
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")

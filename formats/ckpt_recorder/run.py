@@ -77,6 +77,8 @@ class TrackedRun:
     frozen: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None
     """Yields the parameters that no optimizer steps, by their names in the model, if the engine has to gather them.
     Every rank must then go through all of them."""
+    arrange: Callable[[int, str, torch.Tensor], torch.Tensor] = lambda number, name, state: state
+    """Returns a state, by the number of its tensor and its name, with the elements in the order of the tensor's."""
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtypes in checkpoints of the buffers that training has in another one, by their names in the log."""
 

@@ -59,6 +59,8 @@ def live_values(run: TrackedRun, number: int, parts: Sequence[LocalPart]) -> Liv
             values[part.name] = {}
     for key, state in states.items():
         name = str(key)
+        if isinstance(state, torch.Tensor):
+            state = run.arrange(number, name, state)
         if isinstance(state, torch.Tensor) and local_shard(state).shape == weights.shape:
             tensors += (_of_part(part, name, local_shard(state).detach()) for part in parts)
             continue
