@@ -84,8 +84,15 @@ class RankPart:
         return [row for row in self.parts if self.vectors[row[0]].optimizer not in self.updated]
 
     def own_parts(self, number: int) -> list[LocalPart]:
-        """The parts of a tensor that this rank records."""
-        return [part for vector, part, _ in self.parts if vector == number]
+        """The parts of a tensor that this rank records, each as a whole, also if its steps are replayed in pieces."""
+        merged: list[LocalPart] = []
+        for part in sorted((part for vector, part, _ in self.parts if vector == number), key=lambda one: one.offset):
+            last = merged[-1] if merged else None
+            if last is not None and (last.name, last.box, last.stop) == (part.name, part.box, part.start):
+                merged[-1] = replace(last, stop=part.stop)
+            else:
+                merged.append(part)
+        return merged
 
 
 def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPart]:

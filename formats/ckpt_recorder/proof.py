@@ -16,7 +16,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import step_of
 from ckpt_recorder.probe import ProbeResult
-from ckpt_recorder.run import TrackedRun, count_of, local_shard
+from ckpt_recorder.run import TrackedRun, count_of, last_in_memory, local_shard
 
 MAX_NBYTES = 256 << 20
 """The maximum size of the states that are copied for a proof; of larger models, each proof takes other tensors."""
@@ -68,7 +68,12 @@ class StepProof:
         if before.gradient is not None:
             size = before.gradient.size
             states = {name: before.states.get(name, np.zeros(size, np.float32)) for name in step.states}
-            step.apply(states, before.gradient, count, self.method.vectorized(size, 0, size))
+            weights = local_shard(tracked.tensor)
+            order = slice(None) if weights.is_contiguous() else np.array(last_in_memory(weights, size), np.int64)
+            in_memory = {name: values[order] for name, values in states.items()}
+            step.apply(in_memory, before.gradient[order], count, self.method.vectorized(size, 0, size))
+            for name, values in in_memory.items():
+                states[name][order] = values
         else:
             states = before.states
         after = states_before(self.run, before.number)
