@@ -171,8 +171,11 @@ def clipped_in_a_forward_hook(run: Run) -> None:
 
     def clip(*_: Any) -> None:
         model[0].weight.data.clamp_(-0.1, 0.1)
+        if run.recorder is not None:
+            run.also()
 
     model.register_forward_pre_hook(clip)
+    run.resumes = False
     plain(run, model)
 
 
@@ -187,6 +190,7 @@ def clipped_in_zero_grad(run: Run) -> None:
         model[0].weight.data.clamp_(-0.1, 0.1)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad()
     with run.record(model, optimizer):
         for step in range(STEPS):
             train(model, optimizer, step)

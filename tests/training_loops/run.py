@@ -50,6 +50,8 @@ class Run:
 
     chain: Path
     truths: dict[int, Truth] = field(default_factory=dict)
+    others: dict[int, Truth] = field(default_factory=dict)
+    """Of some steps, what the run had a little later: then the restored step may be either."""
     model: Any = None
     optimizers: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -105,6 +107,10 @@ class Run:
         notes, self._notes = self._notes, {}
         step = self.recorder.step
         self.truths[step] = truth_of(self.model, self.optimizers, noted or random_leaves(), notes)
+
+    def also(self) -> None:
+        """The next iteration has changed something before its step: the state of the step before may have that."""
+        self.others[self.recorder.step] = truth_of(self.model, self.optimizers, random_leaves(), {})
 
     def save(self) -> None:
         """Save the truths and warnings, for a process that continues after this one was killed."""
