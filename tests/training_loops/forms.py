@@ -293,6 +293,7 @@ def group_added_in_mid_run(run: Run) -> None:
             if step == 4:
                 model[0].requires_grad_(True)
                 optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+                run.also()
             train(model, optimizer, step)
             run.after()
 
