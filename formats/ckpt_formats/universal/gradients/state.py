@@ -223,7 +223,7 @@ def _values(before: Parameter | None, count: int, counts_steps: bool) -> dict[st
     values = {} if before is None else dict(before.values)
     if _COUNT in values:
         values[_COUNT] = type(values[_COUNT])(count)
-    elif counts_steps and count:
+    elif counts_steps:
         values[_COUNT] = float(count)
     return values
 
