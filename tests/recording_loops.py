@@ -46,6 +46,7 @@ from ckpt_formats.core.checkpoint import Checkpoint  # noqa: E402
 from ckpt_formats.core.dtypes import DTYPES  # noqa: E402
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
+from ckpt_formats.core.values import TensorName  # noqa: E402
 from ckpt_formats.universal.chain import file as index  # noqa: E402
 from ckpt_formats.universal.chain import states  # noqa: E402
 from ckpt_recorder import resume  # noqa: E402
@@ -68,6 +69,8 @@ MODULES = (outside, teachers, buffers, forms, gradients, processes, corners, opt
 """Importing them registers their loops."""
 BAD = ("lost", "SILENT", "crashed")
 KINDS = ("exact", "refused", "said", *BAD, "skipped")
+MARKS = ("approximate", "not proved", "differs from the run")
+"""Words of the notices of steps that may have other values than the run."""
 SECONDS = 60
 """After this time a loop counts as crashed."""
 
@@ -140,8 +143,8 @@ def _compare_all(run: Run, restores: int) -> tuple[str, str]:
         except CkptError as error:
             lost.append((step, str(error)))
             continue
-        mark = next((str(one) for one in state.notices if "approximate" in one or "unproved" in one), None)
-        if mark is not None:
+        mark = next((str(one) for one in state.notices if any(word in one for word in MARKS)), None)
+        if differing and mark is not None:
             marked.append((step, mark))
         elif differing:
             return "SILENT", f"step {step} of {steps[-1]}: {differing[0]}" + (
@@ -199,7 +202,10 @@ def differences(state: Checkpoint, truth: Truth, next_truth: Truth | None = None
     if len(state.groups) != len(truth.options):
         yield f"{len(state.groups)} groups, not {len(truth.options)}"
     for number, (group, options) in enumerate(zip(state.groups, truth.options, strict=False)):
-        mine = flat(dict(group.options))
+        mine = {
+            key: read(state.parameters[value.name].weight) if isinstance(value, TensorName) else value
+            for key, value in flat(dict(group.options)).items()
+        }
         later = next_truth.options[number] if next_truth and number < len(next_truth.options) else options
         for key, value in options.items():
             if not (_same(mine.get(key), value) or _same(mine.get(key), later.get(key))):
@@ -238,12 +244,21 @@ def _resume(run: Run, step: int) -> tuple[str, str]:
                 continue
             if isinstance(b, str) and str(a).startswith("<generator object Optimizer.load_state_dict"):
                 continue  # torch itself cannot load a text as a state
+            if label == "" and "|" in key and _is_cast(a, b):
+                continue
             if label.startswith("group") and key not in wanted:
                 continue  # `load_state_dict` adds default options
             if label == "" and key not in wanted and key.partition("|")[0] not in begun and not _any(a):
                 continue  # it is what an optimizer begins with
             return "SILENT", f"resume() at step {step}: {label}`{key}` {_figures(a, b)}"
     return "exact", ""
+
+
+def _is_cast(actual: Any, wanted: Any) -> bool:
+    """Has torch's `load_state_dict` given a state the dtype of its parameter?"""
+    if not (isinstance(actual, torch.Tensor) and isinstance(wanted, torch.Tensor)) or actual.dtype == wanted.dtype:
+        return False
+    return actual.is_floating_point() and _same(actual, wanted.to(actual.dtype))
 
 
 def _clean(name: str) -> str:

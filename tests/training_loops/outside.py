@@ -22,6 +22,7 @@ def changed(change: Change, make: Callable[[], nn.Module] = mlp, **options: Any)
     def body(run: Run) -> None:
         model = make()
         optimizer = adamw(model, **options)
+        run.checks_random = False  # some changes draw numbers
         with run.record(model, optimizer):
             for step in range(STEPS):
                 train(model, optimizer, step)
@@ -375,6 +376,7 @@ def relora_merges_and_starts_again(run: Run) -> None:
     base = nn.Linear(7, 3).requires_grad_(False)
     model = nn.ModuleDict({"base": base, "down": nn.Linear(7, 2, bias=False), "up": nn.Linear(2, 3, bias=False)})
     optimizer = adamw(model)
+    run.checks_random = False  # new weights draw numbers
     with run.record(model, optimizer):
         for step in range(STEPS):
             optimizer.zero_grad()
