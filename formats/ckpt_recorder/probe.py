@@ -87,13 +87,23 @@ def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
 _NOT_PLAIN = object()
 
 
+def _array(value: torch.Tensor) -> Any:
+    try:
+        return value.detach().cpu().numpy().copy()
+    except (TypeError, RuntimeError):
+        return _NOT_PLAIN
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy().copy() if value.numel() == 1 else _NOT_PLAIN
+        return value.detach().float().cpu().numpy().copy() if value.dtype == torch.bfloat16 else _array(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.dtype):
         return Global("torch", str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        named = {key: _plain(one) for key, one in value.items() if isinstance(key, str)}
+        return _NOT_PLAIN if any(one is _NOT_PLAIN for one in named.values()) else named
     if isinstance(value, (tuple, list)):
         items = tuple(map(_plain, value))
         return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 import uuid
 import warnings
@@ -29,7 +28,7 @@ from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.denormals import flushes_denormals
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
-from ckpt_recorder.hooks import RecorderHook, callable_modules, is_running
+from ckpt_recorder.hooks import RecorderHook, callable_modules, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.options import RecorderOptions
@@ -508,7 +507,7 @@ class Recorder:
             if is_running(self._calls[number].frame):
                 return None  # the `step` of a subclass calls that of its base
             self._cancel_call(number)
-        self._calls[number].frame = sys._getframe(2)
+        self._calls[number].frame = step_frame()
         closure = named.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
         if closure is None or self._probed[number].method == UPDATE:
             self._record_call(optimizer)
@@ -718,7 +717,7 @@ class Recorder:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
         number = self._number_of(optimizer)
         frame = self._calls[number].frame
-        if frame is not None and frame is not sys._getframe(2):
+        if frame is not None and frame is not step_frame():
             return  # the `step` of a subclass goes on after that of its base
         self._calls[number].frame = None
         if self._calls[number].is_skipped:
