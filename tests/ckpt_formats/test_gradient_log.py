@@ -403,9 +403,7 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
         assert ckpt("append", run, tmp_path / f"{name}.pt").code == 0
         base = index.load(run / index.NAME).members[0]
         log = small.copy()
-        log.layout = SegmentLayout(
-            *[*[getattr(log.layout, key) for key in list(SegmentLayout.__dataclass_fields__)[:-1]], base.content]
-        )
+        log.layout = replace(log.layout, parent=base.content)
         segment = log.write(tmp_path / f"{name}.log")
         line = (index.LoggedSteps(segment.name, "run", 0, None, base.content, base.time),)
         shutil.copytree(segment, run / segment.name)

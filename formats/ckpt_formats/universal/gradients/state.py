@@ -155,8 +155,6 @@ def _stepped_parameter(
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
     master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
     names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
-    if not count and not _begins_at_once(replay, optimizer) and not states.keys() & (names.keys() - {master}):
-        names = {master: WEIGHTS}  # the optimizer has no states of a tensor before its first step
     counted = {name: _count_tensor(state, count) for name, state in states.items() if _is_count(name, state)}
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
@@ -170,11 +168,6 @@ def _stepped_parameter(
     counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
     values = _values(before, count, counts_steps)
     return Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
-
-
-def _begins_at_once(replay: SegmentReplay, optimizer: int) -> bool:
-    """Has the optimizer states before the first step?"""
-    return replay.segment.layout.optimizers[optimizer].type.rpartition(".")[2] == "Adagrad"
 
 
 def _check_base(
