@@ -226,6 +226,8 @@ _SEGMENT = {
     "codec?": ("text", "the codec of its gradients"),
     "optimizers?": (["any"], "type, method, exactness and figures of each optimizer"),
     "exact?": ("bool", "whether replayed states are exact"),
+    "proved?": ("int?", "the last step up to which a replay beside the run had its states; null without proofs"),
+    "difference?": ("text?", "how that replay differed from the run"),
     "elements?": ("int", "elements that each step changes"),
     "stored_nbytes?": ("int", "bytes"),
     "nbytes_per_parameter?": ("number", "bytes of a step for each parameter"),
