@@ -159,6 +159,13 @@ class Recorder:
         self._changed_outside: set[str] = set()
         """The names of the tensors of which the recorder has said that they are changed outside the optimizers."""
         self._probed = self._probe()
+        if self._in_background and self._has_updates:
+            raise UnsupportedError(
+                "the states of this run are recorded after each step, because its steps cannot be replayed: bases in the "
+                "background need a replay",
+                where="base",
+                hint="Give the number of steps between bases: base=1000.",
+            )
         if base == "rolling" and self.exactness == "approximate":
             raise UnsupportedError(
                 "a replay of this run is approximate: it cannot bring the pieces of a base to one step",
@@ -316,6 +323,11 @@ class Recorder:
                 if result.exactness != "approximate":
                     return result
         return ProbeResult(name, UPDATE, "exact")
+
+    @property
+    def _has_updates(self) -> bool:
+        """Are the steps of an optimizer recorded as updates?"""
+        return any(one.method == UPDATE for one in self._probed)
 
     def _first_step(self) -> int:
         if self._run.step is not None:
@@ -848,6 +860,11 @@ class Recorder:
     @torch.no_grad()
     def _continue_bases(self) -> None:
         """Begin a base if one is due, and copy the pieces of this step. All ranks do so at the same steps."""
+        if self._has_updates:
+            self._in_background = False
+            self._drop_bases()
+            _LOG.warning("step %d: no more bases in the background: the steps of the run cannot be replayed", self.step)
+            return
         if self._bases is None:
             self._bases = self._start_bases()
         bases = self._bases
