@@ -1,9 +1,9 @@
-"""Which optimizers are recorded in which way, at how many bytes for each parameter and step; and whether they are exact.
+"""The way in which optimizers are recorded, the bytes for each parameter and step, and the states that differ.
 
     python benchmarks/recording_optimizers.py [--steps 24] [--width 128] [-k TEXT]
 
-Each optimizer trains a small language model of bytes, in float32 or with weights in bfloat16. The bytes are those of the
-steps after the first eight; every fourth step is restored and compared with the run, bit for bit.
+Each optimizer trains a small language model of bytes, in float32 or with weights in bfloat16. The bytes are those of
+the steps after the first eight; every fourth step is restored and compared with the run, bit for bit.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,24 @@ from ckpt_recorder import Recorder  # noqa: E402
 from training_loops import own_optimizers as own  # noqa: E402
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-O = torch.optim
 FLOAT32: dict[str, Make] = {
-    "AdamW fused": lambda p: O.AdamW(p, 3e-4, fused=True),
-    "AdamW foreach": lambda p: O.AdamW(p, 3e-4, foreach=True),
-    "AdamW amsgrad fused": lambda p: O.AdamW(p, 3e-4, amsgrad=True, fused=True),
-    "Adam": lambda p: O.Adam(p, 3e-4),
-    "SGD momentum": lambda p: O.SGD(p, 0.01, momentum=0.9),
-    "Adagrad": lambda p: O.Adagrad(p, 0.01),
-    "Adadelta": lambda p: O.Adadelta(p),
-    "Adamax": lambda p: O.Adamax(p),
-    "ASGD": lambda p: O.ASGD(p, 0.01),
-    "NAdam": lambda p: O.NAdam(p, 3e-4),
-    "RAdam": lambda p: O.RAdam(p, 3e-4),
-    "RMSprop": lambda p: O.RMSprop(p, 3e-4),
-    "Rprop": lambda p: O.Rprop(p, 1e-4),
-    "Adafactor": lambda p: O.Adafactor(p, 1e-2),
-    "Muon (matrices)": lambda p: O.Muon([one for one in p if one.dim() == 2], 1e-3),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 3e-4, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, 3e-4, foreach=True),
+    "AdamW amsgrad fused": lambda p: torch.optim.AdamW(p, 3e-4, amsgrad=True, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, 3e-4),
+    "SGD momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, 3e-4),
+    "RAdam": lambda p: torch.optim.RAdam(p, 3e-4),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 3e-4),
+    "Rprop": lambda p: torch.optim.Rprop(p, 1e-4),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "Muon (matrices)": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], 1e-3),
     **{
-        f"own {kind.__name__}": (lambda kind: lambda p: kind(p, 1e-3))(kind)
+        f"own {kind.__name__}": partial(kind, lr=1e-3)
         for kind in (
             *(own.Lion, own.Adam8bit, own.HalfMoments, own.Shampoo, own.Soap, own.Prodigy, own.ScheduleFree, own.Came),
             *(own.GaLore, own.Sophia, own.Lars, own.Lamb, own.Adan, own.AdamP, own.Ademamix),
@@ -59,9 +59,9 @@ FLOAT32: dict[str, Make] = {
     },
 }
 BFLOAT16: dict[str, Make] = {
-    "AdamW foreach": lambda p: O.AdamW(p, 3e-4),
-    "AdamW fused": lambda p: O.AdamW(p, 3e-4, fused=True),
-    "SGD momentum": lambda p: O.SGD(p, 0.01, momentum=0.9),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, 3e-4),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 3e-4, fused=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
     "Kahan": lambda p: own.Kahan(p, 1e-3),
 }
 

@@ -152,7 +152,7 @@ def random_states(rank: int, step: int) -> dict[str, GeneratorState]:
     """The generators that change in a step, as a recorder gives them to its writer."""
     words = np.arange(16, dtype=np.uint8)
     numpy = {"numpy": GeneratorState({"keys": None, "position": step}, words)} if step % 2 else {}
-    return {"torch": GeneratorState({}, words + np.uint8(rank + step)), **numpy}
+    return {"torch": GeneratorState({}, words + np.uint8((rank + step) % 256)), **numpy}
 
 
 def _zeros(shape: tuple[int, ...]) -> Array:

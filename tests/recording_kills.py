@@ -361,7 +361,8 @@ def _only(log: Any, records: tuple[Any, ...]) -> Any:
 
 
 def _steps(records: tuple[Any, ...]) -> int:
-    return sum(record.kind == 1 for record in records)
+    parts = (record.meta.get("part", [0, 1]) for record in records if record.kind == 1)
+    return sum(number == count - 1 for number, count in parts)
 
 
 def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:

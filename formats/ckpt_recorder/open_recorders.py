@@ -37,12 +37,12 @@ def remove(recorder: OpenRecorder) -> None:
 
 
 def replaced_by(chain: Path, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[OpenRecorder]:
-    """The open recorders of the same chain, and those of the same optimizer that nothing will close."""
+    """The open recorders of the same chain or the same optimizer that nothing will close."""
     own = set(map(id, optimizers))
     path = os.path.realpath(chain)
     for one in list(_OPEN):
-        is_forgotten = not one.is_in_block and own & set(map(id, one.optimizers))
-        if is_forgotten or os.path.realpath(one.chain) == path:
+        is_same = own & set(map(id, one.optimizers)) or os.path.realpath(one.chain) == path
+        if is_same and not one.is_in_block:
             yield one
 
 

@@ -91,30 +91,30 @@ class ProverLink:
 
 def prove(folder: Path, rank: int, report: Callable[[str], None], is_over: Callable[[], bool]) -> None:
     """Replay the log of a rank for as long as it grows. Raises `CkptError` if it cannot be replayed."""
-    held = HeldState(folder, _base_of(folder), rank=rank)
+    replica = HeldState(folder, _base_of(folder), rank=rank)
     pauses = 0
-    while not held.is_loaded:
-        if held.find_start(_STEPS):
-            held.load(1)
+    while not replica.is_loaded:
+        if replica.find_start(_STEPS):
+            replica.load(1)
         elif is_over():
             return
         else:
             time.sleep(_SLEEP_SECONDS[0])
-    verified = held.verified
+    verified = replica.verified
     while True:
-        before = held.step
+        before = replica.step
         try:
-            held.advance(min(held.tail.poll(_STEPS), before + _STEPS), 1)
+            replica.advance(min(replica.tail.poll(_STEPS), before + _STEPS), 1)
         except CorruptError as error:
             report(f"differs {' '.join(error.what.split())}")
             return
-        if held.verified != verified:
-            verified = held.verified
+        if replica.verified != verified:
+            verified = replica.verified
             report(f"proved {verified}")
-        if held.step > before:
+        if replica.step > before:
             pauses = 0
             continue
-        if held.tail.has_ended or is_over():
+        if replica.tail.has_ended or is_over():
             return
         time.sleep(min(_SLEEP_SECONDS[0] * 2**pauses, _SLEEP_SECONDS[1]))
         pauses = min(pauses + 1, 10)

@@ -161,8 +161,7 @@ class Recorder:
         self._probed = self._probe()
         if self._in_background and self._has_updates:
             raise UnsupportedError(
-                "the states of this run are recorded after each step, because its steps cannot be replayed: bases in the "
-                "background need a replay",
+                "the steps of this run cannot be replayed, which bases in the background need",
                 where="base",
                 hint="Give the number of steps between bases: base=1000.",
             )
@@ -209,6 +208,7 @@ class Recorder:
         notes = {name: plain_note(item) for name, item in items.items()}
         self._noted = (self.step, {**(self._noted[1] if self._noted[0] == self.step else {}), **notes})
         self._observe()
+        self._record(lambda recording: recording.record_options(self.step))
         self._record_random_states(self.step)
         self._record(lambda recording: recording.record_notes(self.step, notes))
 
@@ -372,7 +372,7 @@ class Recorder:
             self._end(str(error))
             raise
         self.broken = None
-        self._settle()
+        self._refresh_watch()
 
     def _start(self, share: RankPart, segment: segments.NewSegment) -> CkptError | None:
         """Record the start of the segment. Returns the error if it fails."""
@@ -683,7 +683,7 @@ class Recorder:
         state.proof = state.frame = None
         if is_counted:  # the log has the step already: its states are those that there are
             self._record(lambda recording: recording.record_update(self.step, number))
-            self._settle()
+            self._refresh_watch()
             self._is_known = False
 
     def _record_others(self, step: int) -> None:
@@ -737,7 +737,7 @@ class Recorder:
         else:
             self._finish_call(number)
         if not self._call:
-            self._settle()
+            self._refresh_watch()
         done, every = self.step - self._first, self.options.retry
         if not self._call:
             self._record_random_states(self.step)
@@ -769,12 +769,12 @@ class Recorder:
             self._warn_broken(reason, "; see `rename` if the ranks have parts of one model")
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def _refresh_watch(self) -> None:
         """Take what all tensors are now as what they should be before the next step."""
         if self._recording is not None and self.broken is None:
             is_early = self.step - self._first < _FIRST_PROOFS
             is_proved = any(state.proof_is_due for state in self._calls)
-            self._watch.settle(self._watched.now(), complete=is_early or is_proved)
+            self._watch.refresh(self._watched.now(), complete=is_early or is_proved)
 
     @torch.no_grad()
     def _observe(self, *, at_step: bool = False) -> bool:
@@ -788,12 +788,12 @@ class Recorder:
         if not self._is_current():
             self._begin_again(self._track_again, replaces=not self._in_iteration)
             return True
-        if not self._in_iteration:
+        if not self._in_iteration and self._noted[0] != self.step:  # what a loop sets after its note is the next step's
             self._record(lambda recording: recording.record_options(self.step))
         self._record_extra_states(self.step + (self._in_iteration or (at_step and not self._has_forward_hook)))
         tensors = self._watched.now()
-        changed, gone = self._watch.changed(tensors), self._watch.gone(tensors)
-        if not changed and not gone:
+        changed, removed = self._watch.changed(tensors), self._watch.removed(tensors)
+        if not changed and not removed:
             return self._is_known
         # Changes after the start of the forward pass belong to the next step.
         place: Literal["before", "after"] = "before" if self._in_iteration else "after"
@@ -810,9 +810,9 @@ class Recorder:
                     live.append(one.number)
             else:
                 others.setdefault(one.role, {})[one.name] = as_saved(self._run, one.name, tensors[one])
-        replaced = [one for one in gone if isinstance(one, WatchedState) and self._recording.is_replayed(one.number)]
+        replaced = [one for one in removed if isinstance(one, WatchedState) and self._recording.is_replayed(one.number)]
         self._is_known &= not replaced
-        live += (one.number for one in gone if isinstance(one, WatchedState))
+        live += (one.number for one in removed if isinstance(one, WatchedState))
         if self._is_known:
             self._is_ahead |= bool(sets) and place == "before"
             for name, numbers in sets.items():
@@ -826,8 +826,8 @@ class Recorder:
             is_late = role == "buffer" and at_step and not self._has_forward_hook
             at = self.step + 1 if is_late else step
             self._record(partial(RankRecording.record_tensors, step=at, role=role, tensors=of_role))
-        self._watch.settle_some({one: tensors[one] for one in changed})
-        self._say_changed([*changed, *gone])
+        self._watch.refresh_some({one: tensors[one] for one in changed})
+        self._say_changed([*changed, *removed])
         return self._is_known
 
     def _record_extra_states(self, step: int) -> None:

@@ -151,7 +151,7 @@ class ValueRecording:
             self._digests[one.row] = digest
             contents.append(content)
         if complete:
-            changes += ([self._numbers[row], GONE] for row in self._gone(tensors))
+            changes += ([self._numbers[row], GONE] for row in self._removed(tensors))
         self._of_state |= {(one.row.name, one.row.state): one.row for one in tensors}
         new = {name: encode(value) for name, value in values.items()}
         new = {name: value for name, value in new.items() if self._values.get(name) != value}
@@ -174,7 +174,7 @@ class ValueRecording:
             announced.append(row.to_json())
         return self._numbers[row]
 
-    def _gone(self, tensors: Sequence[LiveTensor]) -> Iterator[RecordedRow]:
+    def _removed(self, tensors: Sequence[LiveTensor]) -> Iterator[RecordedRow]:
         """The rows of the parameters of these tensors that do not exist any more, or not with this shape."""
         names = {one.row.name for one in tensors}
         rows = {one.row for one in tensors}

@@ -21,39 +21,39 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class StateWatch(Generic[Key]):
-    """Finds the tensors that changed since `settle`.
+    """Finds the tensors that changed since `refresh`.
 
     It compares addresses and version counters of all tensors, and hashes, because a change through `tensor.data` or
     NumPy counts as no version. Of large models, other pieces are hashed after each step. A tensor that changed without
     a version, or whose counter rose although its values stayed, is hashed from then on.
 
     Attributes:
-        is_complete: Were all values hashed at the last `settle`, so that no change escapes?
+        is_complete: Were all values hashed at the last `refresh`, so that no change escapes?
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_complete = True
         self._clock = clock
-        self._settled_at: float | None = None
+        self._refreshed_at: float | None = None
         self._step_seconds = 0.0
         self._places: dict[Key, tuple[int, int]] = {}
         self._hashes: dict[tuple[Key, int], int] = {}
         self._suspects: dict[Key, None] = {}
         self._turn = 0
 
-    def settle(self, tensors: Mapping[Key, torch.Tensor], *, complete: bool = False) -> None:
+    def refresh(self, tensors: Mapping[Key, torch.Tensor], *, complete: bool = False) -> None:
         """Take the values that all tensors have now as those that they should have at the next look.
 
         `complete`: hash all of them, whatever that costs.
         """
         now = self._clock()
-        if self._settled_at is not None:
-            self._step_seconds = now - self._settled_at
-        self._settled_at = now
+        if self._refreshed_at is not None:
+            self._step_seconds = now - self._refreshed_at
+        self._refreshed_at = now
         self._places = {key: _place_of(tensor) for key, tensor in tensors.items()}
         self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in self._window(tensors, complete)}
 
-    def settle_some(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+    def refresh_some(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         """The same for some of the tensors."""
         for key, tensor in tensors.items():
             self._places[key] = _place_of(tensor)
@@ -70,7 +70,7 @@ class StateWatch(Generic[Key]):
         self._suspects |= dict.fromkeys(unknown | (differing - risen))
         return [key for key in tensors if key in differing or key in unknown]
 
-    def gone(self, tensors: Mapping[Key, torch.Tensor]) -> list[Key]:
+    def removed(self, tensors: Mapping[Key, torch.Tensor]) -> list[Key]:
         """The keys of tensors that do not exist any more."""
         return [key for key in self._places if key not in tensors]
 

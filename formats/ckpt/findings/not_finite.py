@@ -68,7 +68,7 @@ def pattern_of(dtype: DType) -> Pattern:
 def count_not_finite(values: Array) -> tuple[int, int]:
     """How many values are NaN, and how many infinite. Of a complex number, both parts count.
 
-    values: of any shape, C-contiguous, of a type of which `can_have` is true.
+    values: any shape, C-contiguous, of a dtype of which `can_have` is true.
     """
     pattern = pattern_of(values.dtype)
     words = values.reshape(-1).view(pattern.words)

@@ -130,7 +130,7 @@ class SegmentReplay:
         `states`: those of `step`, which has its own fingerprint. Raises `CorruptError`; then `states` are not valid.
         """
         sets = self.segment.sets[rank]
-        self._settle(rank, index, step, states, ranges, reader)
+        self._complete_step(rank, index, step, states, ranges, reader)
         gradients = np.empty(len(next(iter(states.values()))), np.float32)
         counts = _ChunkCounts(self.counts(rank, step), self.segment.layout.ranks[rank].vectors, ranges)
         for number in range(step + 1, self.step + 1):
@@ -141,9 +141,9 @@ class SegmentReplay:
             for update in updates:
                 if self._decode(update.record, rank, index, gradients, reader):
                     self._apply(update, rank, counts, ranges, states, gradients)
-            self._settle(rank, index, number, states, ranges, reader)
+            self._complete_step(rank, index, number, states, ranges, reader)
 
-    def _settle(
+    def _complete_step(
         self, rank: int, index: int, step: int, states: States, ranges: list[ChunkRange], reader: Reader
     ) -> None:
         """Complete a chunk of a step: apply what the run set after it, and compare it with the step's fingerprint."""
