@@ -688,7 +688,9 @@ class Recorder:
 
     def _record_others(self, step: int) -> None:
         """Record the tensors that no optimizer steps and that changed during a step: by a closure, for example."""
-        tensors = self._watched.now()
+        # The optimizer has just changed the others, as it should.
+        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
+        tensors |= {one: tensor for one, tensor in self._watched.now().items() if not isinstance(one, WatchedState)}
         for one in self._watch.changed(tensors):
             if isinstance(one, WatchedTensor):
                 changed = {one.name: tensors[one]}
