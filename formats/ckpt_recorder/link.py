@@ -69,7 +69,9 @@ class WriterLink:
         """Seconds for which the trainer has waited for free slots."""
         self._reason: str | None = None
         try:
-            self._process = _start(module or WRITER, ring.file, status)
+            self._process = start_process(
+                module or WRITER, ring.file, status, files=(ring.file, status), stdin=subprocess.PIPE
+            )
         except OSError as error:
             os.close(self._status)
             raise WriterBroken(f"{self._name} cannot be started: {error.strerror}") from None
@@ -282,13 +284,17 @@ def _end_unused(trainer: int, process: "subprocess.Popen[bytes]", status: int) -
     os.close(status)
 
 
-def _start(module: str, ring_file: int, status: int) -> "subprocess.Popen[bytes]":
+def start_process(module: str, *arguments: object, files: Sequence[int], stdin: int) -> "subprocess.Popen[bytes]":
+    """Start a module as a process beside the trainer, which gets the trainer's id as its last argument.
+
+    `files`: the descriptors that it shares with the trainer. Raises `OSError`.
+    """
     path = os.pathsep.join(part for part in sys.path if part)
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(ring_file), str(status), str(os.getpid())],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-m", module, *map(str, arguments), str(os.getpid())],
+        stdin=stdin,
         bufsize=0,
-        pass_fds=(ring_file, status),
+        pass_fds=files,
         start_new_session=True,  # so Ctrl-C and signals to the trainer's process group do not reach it
         env={**os.environ, "PYTHONPATH": path},
     )

@@ -18,7 +18,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.values import Global, Value
-from ckpt_formats.universal.gradients.layout import Exactness, LoggedOptimizer
+from ckpt_formats.universal.gradients.layout import UPDATE, Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
@@ -54,6 +54,11 @@ class ProbeResult:
     def vectorized(self, size: int, start: int, stop: int) -> int:
         """The number of elements of a range of a tensor that are in complete SIMD vectors."""
         return whole_vectors(size, start, stop, is_fused=True, width=self.vector) if self.vector else 0
+
+
+def as_updates(optimizer: torch.optim.Optimizer) -> ProbeResult:
+    """The result for an optimizer whose steps are not replayed: the log has the states after each step."""
+    return ProbeResult(class_name(optimizer), UPDATE, "exact")
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:

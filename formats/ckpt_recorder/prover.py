@@ -21,6 +21,7 @@ from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.layout import load
 from ckpt_formats.universal.gradients.state import Base
+from ckpt_recorder.link import start_process
 
 _STEPS = 16
 """The number of steps that are replayed between two looks at the trainer."""
@@ -45,15 +46,8 @@ class ProverLink:
         self._text = b""
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
-        path = os.pathsep.join(part for part in sys.path if part)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(folder), str(rank), str(status), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(status,),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
-            )
+            self._process = start_process(__name__, folder, rank, status, files=(status,), stdin=subprocess.DEVNULL)
         finally:
             os.close(status)
 

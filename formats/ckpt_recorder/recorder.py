@@ -33,7 +33,7 @@ from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.options import RecorderOptions
 from ckpt_recorder.plain_notes import plain_note
-from ckpt_recorder.probe import ProbeResult, class_name, flags_of, probe
+from ckpt_recorder.probe import ProbeResult, as_updates, class_name, flags_of, probe
 from ckpt_recorder.proof import StepProof, begin_proof
 from ckpt_recorder.prover import ProverLink
 from ckpt_recorder.random_states import RandomStates
@@ -138,7 +138,6 @@ class Recorder:
         ranks.await_all(self.options.stall_seconds, _warn)
         self._check_initialized()
         self._run = self._track_run()
-        self._check_separate()
         self._replace_others()
         self._lossless = codec.lossless
         self._calls: list[_CallState] = []
@@ -297,15 +296,6 @@ class Recorder:
                 hint="Start the recorder after the first forward pass.",
             )
 
-    def _check_separate(self) -> None:
-        first: dict[int, int] = {}
-        for one in self._run.tensors:
-            if first.setdefault(id(one.tensor), one.optimizer) != one.optimizer and one.parts:
-                raise UnsupportedError(
-                    f"two optimizers step `{one.parts[0].name}`: a checkpoint has one state of each parameter",
-                    hint="Give each parameter to one optimizer.",
-                )
-
     def _probe(self) -> list[ProbeResult]:
         return [self._method_of(number) for number in range(len(self._run.optimizers))]
 
@@ -322,7 +312,7 @@ class Recorder:
                 result = probe(optimizer, _device(self._run, number))
                 if result.exactness != "approximate":
                     return result
-        return ProbeResult(name, UPDATE, "exact")
+        return as_updates(optimizer)
 
     @property
     def _has_updates(self) -> bool:
@@ -494,8 +484,7 @@ class Recorder:
         _LOG.warning("step %d: the run steps its parameters with another %s", self.step + 1, class_name(optimizer))
         self._observe()
         others = [one for i, one in enumerate(self._run.optimizers) if i not in replaced]
-        for hook in self._hooks:
-            hook.remove()
+        self._detach()
         self._optimizer = [*others, optimizer]
         self._begin_again(self._track_again)
         self._attach()
@@ -585,7 +574,7 @@ class Recorder:
         must_update = is_replayed and (flushes_denormals() or _has_sparse_gradients(optimizer))
         if not self._observe(at_step=True) or must_update or has_new_flags:
             if must_update:
-                self._probed[number] = ProbeResult(class_name(optimizer), UPDATE, "exact")
+                self._probed[number] = as_updates(optimizer)
             self._renew()
         elif not self._is_ahead:
             self._store_due_base()
@@ -724,7 +713,7 @@ class Recorder:
             "step %d: the steps of %s cannot be replayed (%s); from here on the log has the states after each step",
             *(self.step, method.type, reason),
         )
-        self._probed[number] = ProbeResult(method.type, UPDATE, "exact")
+        self._probed[number] = as_updates(self._run.optimizers[number])
         self._is_known = False  # the new segment begins with the next step
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
@@ -1001,7 +990,7 @@ class Recorder:
         ]
         self._run = self._track_run()
         self._probed = [
-            ProbeResult(new.type, UPDATE, "exact") if any(one is known for known in updated) else new
+            as_updates(one) if any(one is known for known in updated) else new
             for one, new in zip(self._run.optimizers, self._probe(), strict=True)
         ]
 

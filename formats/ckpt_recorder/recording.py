@@ -38,10 +38,6 @@ from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_valu
 from ckpt_recorder.writer import WriterSettings
 
 
-class UnknownTensor(Exception):
-    """The optimizer steps a tensor that it did not have at the start of the segment."""
-
-
 def draft_layout(
     probed: Sequence[ProbeResult], shares: Sequence[RankPart], name: str, first: int, codec: str
 ) -> SegmentLayout:
@@ -318,7 +314,7 @@ class RankRecording:
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             number = self._numbers.get(id(parameter))
             if number is None:
-                raise UnknownTensor
+                raise WriterBroken("the optimizer steps a tensor that it did not have when the segment began")
             if parameter.grad is None:
                 continue
             vectors.append(number)

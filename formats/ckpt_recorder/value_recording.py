@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.dtypes import DTYPES
@@ -16,8 +17,6 @@ from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.universal.gradients.recorded_values import GONE, WHOLE, FlatBlock, RecordedRow
 from ckpt_recorder.link import WriterLink
 from ckpt_recorder.run import LocalPart, TrackedRun, content_of, dtype_name, local_shard
-
-WEIGHTS = "param"
 
 
 @dataclass(frozen=True)
