@@ -365,10 +365,10 @@ def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(
     place: Any, name: str, error: Exception, run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = []
-    started = link._start
+    started = link.start_process
 
-    def start(*arguments: Any) -> Any:
-        process = started(*arguments)
+    def start(*arguments: Any, **named: Any) -> Any:
+        process = started(*arguments, **named)
         pids.append(process)
         return process
 
@@ -376,7 +376,7 @@ def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(
         raise error
 
     with monkeypatch.context() as failing:
-        failing.setattr(link, "_start", start)
+        failing.setattr(link, "start_process", start)
         failing.setattr(place, name, fail)
         with pytest.raises(CkptError, match=r"no luck|Input/output error"):
             recorded(run, chain)
