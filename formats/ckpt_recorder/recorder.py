@@ -547,6 +547,8 @@ class Recorder:
         found_inf = getattr(optimizer, "found_inf", None)
         state.is_skipped = found_inf is not None and bool(found_inf.item())
         if state.is_skipped:
+            self._in_iteration = False  # what the skipped iteration changed belongs to the last step
+            self._observe()
             self._record(lambda recording: recording.record_skipped(self.step, number))
             return
         if self._call == 0:
