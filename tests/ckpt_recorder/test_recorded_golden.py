@@ -1,4 +1,4 @@
-"""The golden log of gradients: every step of it is restored as real torch had it, by each version of this program."""
+"""The golden logs: every step of them is restored as real torch had it, by each version of this program."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,17 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients import recorded_values
 from ckpt_formats.universal.gradients.record import Kind
+from ckpt_formats.universal.gradients.segment import Segment
+from ckpt_formats.universal.gradients.state import checkpoint_at
 from damage import SAMPLES, ckpt
 
 GOLDEN = SAMPLES / "recorded-1"
 RUN = GOLDEN / "run.chain"
 EXPECTED: list[dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text())
+UPDATED = SAMPLES / "recorded-2"
+"""Of layout version 2, with updates, sets and random states."""
 
 
 @pytest.mark.parametrize("step", range(len(EXPECTED)))
@@ -57,10 +62,8 @@ def _count(parameter: Parameter) -> float:
 
 
 def test_the_golden_log_has_one_of_each_kind_of_record() -> None:
-    chain = index.load(RUN / index.NAME)
     kinds = set[Kind]()
-    for one in chain.segments:
-        segment = states.open_steps(RUN, one, check=True)
+    for segment in _segments(RUN):
         assert not segment.torn
         kinds |= {record.kind for log in segment.logs for record in log.records}
         content = (segment.folder / layouts.NAME).read_bytes()
@@ -75,10 +78,60 @@ def _without_head(content: bytes) -> bytes:
     return b"\n".join(line for line in content.splitlines()[1:] if not line.startswith(versions))
 
 
-def test_commands_take_the_golden_log(tmp_path: Path) -> None:
-    done = ckpt("verify", RUN, "--replay")
+def test_every_step_of_the_golden_log_of_version_2_is_that_of_the_run() -> None:
+    first, second = _segments(UPDATED / "run.chain")
+    for wanted in json.loads((UPDATED / "expected.json").read_text()):
+        step = wanted["step"]
+        checkpoint = checkpoint_at(first if step < second.first else second, step, None)
+        tensors = {name: one for name, one in checkpoint.parameters.items() if one.role != "extra"}
+        assert {name: _digest(one) for name, one in tensors.items()} == wanted["tensors"], step
+        assert {name: _calls(one) for name, one in tensors.items()} == wanted["counts"], step
+        assert [group.options["lr"] for group in checkpoint.groups] == wanted["rates"], step
+        assert checkpoint.extras["seen._extra_state"] == {"batches": wanted["batches"]}
+        random: Any = checkpoint.extras["random_states"]
+        drawn = [[random[f"rank-{rank:05d}"][name] for name in ("torch", "python")] for rank in range(2)]
+        hashes = [[_hash(torch), _hash(np.asarray(python["words"], np.uint32))] for torch, python in drawn]
+        assert hashes == wanted["random"], step
+        if step:
+            assert checkpoint.extras["schedule"] == {"last": step, "warm": (1, 2)}
+            assert checkpoint.extras["seen"] == step * 6
+
+
+def _segments(run: Path) -> list[Segment]:
+    return [states.open_steps(run, one, check=True) for one in index.load(run / index.NAME).segments]
+
+
+def _digest(parameter: Parameter) -> str:
+    """As `make_recording_2.digest` computes it."""
+    content = {name: read(one) for name, one in sorted(parameter.states.items()) if name != "step"}
+    return _hash(*(values for name, values in content.items() if name == "param" or values.any()))
+
+
+def _hash(*arrays: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(np.ascontiguousarray(one).tobytes() for one in arrays))
+
+
+def _calls(parameter: Parameter) -> float:
+    return float(parameter.values["calls"]) if "calls" in parameter.values else _count(parameter)
+
+
+def test_the_golden_log_of_version_2_has_one_of_each_kind_of_record() -> None:
+    segments = _segments(UPDATED / "run.chain")
+    records = [record for segment in segments for log in segment.logs for record in log.records]
+    assert {record.kind for record in records} == set(Kind) - {Kind.BUFFERS}  # those of version 1
+    assert {method.method for segment in segments for method in segment.layout.optimizers} == {"adam-fused", "update"}
+    assert {record.meta.get("set") for record in records} == {None, "before", "after"}
+    codings = {coding for record in records for _, coding in record.meta.get("changes", ())}
+    assert codings == {recorded_values.WHOLE, recorded_values.DELTA, recorded_values.GONE}
+    assert {record.meta.get("part", [0, 1])[1] for record in records} == {1, 2}
+
+
+@pytest.mark.parametrize("golden", [GOLDEN, UPDATED])
+def test_commands_take_the_golden_log(golden: Path, tmp_path: Path) -> None:
+    run = golden / "run.chain"
+    done = ckpt("verify", run, "--replay")
     assert done.code == 0, done
-    for command in (["log", RUN], ["inspect", f"{RUN}@5"], ["restore", RUN, tmp_path / "out", "--step", "5"]):
+    for command in (["log", run], ["inspect", f"{run}@5"], ["restore", run, tmp_path / "out", "--step", "5"]):
         done = ckpt(*command)
         assert done.code == 0, done
     assert ckpt("verify", tmp_path / "out").code == 0
