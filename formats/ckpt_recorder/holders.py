@@ -20,6 +20,7 @@ from ckpt_recorder.run import (
     LocalPart,
     TrackedRun,
     count_of,
+    dtype_name,
     frozen_tensors,
     is_local,
     last_in_memory,
@@ -47,6 +48,8 @@ class RankTensors:
     vectors: tuple[OptimizerVector, ...]
     sizes: tuple[int, ...]
     """The number of elements of each of the optimizers' tensors on this rank."""
+    dtypes: tuple[str, ...]
+    """The dtype of each of the optimizers' tensors."""
     parts: tuple[tuple[int, LocalPart], ...]
     """For each part that the rank holds: the number of its vector, and the part."""
     last: Mapping[int, tuple[int, ...]]
@@ -65,6 +68,8 @@ class RankPart:
     """The contribution of one rank to a layout."""
 
     vectors: tuple[OptimizerVector, ...]
+    dtypes: tuple[str, ...]
+    """The dtype of each vector."""
     parts: tuple[tuple[int, LocalPart, int], ...]
     """For each part: the number of its vector, the part, and the number of its elements in complete SIMD vectors."""
     groups: tuple[tuple[tuple[str, ...], ...], ...]
@@ -131,7 +136,10 @@ def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPa
     parts = _split(tensors, holders, probed)
     updated = frozenset(number for number, one in enumerate(probed) if one.method == UPDATE)
     return [
-        RankPart(one.vectors, tuple(own), one.groups, one.aliases, frozen[rank], buffers[rank], copies[rank], updated)
+        RankPart(
+            *(one.vectors, one.dtypes, tuple(own), one.groups, one.aliases),
+            *(frozen[rank], buffers[rank], copies[rank], updated),
+        )
         for rank, (one, own) in enumerate(zip(tensors, parts, strict=True))
     ]
 
@@ -146,6 +154,7 @@ def _rank_tensors(run: TrackedRun) -> RankTensors:
     return RankTensors(
         tuple(OptimizerVector(one.optimizer, one.group, count_of(run, n)) for n, one in enumerate(run.tensors)),
         tuple(local_shard(one.tensor).numel() for one in run.tensors),
+        tuple(dtype_name(one.tensor.dtype) for one in run.tensors),
         tuple((number, part) for number, one in enumerate(run.tensors) for part in one.parts),
         {
             number: last_in_memory(local_shard(one.tensor), _MAX_TAIL)

@@ -4,9 +4,10 @@ Libraries round differently, and the same library rounds differently with other 
 tests each method on the machine of the run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ MATRIX = (13, 5)
 STEPS = 5
 RATE = 1e-3
 """The learning rate of the probed steps: large enough that rounding differences show in the weights."""
+_MIN_NARROW_STATES = 3
+"""The number of 16-bit states, the weights included, whose changes take more bytes than a 16-bit gradient."""
+_MAX_NARROW = 2000
+"""The elements of a probed 16-bit tensor that are in such parts."""
+_NARROW_PART = 31
+"""Elements of a part of a probed 16-bit tensor: fewer than a SIMD vector has, so all are rounded as the rest of one."""
 MAX_RELATIVE = 1e-4
 """The maximum error of an approximate method, relative to the total change of the weights."""
 _RECORDABLE = "Adam, AdamW, SGD, Adagrad, Lion and all element-wise optimizers of torch can be recorded."
@@ -115,8 +122,15 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
-def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult:
-    """The method that replays the optimizer's steps. Raises `UnsupportedError` if there is none."""
+def probe(
+    optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Collection[str] = ("float32",)
+) -> ProbeResult:
+    """The method that replays the optimizer's steps of values of these dtypes.
+
+    Raises `UnsupportedError` if there is none, or none that takes fewer bytes than the states after each step.
+    """
+    if any(dtype != "float32" for dtype in dtypes):
+        return _probe_narrow(optimizer, device, dtypes)
     name = class_name(optimizer)
     trial = _trial(optimizer, device)
     closest: ProbeResult | None = None
@@ -138,6 +152,22 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device) -> ProbeResult
     return closest
 
 
+def _probe_narrow(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Collection[str]) -> ProbeResult:
+    """As `probe`, if not all values are float32: only torch's own optimizer rounds as it does."""
+    name, values = class_name(optimizer), 0
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedError(f"{name} with `fused=True` rounds the last elements of a tensor in another way")
+    for dtype in sorted(dtypes):
+        trial = _trial(optimizer, device, dtype)
+        figures = _compare(trial, ProbeResult(name, TORCH, "same library"))
+        if figures is None or figures["differing"]:
+            raise UnsupportedError(f"{name} rounds parts of {dtype} tensors in another way than full ones")
+        if len(trial.states[-1][0]) < _MIN_NARROW_STATES:
+            raise UnsupportedError(f"the gradients of {name} in {dtype} take no fewer bytes than its states")
+        values += figures["values"]
+    return ProbeResult(name, TORCH, "same library", {"values": values})
+
+
 TORCH = "torch"
 """The method that is torch's optimizer itself."""
 _VECTORS = {"adam-fused": (VECTOR,), "sgd": (1, VECTOR), "adam-deepspeed-cpu": (DEEPSPEED_VECTOR, 8, 4, 0)}
@@ -152,10 +182,13 @@ class _Trial:
     gradients: tuple[tuple[Array, ...], ...]
     states: tuple[tuple[dict[str, Array], ...], ...]
     """Before the first step, and after each."""
+    dtype: str
+    """The dtype that the optimizer steps. All arrays have its values as float32."""
 
 
-def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
+def _trial(optimizer: torch.optim.Optimizer, device: torch.device, dtype: str = "float32") -> _Trial:
     """Step a copy of the optimizer on random tensors. Raises `UnsupportedError` if it fails."""
+    stepped: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator("cpu").manual_seed(5)
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
@@ -163,7 +196,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
     if any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"]):
         shapes.append(MATRIX)
     weights = [torch.randn(shape, **cpu) * 0.02 for shape in shapes]
-    parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
+    parameters = [torch.nn.Parameter(weight.to(device, stepped)) for weight in weights]
     arguments = {key: _copy_value(value) for key, value in group.items() if key in known and key != "params"}
     try:
         copy: torch.optim.Optimizer = type(optimizer)(parameters, **arguments)
@@ -172,21 +205,21 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> _Trial:
         for step in range(STEPS):
             scale = 10 ** (torch.rand(max(SIZES), **cpu) * 4 - 6)
             step_gradients = [torch.randn(one.shape, **cpu) for one in weights]
-            step_gradients = [one * scale[: one.numel()].reshape(one.shape) for one in step_gradients]
+            step_gradients = [(one * scale[: one.numel()].reshape(one.shape)).to(stepped) for one in step_gradients]
             for one in copy.param_groups:  # a schedule may start with a rate of 0, which would change nothing
                 _set_rate(one, RATE * (1 + step / 7))
             options.append(group_options(copy, copy.param_groups[0]))
             for parameter, gradient in zip(parameters, step_gradients, strict=True):
                 parameter.grad = gradient.to(device)
             copy.step()
-            gradients.append(tuple(gradient.numpy().reshape(-1) for gradient in step_gradients))
+            gradients.append(tuple(gradient.float().numpy().reshape(-1) for gradient in step_gradients))
             states.append(tuple(_states_of(copy, parameter) for parameter in parameters))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise UnsupportedError(
             f"{class_name(optimizer)} cannot be recorded: a copy of it failed on random tensors: {error}",
             hint=_RECORDABLE,
         ) from None
-    return _Trial(tuple(options), tuple(gradients), tuple(states))
+    return _Trial(tuple(options), tuple(gradients), tuple(states), dtype)
 
 
 def _copy_value(value: Any) -> Any:
@@ -201,11 +234,16 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Array]:
-    states = {"param": parameter.detach().cpu().numpy().reshape(-1).copy()}
+    states = {"param": _as_float32(parameter)}
     for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
-            states[name] = value.detach().cpu().numpy().reshape(-1).copy()
+            states[name] = _as_float32(value)
     return states
+
+
+def _as_float32(tensor: torch.Tensor) -> Array:
+    values: Array = tensor.detach().float().cpu().numpy().reshape(-1).copy()
+    return values
 
 
 def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
@@ -218,14 +256,14 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     values = differing = 0
     largest = error = learned = 0.0
     try:
-        steps: list[OptimizerStep] = [step_of(optimizer, options, Path()) for options in trial.options]
+        steps: list[OptimizerStep] = [step_of(optimizer, options, Path(), trial.dtype) for options in trial.options]
         names = set(steps[0].states)
         if any(set(states) != names for states in trial.states[-1]):
             return None
         for number, (first, last) in enumerate(zip(trial.states[0], trial.states[-1], strict=True)):
             states = {name: first[name].copy() if name in first else np.zeros_like(last[name]) for name in names}
             for count, step in enumerate(steps, 1):
-                _apply_in_parts(step, states, trial.gradients[count - 1][number], count, candidate)
+                _apply_in_parts(step, states, trial.gradients[count - 1][number], count, candidate, trial.dtype)
             for name, expected in last.items():
                 differing += int((states[name].view(np.uint32) != expected.view(np.uint32)).sum())
                 values += expected.size
@@ -238,10 +276,16 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     return {"differing": differing, "values": values, "max_abs": largest, "relative": relative, "steps": STEPS}
 
 
-def _apply_in_parts(step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult) -> None:
-    """Step a tensor in two parts, because a replay splits tensors, too. All arrays: (n,) float32."""
+def _apply_in_parts(
+    step: OptimizerStep, states: States, gradients: Array, count: int, candidate: ProbeResult, dtype: str
+) -> None:
+    """Step a tensor in parts, because a replay splits tensors, too. All arrays: (n,) float32.
+
+    Of few values in 16 bits a difference shows, so many parts are smaller than a SIMD vector.
+    """
     size = gradients.size
-    for low, high in ((0, size // 3), (size // 3, size)):
+    ends = range(_NARROW_PART, min(size, _MAX_NARROW), _NARROW_PART) if dtype != "float32" else (size // 3,)
+    for low, high in pairwise((0, *ends, size)):
         if low < high:
             part = {name: array[low:high] for name, array in states.items()}
             step.apply(part, gradients[low:high], count, candidate.vectorized(size, low, high))

@@ -16,7 +16,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import step_of
 from ckpt_recorder.probe import ProbeResult
-from ckpt_recorder.run import TrackedRun, count_of, last_in_memory, local_shard
+from ckpt_recorder.run import TrackedRun, count_of, dtype_name, last_in_memory, local_shard
 
 MAX_NBYTES = 256 << 20
 """The maximum size of the states that are copied for a proof; of larger models, each proof takes other tensors."""
@@ -62,7 +62,8 @@ class StepProof:
     def _difference(self, before: _Before) -> str | None:
         tracked = self.run.tensors[before.number]
         logged = LoggedOptimizer(self.method.type, self.method.method, "exact", {}, ())
-        step = step_of(logged, self.options[tracked.group], Path())
+        dtype = dtype_name(tracked.tensor.dtype)
+        step = step_of(logged, self.options[tracked.group], Path(), dtype)
         state = self.run.optimizers[tracked.optimizer].state.get(tracked.tensor, {})
         count = before.count + (before.gradient is not None)
         if before.gradient is not None:
@@ -101,8 +102,8 @@ def states_before(run: TrackedRun, number: int) -> dict[str, Array]:
     one = run.tensors[number]
     states = {WEIGHTS: one.tensor}
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
-        is_same = isinstance(value, torch.Tensor) and value.shape == one.tensor.shape and value.dtype == torch.float32
-        if is_same and name != "step":
+        is_tensor = isinstance(value, torch.Tensor) and name != "step"
+        if is_tensor and value.shape == one.tensor.shape and value.dtype == one.tensor.dtype:
             states[str(name)] = value
     return {name: _copy(value) for name, value in states.items()}
 
@@ -137,7 +138,7 @@ def gradient_of(optimizer: Any, parameter: torch.Tensor) -> Array | None:
 
 
 def _copy(tensor: torch.Tensor) -> Array:
-    values: Array = local_shard(tensor).detach().reshape(-1).cpu().numpy().copy()
+    values: Array = local_shard(tensor).detach().reshape(-1).float().cpu().numpy().copy()
     return values
 
 

@@ -46,11 +46,12 @@ from ckpt_recorder.run import (
     WatchedTensors,
     as_saved,
     count_of,
+    has_plain_gradients,
     is_swapped,
-    local_shard,
     persistent_buffers,
     plain_run,
     renamed,
+    stepped_dtypes,
 )
 from ckpt_recorder.watch import StateWatch
 from ckpt_recorder.writer import WriterSettings
@@ -297,19 +298,22 @@ class Recorder:
             )
 
     def _probe(self) -> list[ProbeResult]:
-        return [self._method_of(number) for number in range(len(self._run.optimizers))]
+        numbers = range(len(self._run.optimizers))
+        everywhere = ranks.gather([stepped_dtypes(self._run, number) for number in numbers])
+        return [self._method_of(number, [own[number] for own in everywhere if number < len(own)]) for number in numbers]
 
-    def _method_of(self, number: int) -> ProbeResult:
-        """The method that replays the steps of an optimizer; `UPDATE` if there is none, or none that can be trusted."""
+    def _method_of(self, number: int, dtypes: Sequence[frozenset[str] | None]) -> ProbeResult:
+        """The method that replays the steps of an optimizer; `UPDATE` if there is none, or none that can be trusted.
+
+        `dtypes`: those that it steps on each rank.
+        """
         optimizer = self._run.optimizers[number]
         name = class_name(optimizer)
-        tensors = [local_shard(one.tensor) for one in self._run.tensors if one.optimizer == number]
-        states = (value for one in optimizer.state.values() if isinstance(one, dict) for value in one.values())
-        tensors += [one for one in states if isinstance(one, torch.Tensor) and one.dim()]
         is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals()
-        if is_known and all(one.dtype == torch.float32 for one in tensors):
+        if is_known and None not in dtypes:
+            every = frozenset[str]().union(*(own for own in dtypes if own)) or {"float32"}
             with suppress(UnsupportedError):
-                result = probe(optimizer, _device(self._run, number))
+                result = probe(optimizer, _device(self._run, number), every)
                 if result.exactness != "approximate":
                     return result
         return as_updates(optimizer)
@@ -573,7 +577,7 @@ class Recorder:
         flags = [*(flags_of(group) for group in self._run.groups_of(number)), flushes_denormals()]
         has_new_flags = self._calls[number].flags not in (None, flags)
         is_replayed = self._probed[number].method != UPDATE
-        must_update = is_replayed and (flushes_denormals() or _has_sparse_gradients(optimizer))
+        must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer))
         if not self._observe(at_step=True) or must_update or has_new_flags:
             if must_update:
                 self._probed[number] = as_updates(optimizer)
@@ -797,7 +801,8 @@ class Recorder:
         for one in changed:
             if isinstance(one, WatchedState):
                 if self._recording.is_replayed(one.number):
-                    self._is_known &= one.name != "step"
+                    has_dtype = tensors[one].dtype == self._run.tensors[one.number].tensor.dtype
+                    self._is_known &= has_dtype and one.name != "step"
                     sets.setdefault(one.name, []).append(one.number)
                 else:
                     live.append(one.number)
@@ -1044,11 +1049,6 @@ class _CallState:
     """Was what it is given recorded, and not yet what it did?"""
     is_repeated: bool = False
     is_skipped: bool = False
-
-
-def _has_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

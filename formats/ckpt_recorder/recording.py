@@ -46,8 +46,10 @@ def draft_layout(
     numbers: dict[str, int] = {}
     layouts = []
     for share in shares:
-        for _, part, _ in share.parts:
-            tensors.setdefault(part.name, LoggedTensor(part.name, part.dtype, part.shape))
+        for vector, part, _ in share.parts:
+            is_replayed = share.vectors[vector].optimizer not in share.updated
+            stepped = share.dtypes[vector] if is_replayed else "float32"
+            tensors.setdefault(part.name, LoggedTensor(part.name, part.dtype, part.shape, stepped))
             numbers.setdefault(part.name, len(numbers))
         rows = [
             VectorPart(numbers[part.name], vector, part.start, part.stop, vectorized, part.box)
@@ -342,4 +344,5 @@ class RankRecording:
 
 
 def _array(values: torch.Tensor | None) -> Array | None:
-    return None if values is None else values.contiguous().cpu().numpy()
+    """The values as float32, on the CPU."""
+    return None if values is None else values.float().contiguous().cpu().numpy()

@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.universal.gradients.layout import STEPPED
 
 Names = Mapping[torch.Tensor, str]
 
@@ -265,6 +266,38 @@ def state_names(run: TrackedRun, numbers: Iterable[int] | None = None) -> list[s
             if isinstance(value, torch.Tensor) and name != "step" and value.shape == one.tensor.shape:
                 names[name] = None
     return list(names)
+
+
+def stepped_dtypes(run: TrackedRun, number: int) -> frozenset[str] | None:
+    """The dtypes of the values that an optimizer steps on this rank; None if no steps of some can be replayed.
+
+    They can if the states of each tensor have its dtype, and either are float32 or are the model's own weights.
+    """
+    dtypes = set[str]()
+    for one in run.tensors:
+        if one.optimizer != number:
+            continue
+        dtype = dtype_name(one.tensor.dtype)
+        states = run.optimizers[number].state.get(one.tensor, {}).values()
+        others = (state for state in states if isinstance(state, torch.Tensor) and state.dim())
+        is_own = dtype == "float32" or all(part.dtype == dtype for part in one.parts)
+        if dtype not in STEPPED or not is_own or any(state.dtype != one.tensor.dtype for state in others):
+            return None
+        dtypes.add(dtype)
+    return frozenset(dtypes)
+
+
+def has_plain_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Is each gradient dense and of the dtype of its tensor, and none of 16 bits still scaled?"""
+    is_scaled = getattr(optimizer, "grad_scale", None) is not None
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        is_float32 = parameter.dtype == torch.float32
+        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype or (is_scaled and not is_float32):
+            return False
+    return True
 
 
 def count_of(run: TrackedRun, number: int) -> int:

@@ -30,6 +30,8 @@ class TorchStep:
 
     class_name: str
     options: Mapping[str, Value]
+    dtype: str = "float32"
+    """The dtype of the values that it steps: the arrays have them as float32."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -46,23 +48,27 @@ class TorchStep:
 
     def _apply(self, states: States, gradients: Array, count: int) -> None:
         torch.set_num_threads(1)  # for this thread: several threads step chunks
-        weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]))
+        dtype = getattr(torch, self.dtype)
+        weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]).to(dtype))
         optimizer = _construct(self.class_name, [weight], self.options)
         if count > 1:
-            tensors = {name: torch.from_numpy(states[name]) for name in self.states if name != WEIGHTS}
+            tensors = {name: torch.from_numpy(states[name]).to(dtype) for name in self.states if name != WEIGHTS}
             numbers = _numbers(self.class_name, self.options, count - 1)
             optimizer.state[weight] = {"step": _number(count - 1), **numbers, **tensors}
-        weight.grad = torch.from_numpy(gradients)
+        weight.grad = torch.from_numpy(gradients).to(dtype)
         optimizer.step()
         for name in self.states:
             stepped = weight.detach() if name == WEIGHTS else optimizer.state[weight].get(name)
             if stepped is not None and stepped.data_ptr() != states[name].ctypes.data:
-                states[name][:] = stepped.numpy()
+                states[name][:] = stepped.float().numpy()
 
 
-def step_of(class_name: str, options: Mapping[str, Value]) -> TorchStep:
-    """The step of an optimizer class: the entry point. Raises `CodecError` if it cannot step parts of a tensor."""
-    step = TorchStep(class_name, dict(options))
+def step_of(class_name: str, options: Mapping[str, Value], dtype: str = "float32") -> TorchStep:
+    """The step of an optimizer class: the entry point. Raises `CodecError` if it cannot step parts of a tensor.
+
+    `dtype`: the name of the dtype of the values.
+    """
+    step = TorchStep(class_name, dict(options), dtype)
     with _codec_errors(class_name):
         step.states  # noqa: B018  # constructs it
     return step

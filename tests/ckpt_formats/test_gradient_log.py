@@ -33,6 +33,7 @@ from ckpt_formats.universal.gradients.layout import (
     ALONE,
     CHUNK,
     EXACTNESS,
+    STEPPED,
     LoggedOptimizer,
     LoggedTensor,
     OptimizerVector,
@@ -105,7 +106,10 @@ def some_layouts(draw: st.DrawFn) -> SegmentLayout:
     names = draw(st.lists(TEXT, min_size=1, max_size=5, unique=True))
     tensors = [
         LoggedTensor(
-            name, draw(st.sampled_from(["float32", "bfloat16"])), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+            name,
+            draw(st.sampled_from(["float32", "bfloat16"])),
+            tuple(draw(st.lists(st.integers(0, 5), max_size=3))),
+            draw(st.sampled_from(STEPPED)),
         )
         for name in names
     ]
@@ -691,6 +695,15 @@ def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small:
             if entry.kind is Kind.GRADIENTS:
                 entry.meta["groups"] = [options, options]
     _refused(log.write(tmp_path / "run"), step=3)
+
+
+def test_a_dtype_that_the_method_does_not_step_is_refused(small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    tensors = tuple(replace(one, stepped="bfloat16") for one in log.layout.tensors)
+    log.layout = replace(log.layout, tensors=tensors)
+    _refused(log.write(tmp_path / "narrow"), "the method adam-fused: it steps no bfloat16")
+    log.layout = replace(log.layout, tensors=(replace(tensors[0], stepped="float64"), *tensors[1:]))
+    _refused(log.write(tmp_path / "unknown"), "is stepped in an unknown dtype")
 
 
 def test_a_shape_that_no_array_can_have_is_refused(small: Log, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def _matrices(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 UPDATED: dict[str, tuple[Callable[[nn.Module], nn.Module], Make]] = {
-    "bfloat16": (lambda model: model.bfloat16(), lambda p: AdamW(p, 1e-2)),
+    "bfloat16": (lambda model: model.bfloat16(), lambda p: AdamW(p, 1e-2, fused=True)),
     "float64": (lambda model: model.double(), lambda p: Sgd(p, 0.1, momentum=0.9)),
     "adafactor": (lambda model: model, lambda p: torch.optim.Adafactor(p)),
     "muon": (lambda model: model, lambda p: torch.optim.Muon(_matrices(p))),

@@ -34,6 +34,8 @@ ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
 UPDATE = "update"
 """The method of an optimizer whose steps are not replayed: the log has the states after each step (`Kind.VALUES`)."""
+STEPPED = ("float32", "bfloat16", "float16")
+"""The dtypes whose steps can be replayed. The log has values of each as float32, which loses nothing."""
 Exactness = Literal["exact", "same library", "approximate"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 
@@ -44,8 +46,10 @@ class LoggedTensor:
 
     name: str
     dtype: str
-    """The dtype of the model's copy; the optimizer steps float32 values."""
+    """The dtype of the model's copy."""
     shape: Shape
+    stepped: str = "float32"
+    """The dtype of the weights that the optimizer steps, and of its states: one of `STEPPED`."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def dump(layout: SegmentLayout) -> bytes:
                 }
                 for one in layout.optimizers
             ],
-            "tensors": [[one.name, one.dtype, list(one.shape)] for one in layout.tensors],
+            "tensors": [_tensor_json(one) for one in layout.tensors],
             "ranks": [
                 {
                     "vectors": [[v.optimizer, v.group, v.count] for v in rank.vectors],
@@ -274,6 +278,13 @@ def load(path: Path) -> SegmentLayout:
     return layout
 
 
+def _tensor_json(tensor: LoggedTensor) -> list[Any]:
+    row: list[Any] = [tensor.name, tensor.dtype, list(tensor.shape)]
+    if tensor.stepped != "float32":
+        row.append(tensor.stepped)
+    return row
+
+
 def _part_json(part: VectorPart, tensors: Sequence[LoggedTensor]) -> list[Any]:
     row: list[Any] = [part.tensor, part.vector, part.start, part.stop, part.vectorized]
     if part.box != Box.whole(tensors[part.tensor].shape):
@@ -287,14 +298,16 @@ def _naturals(row: Any, count: int, check: FieldReader, field_name: str) -> list
 
 
 def _tensor(row: Any, check: FieldReader) -> LoggedTensor:
-    check.true(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str), "tensors")
-    name, dtype, shape = row
+    check.true(isinstance(row, list) and len(row) in (3, 4) and isinstance(row[0], str), "tensors")
+    name, dtype, shape = row[:3]
+    stepped = row[3] if len(row) > 3 else "float32"
+    check.true(stepped in STEPPED, f"tensors: {name!r:.80} is stepped in an unknown dtype")
     check.true(isinstance(dtype, str) and dtype in DTYPES, f"tensors: {name!r:.80} has an unknown dtype")
     check.true(isinstance(shape, list), "tensors: a shape")
     shape = tuple(_naturals(shape, len(shape), check, "tensors: a shape"))
     fits = len(shape) <= 64 and prod(max(n, 1) for n in shape) <= MAX_STEPPED_ELEMENTS
     check.true(fits, f"tensors: {name!r:.80} is too large")
-    return LoggedTensor(name, dtype, shape)
+    return LoggedTensor(name, dtype, shape, stepped)
 
 
 def _optimizer(row: Any, check: FieldReader) -> LoggedOptimizer:

@@ -12,7 +12,9 @@ from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 Options = Mapping[str, Value]
 Make = Callable[[Options], OptimizerStep]
 ENTRY_POINTS = "ckpt.optimizers"
-"""The entry points of methods in other packages: functions of the class name of an optimizer and a group's options."""
+"""The entry points of methods in other packages: functions of the class name of an optimizer and a group's options.
+
+For values that are not float32, a third argument is the name of their dtype."""
 
 
 def _beta(value: Value) -> float:
@@ -86,26 +88,31 @@ METHODS: dict[str, Make] = {
 """The methods by their names in `layout.json`. These do not need torch."""
 
 
-def step_of(optimizer: LoggedOptimizer, options: Options, where: Path) -> OptimizerStep:
-    """The step of an optimizer for a group with these options.
+def step_of(optimizer: LoggedOptimizer, options: Options, where: Path, dtype: str = "float32") -> OptimizerStep:
+    """The step of an optimizer for a group with these options. `dtype`: that of the values that it steps.
 
     Raises `UnsupportedError` if the method is not installed, and `CorruptError` if options are missing or not valid.
     """
     try:
         make = METHODS.get(optimizer.method)
-        return make(options) if make is not None else _load_entry_point(optimizer, where)(optimizer.type, options)
+        if make is not None and dtype != "float32":
+            raise ValueError(f"it steps no {dtype}")
+        if make is not None:
+            return make(options)
+        others = () if dtype == "float32" else (dtype,)
+        return _load_entry_point(optimizer, where)(optimizer.type, options, *others)
     except (KeyError, TypeError, ValueError, OverflowError, CodecError) as error:
         raise CorruptError(
             f"the options of a group do not fit the method {optimizer.method}: {error}", where=where
         ) from None
 
 
-def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[[str, Options], OptimizerStep]:
+def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[..., OptimizerStep]:
     from importlib.metadata import entry_points
 
     for entry_point in entry_points(group=ENTRY_POINTS, name=optimizer.method):
         try:
-            load: Callable[[str, Options], OptimizerStep] = entry_point.load()
+            load: Callable[..., OptimizerStep] = entry_point.load()
         except ImportError as error:
             raise _missing(optimizer, where, str(error)) from None
         return load

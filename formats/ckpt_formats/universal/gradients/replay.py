@@ -22,7 +22,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedE
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
-from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, OptimizerVector, VectorPart
+from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, LoggedTensor, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values, with_one_nan
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, is_set
@@ -172,25 +172,26 @@ class SegmentReplay:
     ) -> None:
         """Apply one call of an optimizer. Adjacent ranges with equal group and count are stepped together."""
         vectors = self.segment.layout.ranks[rank].vectors
-        for group, count, vectorized, start, stop in _runs(update, ranges, vectors, counts):
-            step = self.step_of(update, group)
+        tensors = self.segment.layout.tensors
+        for group, dtype, count, vectorized, start, stop in _runs(update, ranges, vectors, tensors, counts):
+            step = self.step_of(update, group, dtype)
             selected = {name: states[name][start:stop] for name in step.states}
             try:
                 step.apply(selected, gradients[start:stop], count, vectorized)
             except (CodecError, ArithmeticError) as error:
                 raise CorruptError(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
-    def step_of(self, update: LoggedUpdate, group: int) -> OptimizerStep:
-        """The step of an update for one of its groups. Raises `UnsupportedError` or `CorruptError`."""
+    def step_of(self, update: LoggedUpdate, group: int, dtype: str = "float32") -> OptimizerStep:
+        """The step of an update for values of one of its groups. Raises `UnsupportedError` or `CorruptError`."""
         # Records with the same options share one list (`record.scan`), which exists as long as the segment.
-        key = (update.optimizer, id(update.record.meta["groups"]), group)
+        key = (update.optimizer, id(update.record.meta["groups"]), group, dtype)
         if key not in self._steps:
             optimizer = self.segment.layout.optimizers[update.optimizer]
-            self._steps[key] = group_step(optimizer, update.groups[group], self.segment.folder)
+            self._steps[key] = group_step(optimizer, update.groups[group], self.segment.folder, dtype)
         return self._steps[key]
 
     @cached_property
-    def _steps(self) -> dict[tuple[int, int, int], OptimizerStep]:
+    def _steps(self) -> dict[tuple[int, int, int, str], OptimizerStep]:
         return {}
 
     def _start(self, rank: int, index: int, ranges: list[ChunkRange], size: int, reader: Reader) -> States:
@@ -204,13 +205,16 @@ class SegmentReplay:
         for one in ranges:
             parameter = self.parameter(one.part.tensor)
             optimizer = self.segment.layout.ranks[rank].vectors[one.part.vector].optimizer
-            for name, blob in _start_blobs(parameter, self.states_of[optimizer]).items():
+            dtype = self.segment.layout.tensors[one.part.tensor].stepped
+            for name, blob in _start_blobs(parameter, self.states_of[optimizer], dtype).items():
                 if blob is None:
                     self._check_fresh(rank, one.part, name, parameter)
                     continue
                 target = states[name][one.offset : one.offset + one.size]
                 low = one.part.start + one.start
-                FlatRangeBlob(blob.crop(one.part.box), low, low + one.size).read_into(target, reader)
+                values = np.empty(one.size, blob.dtype) if blob.dtype != FLOAT32 else target
+                FlatRangeBlob(blob.crop(one.part.box), low, low + one.size).read_into(values, reader)
+                target[:] = values
         return states
 
     def parameter(self, number: int) -> Parameter:
@@ -337,34 +341,38 @@ class _ChunkCounts:
 
 
 def _runs(
-    update: LoggedUpdate, ranges: list[ChunkRange], vectors: tuple[OptimizerVector, ...], counts: _ChunkCounts
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """The ranges of a chunk to step together: group, count, elements in complete SIMD vectors, start, stop."""
-    run: tuple[int, int, int, int, int] | None = None
+    update: LoggedUpdate,
+    ranges: list[ChunkRange],
+    vectors: tuple[OptimizerVector, ...],
+    tensors: tuple[LoggedTensor, ...],
+    counts: _ChunkCounts,
+) -> Iterator[tuple[int, str, int, int, int, int]]:
+    """The ranges of a chunk to step together: group, dtype, count, elements in complete SIMD vectors, start, stop."""
+    run: tuple[int, str, int, int, int, int] | None = None
     for one in ranges:
         number = one.part.vector
         vector = vectors[number]
         in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
         if not in_update:
             continue
-        group, count, stop = vector.group, counts[number], one.offset + one.size
-        if run is not None and run[:2] == (group, count) and run[4] == one.offset and run[2] == run[4] - run[3]:
-            run = (group, count, run[2] + one.vectorized, run[3], stop)
+        key, stop = (vector.group, tensors[one.part.tensor].stepped, counts[number]), one.offset + one.size
+        if run is not None and run[:3] == key and run[5] == one.offset and run[3] == run[5] - run[4]:
+            run = (*key, run[3] + one.vectorized, run[4], stop)
             continue
         if run is not None:
             yield run
-        run = (group, count, one.vectorized, one.offset, stop)
+        run = (*key, one.vectorized, one.offset, stop)
     if run is not None:
         yield run
 
 
-def _start_blobs(parameter: Parameter, states: tuple[str, ...]) -> dict[str, Blob | None]:
-    """The states of a parameter by the names that steps use; None for a missing state."""
+def _start_blobs(parameter: Parameter, states: tuple[str, ...], dtype: str) -> dict[str, Blob | None]:
+    """The states of a parameter, each of `dtype`, by the names that steps use; None for a missing state."""
     blobs: dict[str, Blob | None] = {name: parameter.states.get(name) for name in states}
     blobs[WEIGHTS] = parameter.states.get(MASTER, parameter.states.get(MODEL))
     for name, blob in blobs.items():
-        if blob is not None and blob.dtype != FLOAT32:
-            raise UnsupportedError(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps need float32")
+        if blob is not None and blob.dtype != DTYPES[dtype]:
+            raise UnsupportedError(f"`{parameter.name}`: {name!r} is {blob.dtype.name}; steps need {dtype}")
     return blobs
 
 
@@ -429,7 +437,11 @@ class ParameterReplay:
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges of the state at the start of the log. (The log itself may still grow.)"""
         if self.segment.start.parameters is not None:
-            for blob in _start_blobs(self.segment.parameter(self.tensor), tuple(self.aliases.values())).values():
+            dtype, parameter = (
+                self.segment.segment.layout.tensors[self.tensor].stepped,
+                self.segment.parameter(self.tensor),
+            )
+            for blob in _start_blobs(parameter, tuple(self.aliases.values()), dtype).values():
                 if blob is not None:
                     yield from blob.crop(box).sources()
 

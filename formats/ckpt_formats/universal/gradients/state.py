@@ -20,11 +20,11 @@ from ckpt_formats.core.checkpoint import (
     Parameter,
     Role,
 )
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Blob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal.gradients.layout import UPDATE, LoggedOptimizer, LoggedTensor
@@ -153,13 +153,15 @@ def _stepped_parameter(
     """
     tensor = replay.segment.layout.tensors[number]
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
-    master = MASTER if MASTER in states or (before is None and model != FLOAT32) else MODEL
+    own = DTYPES[tensor.stepped]
+    master = MASTER if MASTER in states or (before is None and model != own) else MODEL
     names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
     counted = {name: _count_tensor(state, count) for name, state in states.items() if _is_count(name, state)}
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
     one = ParameterReplay(replay, number, tensor.shape, dict.fromkeys(names, FLOAT32), names, parts)
-    stepped = {name: Tensor.of(DeltaBlob.whole(one, name)) for name in names} | counted
+    replayed = {name: DeltaBlob.whole(one, name) for name in names}
+    stepped = {name: Tensor.of(_narrowed(blob, own)) for name, blob in replayed.items()} | counted
     if master == MASTER and (before is None or MODEL in states):
         dtype = model if before is None else states[MODEL].dtype
         stepped[MODEL] = Tensor.of(DerivedBlob(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
@@ -168,6 +170,11 @@ def _stepped_parameter(
     counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
     values = _values(before, count, counts_steps)
     return Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
+
+
+def _narrowed(blob: DeltaBlob, dtype: DType) -> Blob:
+    """Replayed values, which are float32, in the dtype in which the optimizer steps them: they round to themselves."""
+    return blob if dtype == FLOAT32 else DerivedBlob(Rounded(), blob, dtype)
 
 
 def _check_base(
@@ -182,8 +189,9 @@ def _check_base(
             where=where,
         )
     weights = before.states.get(master)
-    if weights is None or weights.dtype != FLOAT32:
-        raise UnsupportedError(f"`{name}` has no master weights in float32 at step {step}", where=where)
+    if weights is None or weights.dtype != DTYPES[tensor.stepped]:
+        kind = "master weights" if tensor.dtype != tensor.stepped else "weights"
+        raise UnsupportedError(f"`{name}` has no {kind} in {tensor.stepped} at step {step}", where=where)
     for state in before.states:
         if state not in known:
             raise UnsupportedError(f"`{name}` has {state!r} at step {step}, which the log does not step", where=where)
