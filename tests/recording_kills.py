@@ -3,7 +3,8 @@
     recording_kills.py --rounds 1000 [--seed 1]
 
 A run of two ranks that nobody records or kills notes a hash of its whole state after each step. Of each killed run,
-the last step and one before it are restored, and must have the hashes of those steps. torch is imported once; every run
+the last step and one before it are restored, and must have the hashes of those steps. Half of the runs have weights in
+bfloat16, whose steps are recorded as updates. torch is imported once; every run
 is a fork of this process, which itself must not compute with torch.
 """
 
@@ -56,8 +57,16 @@ class Net(nn.Module):
         self.into, self.norm, self.out = nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Linear(48, 5)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.out(nn.functional.dropout(self.norm(self.into(values)), 0.1))
+        hidden = self.norm(self.into(values.to(self.into.weight.dtype)))
+        result: torch.Tensor = self.out(nn.functional.dropout(hidden, 0.1)).float()
         return result
+
+
+def trainer(way: str) -> tuple[Net, torch.optim.Optimizer]:
+    """The model and the optimizer whose steps are recorded in a way."""
+    torch.manual_seed(1)
+    net = Net() if way == "replay" else Net().bfloat16()
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
 
 
 class Progress:
@@ -88,6 +97,8 @@ class Plan:
     based: bool
     """Does the chain begin with the state at step 0?"""
     damage: str = "none"
+    way: str = "replay"
+    """How steps are recorded: `replay`, or `update` because the weights are bfloat16."""
 
     @property
     def steps(self) -> int:
@@ -99,8 +110,10 @@ class Plan:
         return [0, FIRST] if self.moment == "begin" else [0]
 
 
+WAYS = ("replay", "update")
 PLANS = [
-    Plan(victims, moment, based, damage)
+    Plan(victims, moment, based, damage, way)
+    for way in WAYS
     for victims, damage in [
         ("trainers", "none"),
         ("one trainer", "none"),
@@ -117,14 +130,12 @@ PLANS = [
 # The run
 
 
-def train(rank: int, work: Path, plan: Plan | None, progress: Progress) -> None:
+def train(rank: int, work: Path, way: str, plan: Plan | None, progress: Progress) -> None:
     """One rank; without a plan it is not recorded, and writes its hashes."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{work}/meet", rank=rank, world_size=2)
-    torch.manual_seed(1)
-    net = Net()
+    net, stepping = trainer(way)
     model = nn.parallel.DistributedDataParallel(net)
-    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     torch.manual_seed(10 + rank)
     hashes = []
     begins = [] if plan is None else plan.segments
@@ -159,12 +170,17 @@ def train(rank: int, work: Path, plan: Plan | None, progress: Progress) -> None:
 
 def _arrays(net: Net, stepping: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     for name, tensor in net.state_dict().items():
-        yield name, tensor.numpy()
+        yield name, _bytes(tensor)
     for name, parameter in net.named_parameters():
         for state in ("exp_avg", "exp_avg_sq"):
-            yield f"{name}.{state}", stepping.state[parameter][state].numpy()
+            yield f"{name}.{state}", _bytes(stepping.state[parameter][state])
         yield f"{name}.step", np.float64(stepping.state[parameter]["step"].item())
     yield "lr", np.float64(stepping.param_groups[0]["lr"])
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """As an array of any type, also if NumPy lacks the tensor's."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def hash_of(arrays: Any) -> str:
@@ -218,22 +234,24 @@ class Campaign:
 
     def __init__(self, root: Path, seed: int) -> None:
         self._root, self._dice = root, random.Random(seed)
-        truth = root / "truth"
-        truth.mkdir()
-        progress = Progress()
-        ranks = [forked(lambda r=rank: train(r, truth, None, progress), truth / "said") for rank in range(2)]
-        assert waited(ranks) == [0, 0], (truth / "said").read_text()
-        first, second = (json.loads((truth / f"hashes-{rank}.json").read_text()) for rank in range(2))
-        self._truth = [[mine[0], mine[1], other[1]] for mine, other in zip(first, second, strict=True)]
-        assert waited([forked(self._make_base, truth / "said")]) == [0], (truth / "said").read_text()
+        self._truth = {way: self._train_unrecorded(way) for way in WAYS}
 
-    def _make_base(self) -> None:
-        torch.manual_seed(1)
-        net = Net()
-        stepping = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
-        kept = {"model": net.state_dict(), "optimizer": stepping.state_dict(), "step": 0}
-        torch.save(kept, self._root / "base.pt")
-        done = ckpt("append", self._root / "based.chain", self._root / "base.pt")
+    def _train_unrecorded(self, way: str) -> list[list[str]]:
+        """The hashes of each step: of its state, and of the random states of both ranks. Also make a base of step 0."""
+        truth = self._root / f"{way}-truth"
+        truth.mkdir()
+        output, progress = truth / "said", Progress()
+        ranks = [forked(lambda r=rank: train(r, truth, way, None, progress), output) for rank in range(2)]
+        assert waited(ranks) == [0, 0], output.read_text()
+        first, second = (json.loads((truth / f"hashes-{rank}.json").read_text()) for rank in range(2))
+        assert waited([forked(lambda: self._make_base(way), output)]) == [0], output.read_text()
+        return [[mine[0], mine[1], other[1]] for mine, other in zip(first, second, strict=True)]
+
+    def _make_base(self, way: str) -> None:
+        net, stepping = trainer(way)
+        path = self._root / f"{way}.pt"
+        torch.save({"model": net.state_dict(), "optimizer": stepping.state_dict(), "step": 0}, path)
+        done = ckpt("append", self._root / f"{way}.chain", path)
         assert done.code == 0, done.err
 
     def round(self, plan: Plan) -> dict[str, Any]:
@@ -241,9 +259,9 @@ class Campaign:
         work = Path(tempfile.mkdtemp(dir=self._root))
         run = work / "run.chain"
         if plan.based:
-            shutil.copytree(self._root / "based.chain", run)
+            shutil.copytree(self._root / f"{plan.way}.chain", run)
         progress, rng = Progress(), self._dice
-        ranks = [forked(lambda r=rank: train(r, work, plan, progress), work / "said") for rank in range(2)]
+        ranks = [forked(lambda r=rank: train(r, work, plan.way, plan, progress), work / "said") for rank in range(2)]
         try:
             row = self._kill(plan, run, ranks, progress, rng)
         except BaseException as error:
@@ -343,7 +361,7 @@ class Campaign:
                 continue
             if step == 0:
                 continue
-            wanted = self._truth[step - 1]
+            wanted = self._truth[plan.way][step - 1]
             hashes = [hash_of(_restored(checkpoint))]
             assert hashes[0] == wanted[0], f"step {step} is not what the run had"
             random_states = checkpoint.extras.get("random_states")
@@ -367,10 +385,12 @@ def _steps(records: tuple[Any, ...]) -> int:
 
 def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in checkpoint.parameters.items():
-        for state, tensor in parameter.states.items():
+        states = dict(parameter.states)
+        count = states.pop("step", None)
+        for state, tensor in states.items():
             yield (name if state == "param" else f"{name}.{state}"), read(tensor)
         if parameter.role == "parameter":
-            yield f"{name}.step", np.float64(parameter.values["step"])
+            yield f"{name}.step", np.float64(parameter.values["step"] if count is None else read(count))
     yield "lr", np.float64(checkpoint.groups[0].options["lr"])
 
 
@@ -414,20 +434,21 @@ def main() -> None:
         if time.monotonic() - began > options.seconds:
             break
         plan = order[number % len(order)]
-        key = (plan.victims, plan.damage, plan.moment)
+        key = (plan.way, plan.victims, plan.damage, plan.moment)
         try:
             rows.setdefault(key, []).append(campaign.round(plan))
         except AssertionError as error:
             failed += 1
             rows.setdefault(key, []).append({"failed": True})
             print(f"FAILED: {error}", flush=True)
-    print(f"{'killed':12} {'then':6} {'moment':6} {'rounds':>6} {'failed':>6} {'ahead':>6} {'restored, same bits':>20}")
-    for (victims, damage, moment), outcomes in sorted(rows.items()):
+    head = f"{'way':6} {'killed':12} {'then':6} {'moment':6} {'rounds':>6} {'failed':>6} {'ahead':>6}"
+    print(f"{head} {'restored, same bits':>20}")
+    for (way, victims, damage, moment), outcomes in sorted(rows.items()):
         good = [one for one in outcomes if "failed" not in one]
         ahead = sum(one["last"] is not None and one["last"] > one["done"] for one in good)
         checked = sum(one["checked"] for one in good)
         bad = len(outcomes) - len(good)
-        print(f"{victims:12} {damage:6} {moment:6} {len(outcomes):6} {bad:6} {ahead:6} {checked:20}")
+        print(f"{way:6} {victims:12} {damage:6} {moment:6} {len(outcomes):6} {bad:6} {ahead:6} {checked:20}")
     total = sum(map(len, rows.values()))
     print(f"{total} kills, {failed} failed, {time.monotonic() - began:.0f} s")
     if not failed:
