@@ -3,8 +3,8 @@
     recording_kills.py --rounds 1000 [--seed 1]
 
 A run of two ranks that nobody records or kills notes a hash of its whole state after each step. Of each killed run,
-the last step and one before it are restored, and must have the hashes of those steps. Half of the runs have weights in
-bfloat16, whose steps are recorded as updates. torch is imported once; every run
+the last step and one before it are restored, and must have the hashes of those steps. The runs are of three ways: their
+steps are recorded as gradients, as updates, or as gradients for weights in bfloat16. torch is imported once; every run
 is a fork of this process, which itself must not compute with torch.
 """
 
@@ -65,7 +65,9 @@ class Net(nn.Module):
 def trainer(way: str) -> tuple[Net, torch.optim.Optimizer]:
     """The model and the optimizer whose steps are recorded in a way."""
     torch.manual_seed(1)
-    net = Net() if way == "replay" else Net().bfloat16()
+    net = Net().bfloat16() if way == "half" else Net()
+    if way == "update":
+        return net, torch.optim.Adafactor(net.parameters(), lr=1e-2)
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
 
 
@@ -98,7 +100,7 @@ class Plan:
     """Does the chain begin with the state at step 0?"""
     damage: str = "none"
     way: str = "replay"
-    """How steps are recorded: `replay`, or `update` because the weights are bfloat16."""
+    """How steps are recorded: as gradients, those of weights in bfloat16 (`half`), or as updates."""
 
     @property
     def steps(self) -> int:
@@ -110,7 +112,7 @@ class Plan:
         return [0, FIRST] if self.moment == "begin" else [0]
 
 
-WAYS = ("replay", "update")
+WAYS = ("replay", "update", "half")
 PLANS = [
     Plan(victims, moment, based, damage, way)
     for way in WAYS
@@ -172,8 +174,9 @@ def _arrays(net: Net, stepping: torch.optim.Optimizer) -> Iterator[tuple[str, An
     for name, tensor in net.state_dict().items():
         yield name, _bytes(tensor)
     for name, parameter in net.named_parameters():
-        for state in ("exp_avg", "exp_avg_sq"):
-            yield f"{name}.{state}", _bytes(stepping.state[parameter][state])
+        for state, tensor in stepping.state[parameter].items():
+            if state != "step":
+                yield f"{name}.{state}", _bytes(tensor)
         yield f"{name}.step", np.float64(stepping.state[parameter]["step"].item())
     yield "lr", np.float64(stepping.param_groups[0]["lr"])
 
