@@ -140,16 +140,18 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
         Recorder(model, optimizer, Path(folder) / "run.chain", base=base, fingerprint=0, **options) as recorder,
     ):
         optimizer.step()
-        bases = recorder._bases
-        assert bases is not None
+        schedule = recorder._bases
+        assert schedule is not None
+        assert schedule.process is not None
+        bases = schedule.process
         clock = Clock(bases, copies)
         for _ in range(rounds):
             while not bases.is_ready:
                 optimizer.step()
                 time.sleep(0.05)
-            recorder._base_from = recorder.step + 1 - _NEVER
+            schedule._from = recorder.step + 1 - _NEVER
             optimizer.step()
-            assert recorder._base_begun == recorder.step
+            assert schedule._begun == recorder.step
             clock.times.clear()
             for _ in range(spread):
                 time.sleep(max(0.0, clock.begin + seconds - time.perf_counter()))  # forward and backward

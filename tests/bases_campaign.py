@@ -51,8 +51,8 @@ def train(kind: Kind, mode: str, bases: int, out: Path) -> None:
             recorder.note(**run.notes())
             run.save(out / f"saved-{recorder.step}")
             report["steps"] += 1
-            if recorder._bases is not None:
-                report["pieces"] = max(report["pieces"], len(list(filter(None, recorder._bases._plan))))
+            if recorder._bases.process is not None:
+                report["pieces"] = max(report["pieces"], len(list(filter(None, recorder._bases.process._plan))))
             distributed.barrier()
             if distributed.get_rank() == 0:
                 compare(chain, out, report)

@@ -46,7 +46,7 @@ from ckpt_formats.core.checkpoint import Checkpoint  # noqa: E402
 from ckpt_formats.core.dtypes import DTYPES  # noqa: E402
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
-from ckpt_formats.core.values import TensorName  # noqa: E402
+from ckpt_formats.core.values import Global, TensorName  # noqa: E402
 from ckpt_formats.universal.chain import file as index  # noqa: E402
 from ckpt_formats.universal.chain import states  # noqa: E402
 from ckpt_recorder import resume  # noqa: E402
@@ -60,12 +60,25 @@ from training_loops import (  # noqa: E402
     outside,
     own_optimizers,
     packages,
+    passes,
     processes,
     teachers,
 )
 from training_loops.run import LOOPS, Loop, Run, SkipLoop, Truth, flat, random_leaves, truth_of  # noqa: E402
 
-MODULES = (outside, teachers, buffers, forms, gradients, processes, corners, optimizers, own_optimizers, packages)
+MODULES = (
+    outside,
+    teachers,
+    buffers,
+    forms,
+    gradients,
+    processes,
+    corners,
+    optimizers,
+    own_optimizers,
+    packages,
+    passes,
+)
 """Importing them registers their loops."""
 BAD = ("lost", "SILENT", "crashed")
 KINDS = ("exact", "refused", "said", *BAD, "skipped")
@@ -154,7 +167,9 @@ def _compare_all(run: Run, restores: int) -> tuple[str, str]:
             resumed.append(step)
     problems = []
     for step in _some(resumed, restores) if run.resumes else ():
-        kind, detail = _resume(run, step)
+        kind, detail = _resume(run, step, run.truths[step])
+        if kind == "SILENT" and step in run.others:
+            kind, detail = _resume(run, step, run.others[step])
         if kind == "SILENT":
             return kind, detail
         if kind != "exact":
@@ -212,8 +227,8 @@ def differences(state: Checkpoint, truth: Truth, next_truth: Truth | None = None
                 yield f"group {number}: `{key}` is {mine.get(key)!r:.60}, not {value!r:.60}"
 
 
-def _resume(run: Run, step: int) -> tuple[str, str]:
-    """Restore a step as a file of torch and load it into the run's own objects."""
+def _resume(run: Run, step: int, truth: Truth) -> tuple[str, str]:
+    """Restore a step as a file of torch, load it into the run's own objects, and compare these."""
     path = run.chain.parent / "state.pt"
     path.unlink(missing_ok=True)
     done = ckpt("restore", f"{run.chain}@{step}", path, "--to", "torch")
@@ -224,7 +239,7 @@ def _resume(run: Run, step: int) -> tuple[str, str]:
         resumed = resume(path, run.model, optimizer)
     except Exception as error:
         return "lost", f"resume() at step {step}: {_last_frames(error)}"
-    mine, truth = truth_of(run.model, run.optimizers, random_leaves(), flat(dict(resumed.notes))), run.truths[step]
+    mine = truth_of(run.model, run.optimizers, random_leaves(), flat(dict(resumed.notes)))
     if resumed.step != step:
         return "SILENT", f"resume() at step {step} is at {resumed.step}"
     later = run.truths.get(step + 1, truth) if run.sets_rates_first else truth
@@ -281,6 +296,8 @@ def _array(value: Any) -> Any:
 
 def _same(actual: Any, wanted: Any) -> bool:
     """The same bits, but NaNs are alike; a number may have another type."""
+    if isinstance(actual, Global):  # in a checkpoint that is not loaded by torch
+        actual = getattr(torch, actual.name, actual)
     if isinstance(wanted, (str, bytes, type(None), bool)) or isinstance(actual, (str, bytes, type(None))):
         return type(actual) is type(wanted) and actual == wanted
     try:

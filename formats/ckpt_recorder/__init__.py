@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from ckpt_recorder.gradient_compression import int8, topk
     from ckpt_recorder.huggingface_callback import HuggingFaceCallback
     from ckpt_recorder.lightning_callback import LightningCallback
+    from ckpt_recorder.options import RecorderWarning
     from ckpt_recorder.random_states import restore_random_states
-    from ckpt_recorder.recorder import Recorder, RecorderWarning
+    from ckpt_recorder.recorder import Recorder
     from ckpt_recorder.resumption import ResumeState, resume
 
 __all__ = [
@@ -30,7 +31,7 @@ _MODULES = {
     "HuggingFaceCallback": "huggingface_callback",
     "LightningCallback": "lightning_callback",
     "Recorder": "recorder",
-    "RecorderWarning": "recorder",
+    "RecorderWarning": "options",
     "ResumeState": "resumption",
     "int8": "gradient_compression",
     "restore_random_states": "random_states",

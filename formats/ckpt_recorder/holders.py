@@ -15,6 +15,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, overlaps
 from ckpt_formats.universal.gradients.layout import ALONE, UPDATE, OptimizerVector
 from ckpt_recorder import ranks
+from ckpt_recorder.composite_tensors import components
 from ckpt_recorder.probe import ProbeResult
 from ckpt_recorder.run import (
     LocalPart,
@@ -164,7 +165,9 @@ def _rank_tensors(run: TrackedRun) -> RankTensors:
         run.group_names,
         dict(run.aliases),
         {
-            name: xxhash.xxh3_64_hexdigest(memory_of(tensor)) if is_local(tensor) and not one_rank else ""
+            name: "".join(xxhash.xxh3_64_hexdigest(memory_of(part)) for _, part in components(name, tensor))
+            if is_local(tensor) and not one_rank
+            else ""
             for name, tensor in frozen_tensors(run)
         },
         tuple(name for name, _ in persistent_buffers(run)),

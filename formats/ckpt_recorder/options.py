@@ -7,6 +7,10 @@ from typing import Literal
 WhenBroken = Literal["warn", "raise"]
 
 
+class RecorderWarning(UserWarning):
+    """The recording has stopped, and training continues."""
+
+
 @dataclass(frozen=True)
 class RecorderOptions:
     """The options of a recorder."""

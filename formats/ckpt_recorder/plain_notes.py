@@ -9,6 +9,21 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
 from ckpt_recorder.run import dtype_name
 
+OPTIMIZER_ENTRIES = "optimizer_entries"
+"""The extra with what the state dicts of the optimizers have besides the states of parameters, by their numbers."""
+_PREFIX = "note."
+_RESERVED = ("ckpt", "random_states", OPTIMIZER_ENTRIES)
+
+
+def extra_name(note: str) -> str:
+    """The name of the extra that has a note: its own, unless a checkpoint has something else under that."""
+    return _PREFIX + note if note in _RESERVED or note.startswith(_PREFIX) else note
+
+
+def note_name(extra: str) -> str:
+    """The name of the note that an extra has."""
+    return extra.removeprefix(_PREFIX)
+
 
 def _values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The values of a tensor; NumPy itself lacks some types of torch."""

@@ -109,6 +109,8 @@ def _array(value: torch.Tensor) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().float().cpu().numpy().copy() if value.dtype == torch.bfloat16 else _array(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return value.copy()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.dtype):

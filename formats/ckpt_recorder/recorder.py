@@ -6,33 +6,33 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
 from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_pieces import BaseSettings
+from ckpt_recorder.base_schedule import BaseSchedule
+from ckpt_recorder.between_steps import BetweenSteps, Moment
 from ckpt_recorder.denormals import flushes_denormals
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
-from ckpt_recorder.hooks import RecorderHook, callable_modules, is_running, step_frame
+from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
-from ckpt_recorder.options import RecorderOptions
-from ckpt_recorder.plain_notes import plain_note
+from ckpt_recorder.options import RecorderOptions, RecorderWarning
+from ckpt_recorder.plain_notes import extra_name, plain_note
 from ckpt_recorder.probe import ProbeResult, as_updates, class_name, flags_of, probe
 from ckpt_recorder.proof import StepProof, begin_proof
 from ckpt_recorder.prover import ProverLink
@@ -41,10 +41,6 @@ from ckpt_recorder.recording import RankRecording, draft_layout
 from ckpt_recorder.resumed_steps import resumed_step
 from ckpt_recorder.run import (
     TrackedRun,
-    WatchedState,
-    WatchedTensor,
-    WatchedTensors,
-    as_saved,
     count_of,
     has_plain_gradients,
     is_swapped,
@@ -53,7 +49,6 @@ from ckpt_recorder.run import (
     renamed,
     stepped_dtypes,
 )
-from ckpt_recorder.watch import StateWatch
 from ckpt_recorder.writer import WriterSettings
 from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
 
@@ -64,10 +59,6 @@ _FIRST_PROOFS = 16
 """The number of first steps of an optimizer that are all proved."""
 _KNOWN_LIBRARIES = ("torch.optim.", "deepspeed.", "apex.", "megatron.", "transformer_engine.")
 """The packages of optimizers whose steps are replayed. A class of anybody else may do more than it does in a probe."""
-
-
-class RecorderWarning(UserWarning):
-    """The recording has stopped, and training continues."""
 
 
 class Recorder:
@@ -102,27 +93,16 @@ class Recorder:
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
-        base = self.options.base
-        self._in_background = base in ("rolling", "at once")
-        if base == "rolling" or base == "at once":
-            self._intervals = RecorderIntervals(
-                self.options.base_every, self.options.flush, self.options.mtbf, base_option="base_every"
-            )
-            _check_positive("base_spread", self.options.base_spread)
-            _check_positive("base_memory", self.options.base_memory)
-        else:
-            self._intervals = RecorderIntervals(base, self.options.flush, self.options.mtbf)
-        self._bases: BackgroundBases | None = None
-        self._unused_bases: weakref.finalize[Any, Any] | None = None
-        """Ends the process that makes bases if the recorder is collected before it is closed."""
-        self._base_from = 0
-        """The step from which the interval to the next base counts."""
-        self._base_begun: int | None = None
-        """The step after which this rank began a base that is not done."""
-        self._base_steps_left = 0
-        """The number of steps after which pieces of a base are still copied, the same on all ranks."""
+        base, flush, mtbf = self.options.base, self.options.flush, self.options.mtbf
         codec = gradient_codec(self.options.codec)
         self.chain = Path(chain).absolute()  # the loop may change its working directory
+        self._bases: BaseSchedule | None = None
+        """The bases that are copied in the background."""
+        if base == "rolling" or base == "at once":
+            self._intervals = RecorderIntervals(self.options.base_every, flush, mtbf, base_option="base_every")
+            self._bases = BaseSchedule(self.chain, self.options, self._intervals, self._start_bases)
+        else:
+            self._intervals = RecorderIntervals(base, flush, mtbf)
         self.broken: str | None = None
         self.is_in_block = False
         self._model, self._optimizer = model, optimizer
@@ -138,28 +118,20 @@ class Recorder:
         self._random = RandomStates()
         ranks.await_all(self.options.stall_seconds, _warn)
         self._check_initialized()
+        self._is_attached = False
+        """Is the run being recorded?"""
         self._run = self._track_run()
         self._replace_others()
         self._lossless = codec.lossless
         self._calls: list[_CallState] = []
-        self._watch = StateWatch[WatchedState | WatchedTensor]()
+        self._between = BetweenSteps(self._record)
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
         """The last step with notes, and its notes."""
         self._prover: ProverLink | None = None
         self._proved = 0
         """The last step of the segment up to which all steps were proved."""
-        self._is_known = True
-        """Can the log go on from the last step: has the optimizer the states that a replay gives?"""
-        self._is_ahead = False
-        """Did the run change states that are replayed since the next step began?"""
-        self._has_forward_hook = False
-        """Is the start of each forward pass seen?"""
-        self._in_iteration = False
-        """Has the forward pass of the next step begun?"""
-        self._changed_outside: set[str] = set()
-        """The names of the tensors of which the recorder has said that they are changed outside the optimizers."""
         self._probed = self._probe()
-        if self._in_background and self._has_updates:
+        if self._bases is not None and self._has_updates:
             raise UnsupportedError(
                 "the steps of this run cannot be replayed, which bases in the background need",
                 where="base",
@@ -177,6 +149,7 @@ class Recorder:
         self._begin()
         self._intervals.base_took(time.monotonic() - begin)
         self._attach()
+        self._is_attached = True
         open_recorders.add(self)
 
     def __enter__(self) -> "Recorder":
@@ -205,9 +178,9 @@ class Recorder:
             items: Plain values, tensors, arrays, or anything with a `state_dict`, such as a scheduler or a loader. A
                 restored checkpoint has them under these names.
         """
-        notes = {name: plain_note(item) for name, item in items.items()}
+        notes = {extra_name(name): plain_note(item) for name, item in items.items()}
         self._noted = (self.step, {**(self._noted[1] if self._noted[0] == self.step else {}), **notes})
-        self._observe()
+        self._observe("note")
         self._record(lambda recording: recording.record_options(self.step))
         self._record_random_states(self.step)
         self._record(lambda recording: recording.record_notes(self.step, notes))
@@ -225,8 +198,9 @@ class Recorder:
         self._detach()
         if os.getpid() == self._pid:
             self._end(reason)
-        self._forget_bases()
-        self.broken, self._recording, self._bases = reason, None, None
+        if self._bases is not None:
+            self._bases.forget()
+        self.broken, self._recording = reason, None
 
     def close(self) -> None:
         """Write and flush all records, and stop."""
@@ -238,14 +212,13 @@ class Recorder:
         bases, self._bases = self._bases, None
         self._end(None)
         if bases is not None:
-            bases.close(wait=True)
-            self._warn_of_bases(bases)
+            bases.close()
         if was_working and self.broken is not None:
             self._warn_broken(self.broken, "")
 
     def _record_last(self) -> None:
         """Record the last state of a segment, and wait for its proof."""
-        if not self._in_iteration and self._observe():
+        if self._observe("note"):
             self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
             if self._prover is not None:
                 self._record(RankRecording.wait_until_flushed)
@@ -283,7 +256,7 @@ class Recorder:
             run = megatron.megatron_run(self._model, self._optimizer)
         else:
             optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
-            run = _torch_run(self._model, [_innermost(one) for one in optimizers])
+            run = _torch_run(self._model, [_innermost(one) for one in optimizers], has_begun=self._is_attached)
         return run if self.options.rename is None else renamed(run, self.options.rename)
 
     def _check_initialized(self) -> None:
@@ -309,7 +282,7 @@ class Recorder:
         """
         optimizer = self._run.optimizers[number]
         name = class_name(optimizer)
-        is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals()
+        is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals() and not self._run.shares(number)
         if is_known and None not in dtypes:
             every = frozenset[str]().union(*(own for own in dtypes if own)) or {"float32"}
             with suppress(UnsupportedError):
@@ -336,15 +309,15 @@ class Recorder:
     def _begin(self, *, replaces: bool = False) -> None:
         """Start a segment with the current state of the run. All ranks must do so together."""
         run = self._run
-        self._is_known = True
         self._proved = self.step
         for state in self._calls:
             state.flags = None
-        self._watched = WatchedTensors(run)
+        self._between.begin(run)
         shares = contributions(run, self._probed)
         self._has_copies, self._equal_at = any(share.copies for share in shares), self.step
-        self._first = self._base_from = self.step
-        self._base_steps_left = 0
+        self._first = self.step
+        if self._bases is not None:
+            self._bases.restart(self.step)
         segment = self._on_rank_0(
             lambda: segments.begin(
                 self.chain,
@@ -383,7 +356,7 @@ class Recorder:
             self._recording.record_options(self.step)
             buffers = dict(persistent_buffers(self._run)) if self._buffers is None else self._buffers
             self._recording.record_tensors(self.step, "buffer", buffers)
-            self._record_extra_states(self.step)
+            self._between.record_extra_states(self.step)
             updated = [n for n in range(len(self._run.tensors)) if not self._recording.is_replayed(n)]
             self._recording.record_live(self.step, updated)
             if segment.layout.parent is None:
@@ -437,8 +410,8 @@ class Recorder:
         self._hooks = [one.register_step_pre_hook(before) for one in self._run.optimizers]
         self._hooks += [one.register_step_post_hook(after) for one in self._run.optimizers]
         self._calls = [_CallState() for _ in self._run.optimizers]
-        forward = RecorderHook(self._before_forward)
-        self._hooks += [one.register_forward_pre_hook(forward) for one in callable_modules(self._model)]
+        self._forward_hooks = ForwardHooks(self._model, self._before_forward)
+        self._hooks.append(self._forward_hooks)
         if self._run.groups is None:
             recorder = weakref.WeakMethod(self._before_any_step)  # the hook lives as long as the process
 
@@ -461,7 +434,7 @@ class Recorder:
             if self.step == before and counted is not None and counted() != total:
                 self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
                 self._record(lambda recording: recording.record_nothing(self.step))
-                self._observe()
+                self._observe("forward")
             if self.step != before:
                 self.note(**self._run.notes())
             return result
@@ -486,7 +459,7 @@ class Recorder:
         if not replaced or self._recording is None:
             return
         _LOG.warning("step %d: the run steps its parameters with another %s", self.step + 1, class_name(optimizer))
-        self._observe()
+        self._observe("forward")
         others = [one for i, one in enumerate(self._run.optimizers) if i not in replaced]
         self._detach()
         self._optimizer = [*others, optimizer]
@@ -495,15 +468,17 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         """Look for changes since the last step before the forward pass of the next one makes its own."""
-        if torch.compiler.is_compiling() or self._in_iteration or not (module.training and torch.is_grad_enabled()):
+        may_be_inner = not self._forward_hooks.called(module) and self._between.has_seen_pass
+        if torch.compiler.is_compiling() or may_be_inner or not torch.is_grad_enabled():
             return
-        self._has_forward_hook = True
+        if not self._between.pass_begins(is_training=module.training):
+            return
         for number, state in enumerate(self._calls):
             if state.is_open and not is_running(state.frame):
                 self._cancel_call(number)
         if not self._call and not any(state.is_open for state in self._calls) and not is_swapped(self._run.model):
-            self._observe()
-            self._in_iteration = True
+            self._observe("forward")
+            self._between.in_iteration = module.training
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
         """Record the gradients, or wrap the closure that computes them, as Lightning's does."""
@@ -517,9 +492,9 @@ class Recorder:
         if closure is None or self._probed[number].method == UPDATE:
             self._record_call(optimizer)
             return None
-        if not self._call and not self._in_iteration:
-            self._observe()
-            self._in_iteration = True  # whatever the closure changes is a part of the step
+        if not self._call and not self._between.in_iteration:
+            self._observe("forward")
+            self._between.in_iteration = True  # whatever the closure changes is a part of the step
         self._calls[number].has_closure = True
 
         def run() -> Any:
@@ -536,9 +511,8 @@ class Recorder:
     def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of an optimizer, and wait for pieces of a base that it would change."""
         self._record_update(optimizer)
-        if self._bases is not None and self._recording is not None and self._bases.is_copying:
-            tensors = self._recording.tensors_of(optimizer)
-            self._intervals.copy_waited(self._bases.wait(tensors))
+        if self._bases is not None and self._recording is not None:
+            self._bases.wait(self._recording.tensors_of(optimizer))
 
     @torch.no_grad()
     def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -551,8 +525,8 @@ class Recorder:
         found_inf = getattr(optimizer, "found_inf", None)
         state.is_skipped = found_inf is not None and bool(found_inf.item())
         if state.is_skipped:
-            self._in_iteration = False  # what the skipped iteration changed belongs to the last step
-            self._observe()
+            self._between.step_done()  # what the skipped iteration changed belongs to the last step
+            self._observe("forward")
             self._record(lambda recording: recording.record_skipped(self.step, number))
             return
         if self._call == 0:
@@ -578,14 +552,14 @@ class Recorder:
         has_new_flags = self._calls[number].flags not in (None, flags)
         is_replayed = self._probed[number].method != UPDATE
         must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer))
-        if not self._observe(at_step=True) or must_update or has_new_flags:
+        if not self._observe("step") or must_update or has_new_flags:
             if must_update:
                 self._probed[number] = as_updates(optimizer)
             self._renew()
-        elif not self._is_ahead:
+        elif not self._between.is_ahead:
             self._store_due_base()
             self._record_due_fingerprint()
-        self._is_ahead = False
+        self._between.is_ahead = False
         state = self._calls[number]
         state.count += 1
         hooks = list(optimizer._optimizer_step_pre_hooks.values())
@@ -608,8 +582,8 @@ class Recorder:
         """
         if any(map(self._is_new, self._run.optimizers)):
             return False
-        is_due = self._watch.is_complete or any(state.proof_is_due for state in self._calls)
-        return not is_due or self._watched.is_complete
+        is_due = self._between.is_complete or any(state.proof_is_due for state in self._calls)
+        return not is_due or self._between.has_same_modules
 
     def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Does an optimizer have other tensors or groups than at the start of the segment?"""
@@ -636,10 +610,14 @@ class Recorder:
         if not is_last:
             return
         self.step += 1
-        self._in_iteration = False
+        self._forward_hooks.step_done()
+        if not self._between.in_iteration:
+            self._forward_hooks.search()
+        self._between.step_done()
         self._start_prover()
         waited = 0.0 if self._recording is None else self._recording.waited
-        if self._intervals.step_done(self.step - self._base_from, waited):
+        since = self.step - self._first if self._bases is None else self._bases.steps_since(self.step)
+        if self._intervals.step_done(since, waited):
             self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
 
     @torch.no_grad()
@@ -658,8 +636,8 @@ class Recorder:
                 reason = self._failed_proof(number)
                 if reason is not None:
                     self._record(lambda recording: recording.record_update(step, number))
-            self._record_others(step)
-            self._record_extra_states(step)
+            self._between.record_others(step)
+            self._between.record_extra_states(step)
             if self._is_last_call:
                 self._record_random_states(step)
             self._record(lambda recording: recording.record_nothing(step, number, call))
@@ -679,17 +657,9 @@ class Recorder:
         if is_counted:  # the log has the step already: its states are those that there are
             self._record(lambda recording: recording.record_update(self.step, number))
             self._refresh_watch()
-            self._is_known = False
-
-    def _record_others(self, step: int) -> None:
-        """Record the tensors that no optimizer steps and that changed during a step: by a closure, for example."""
-        # The optimizer has just changed the others, as it should.
-        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-        tensors |= {one: tensor for one, tensor in self._watched.now().items() if not isinstance(one, WatchedState)}
-        for one in self._watch.changed(tensors):
-            if isinstance(one, WatchedTensor):
-                changed = {one.name: tensors[one]}
-                self._record(partial(RankRecording.record_tensors, step=step, role=one.role, tensors=changed))
+            self._between.is_known = False
+        else:
+            self._observe("note")
 
     def _failed_proof(self, number: int) -> str | None:
         """Why the method of an optimizer does not give what it did; None if it does. All ranks get the same answer."""
@@ -709,7 +679,7 @@ class Recorder:
 
     def _count_as_proved(self) -> None:
         """Count the step that is being recorded as proved, if all steps before it are."""
-        if self._is_last_call and self._proved == self.step and self._watch.is_complete:
+        if self._is_last_call and self._proved == self.step and self._between.is_complete:
             self._proved += 1
 
     def _fall_back(self, number: int, reason: str) -> None:
@@ -720,7 +690,7 @@ class Recorder:
             *(self.step, method.type, reason),
         )
         self._probed[number] = as_updates(self._run.optimizers[number])
-        self._is_known = False  # the new segment begins with the next step
+        self._between.is_known = False  # the new segment begins with the next step
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
@@ -740,9 +710,9 @@ class Recorder:
             self._record_random_states(self.step)
         if not self._call and _is_power_of_8(done):  # at each, all copies of all states are hashed
             self._check_copies()
-        if self._in_background:
+        if self._bases is not None:
             if not self._call:
-                self._continue_bases()
+                self._continue_bases(self._bases)
         elif not self._call and self._intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
             self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
@@ -771,81 +741,27 @@ class Recorder:
         if self._recording is not None and self.broken is None:
             is_early = self.step - self._first < _FIRST_PROOFS
             is_proved = any(state.proof_is_due for state in self._calls)
-            self._watch.refresh(self._watched.now(), complete=is_early or is_proved)
+            self._between.refresh(complete=is_early or is_proved)
 
     @torch.no_grad()
-    def _observe(self, *, at_step: bool = False) -> bool:
+    def _observe(self, moment: Moment) -> bool:
         """Record what was changed since the last look, outside the steps of the optimizers.
 
-        `at_step`: the next step is about to change everything. Returns False if the log cannot go on from the last
-        step, because the optimizer has other states now.
+        Returns False if the log cannot go on from the last step, because the optimizer has other states now.
         """
         if self._recording is None or self.broken is not None or self._call:
             return True
         if not self._is_current():
-            self._begin_again(self._track_again, replaces=not self._in_iteration)
+            self._begin_again(self._track_again, replaces=not self._between.in_iteration)
             return True
-        if not self._in_iteration and self._noted[0] != self.step:  # what a loop sets after its note is the next step's
+        # What a loop sets after its note is the next step's.
+        if not self._between.in_iteration and self._noted[0] != self.step:
             self._record(lambda recording: recording.record_options(self.step))
-        self._record_extra_states(self.step + (self._in_iteration or (at_step and not self._has_forward_hook)))
-        tensors = self._watched.now()
-        changed, removed = self._watch.changed(tensors), self._watch.removed(tensors)
-        if not changed and not removed:
-            return self._is_known
-        # Changes after the start of the forward pass belong to the next step.
-        place: Literal["before", "after"] = "before" if self._in_iteration else "after"
-        step = self.step + (place == "before")
-        sets: dict[str, list[int]] = {}
-        live: list[int] = []
-        others: dict[Role, dict[str, torch.Tensor]] = {}
-        for one in changed:
-            if isinstance(one, WatchedState):
-                if self._recording.is_replayed(one.number):
-                    has_dtype = tensors[one].dtype == self._run.tensors[one.number].tensor.dtype
-                    self._is_known &= has_dtype and one.name != "step"
-                    sets.setdefault(one.name, []).append(one.number)
-                else:
-                    live.append(one.number)
-            else:
-                others.setdefault(one.role, {})[one.name] = as_saved(self._run, one.name, tensors[one])
-        replaced = [one for one in removed if isinstance(one, WatchedState) and self._recording.is_replayed(one.number)]
-        self._is_known &= not replaced
-        live += (one.number for one in removed if isinstance(one, WatchedState))
-        if self._is_known:
-            self._is_ahead |= bool(sets) and place == "before"
-            for name, numbers in sets.items():
-                self._record(partial(RankRecording.record_set, step=step, place=place, name=name, numbers=numbers))
-        else:
-            live += (number for numbers in sets.values() for number in numbers)
-        if live:
-            self._record(partial(RankRecording.record_live, step=step, numbers=sorted(set(live))))
-        for role, of_role in others.items():
-            # If the start of forward passes is not seen, buffers count as changed by them.
-            is_late = role == "buffer" and at_step and not self._has_forward_hook
-            at = self.step + 1 if is_late else step
-            self._record(partial(RankRecording.record_tensors, step=at, role=role, tensors=of_role))
-        self._watch.refresh_some({one: tensors[one] for one in changed})
-        self._say_changed([*changed, *removed])
-        return self._is_known
-
-    def _record_extra_states(self, step: int) -> None:
-        """Record what modules add to the state dict of the model, if it changed."""
-        states = {name: plain_note(module.get_extra_state()) for name, module in self._watched.with_extra_states}
-        if states:
-            self._record(lambda recording: recording.record_extra_states(step, states))
-
-    def _say_changed(self, changed: Iterable[Any]) -> None:
-        """Say once of each tensor that the run changes it outside its optimizers."""
-        names = {one.name_in(self._run) for one in changed if isinstance(one, WatchedState)}
-        new = sorted(names - self._changed_outside)
-        if new:
-            self._changed_outside |= names
-            shown = ", ".join(f"`{name}`" for name in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-            _LOG.info("%s: changed outside the optimizer, between steps: recorded", shown)
+        return self._between.record_changes(self._recording, self.step, moment)
 
     def _store_due_base(self) -> None:
         """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""
-        if self._in_background or not self._intervals.base_due(self.step - self._first):
+        if self._bases is not None or not self._intervals.base_due(self.step - self._first):
             return
         begin = time.monotonic()
         self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
@@ -855,54 +771,18 @@ class Recorder:
         self._record(lambda recording: recording.record_tensors(self.step + 1, "buffer", buffers))
         self._intervals.base_took(time.monotonic() - begin)
 
-    @torch.no_grad()
-    def _continue_bases(self) -> None:
-        """Begin a base if one is due, and copy the pieces of this step. All ranks do so at the same steps."""
+    def _continue_bases(self, bases: BaseSchedule) -> None:
+        """Copy bases in the background, as long as all steps are replayed."""
         if self._has_updates:
-            self._in_background = False
-            self._drop_bases()
+            bases.drop()
+            self._bases = None
             _LOG.warning("step %d: no more bases in the background: the steps of the run cannot be replayed", self.step)
-            return
-        if self._bases is None:
-            self._bases = self._start_bases()
-        bases = self._bases
-        if bases is not None:
-            self._warn_of_bases(bases)
-            if self._base_begun is not None and bases.is_ready:
-                self._intervals.base_copied(bases.waited, self.step - self._base_begun)
-                self._base_begun = None
-        if not self._base_steps_left and self._intervals.base_due(self.step - self._base_from):
-            self._begin_base()
-        if self._base_steps_left:
-            self._base_steps_left -= 1
-            if self._bases is not None:
-                self._bases.copy_next(self.step)
-
-    def _begin_base(self) -> None:
-        """Begin a base if the process of each rank is ready for it; if not, a little later."""
-        bases = self._bases
-        has_room = bases is not None and bases.has_room()
-        if not all(ranks.gather(bases is not None and has_room and bases.is_ready)):
-            self._base_from += max(1, self._intervals.base_steps // 16)
-            if bases is not None and (bases.has_failed or not has_room):
-                self._drop_bases()  # another one starts after the next step
-            return
-        assert bases is not None
-        self._base_from = self._base_begun = self.step
-        self._base_steps_left = self._base_spread
-        bases.begin(self.step)
-
-    @property
-    def _base_spread(self) -> int:
-        """The number of steps over which a base is copied, the same on all ranks."""
-        every = self.options.base_every
-        if self.options.base == "at once":
-            return 1
-        return self.options.base_spread if every == "auto" else min(self.options.base_spread, every)
+        else:
+            bases.step_done(self.step)
 
     def _start_bases(self) -> BackgroundBases | None:
         """Start the process that makes bases; None if the recording is broken."""
-        if self._recording is None or self.broken is not None:
+        if self._recording is None or self.broken is not None or self._bases is None:
             return None
         layout, path = self._segment.layout, self._segment.path
 
@@ -911,31 +791,8 @@ class Recorder:
 
         rank_layout = layout.ranks[self._rank]
         offsets = [(number, part.offset) for number, part, _ in self._share.replayed]
-        bases = BackgroundBases(
-            *(self._run, rank_layout, offsets, settings, layout.run, self._base_spread, self.options.base_memory)
-        )
-        self._unused_bases = weakref.finalize(self, bases.close, wait=False)
-        self._unused_bases.atexit = False
-        return bases
-
-    def _warn_of_bases(self, bases: BackgroundBases) -> None:
-        """Warn of bases that were not stored. Training and the log go on."""
-        while bases.problems:
-            warnings.warn(f"{self.chain}: {bases.problems.popleft()}", RecorderWarning, stacklevel=4)
-
-    def _forget_bases(self) -> None:
-        if self._unused_bases is not None:
-            self._unused_bases.detach()
-            self._unused_bases = None
-
-    def _drop_bases(self) -> None:
-        """End the process that makes bases. A base that is not complete is given up."""
-        bases, self._bases = self._bases, None
-        self._forget_bases()
-        if bases is not None:
-            bases.drop()
-            bases.close(wait=False)
-        self._base_begun = None
+        spread, memory = self._bases.spread, self.options.base_memory
+        return BackgroundBases(self._run, rank_layout, offsets, settings, layout.run, spread, memory)
 
     def _record_random_states(self, step: int) -> None:
         """Record the generators that changed: their states are those at `step`, unless they are recorded again."""
@@ -970,7 +827,8 @@ class Recorder:
 
     def _end(self, reason: str | None) -> None:
         """End the writer. `reason`: why the recording is broken, if it is."""
-        self._drop_bases()
+        if self._bases is not None:
+            self._bases.drop()
         prover, self._prover = self._prover, None
         if prover is not None:
             prover.close()
@@ -1016,13 +874,13 @@ class Recorder:
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
 
 
-def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrackedRun:
-    """The run of optimizers of torch."""
+def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, has_begun: bool) -> TrackedRun:
+    """The run of optimizers of torch. `has_begun`: it is being recorded."""
     if is_fsdp1(model):
         return fsdp1_run(model, optimizers)
     if is_zero_redundancy(optimizers):
         return zero_redundancy_run(model, optimizers)
-    return plain_run(model, optimizers)
+    return plain_run(model, optimizers, has_begun=has_begun)
 
 
 def _warn(text: str) -> None:
@@ -1063,8 +921,3 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
 
 def _device(run: TrackedRun, number: int) -> torch.device:
     return next((one.tensor.device for one in run.tensors if one.optimizer == number), torch.device("cpu"))
-
-
-def _check_positive(option: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")

@@ -22,6 +22,7 @@ from ckpt_formats.universal.gradients.layout import (
 from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
 from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
+from ckpt_recorder.composite_tensors import SEPARATOR, is_composite
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.probe import ProbeResult, group_options
@@ -101,6 +102,7 @@ class RankRecording:
         self._of_optimizer = [
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
         ]
+        self._changed_by = [run.changed_by(number) for number in range(len(run.optimizers))]
         self._powers = {n: BetaPowers(run, n) for n, one in enumerate(run.optimizers) if has_beta_powers(one)}
         self._powers_from: dict[int, int] = {}
         self._logged_groups: list[Any] = [None for _ in run.optimizers]
@@ -175,7 +177,7 @@ class RankRecording:
 
     def record_update(self, step: int, number: int) -> None:
         """Record all states of the tensors of an optimizer, as far as they changed."""
-        self.record_live(step, self._of_optimizer[number])
+        self.record_live(step, self._changed_by[number])
 
     def record_live(self, step: int, numbers: Iterable[int]) -> None:
         """Record all states of tensors that optimizers step, as far as they changed. `numbers`: of the run."""
@@ -247,7 +249,10 @@ class RankRecording:
             gathered = full_tensor(tensor)
             if name in self._share.frozen and broken is None:
                 try:
-                    self._values.record(step, [live_tensor(name, "frozen", gathered)], {})
+                    if is_composite(gathered):
+                        self._values.record_composite(step, name, gathered)
+                    else:
+                        self._values.record(step, [live_tensor(name, "frozen", gathered)], {})
                 except WriterBroken as error:
                     broken = error  # the other ranks still need this rank to gather
         if broken is not None:
@@ -258,9 +263,13 @@ class RankRecording:
         self._values.record_extras(step, states)
 
     def record_tensors(self, step: int, role: Role, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Record buffers or frozen tensors that have changed, by name, as far as this rank records them."""
+        """Record buffers or frozen tensors that have changed, by name, as far as this rank records them.
+
+        Those of which a frozen one consists have the role `extra`.
+        """
         own = self._share.buffers if role == "buffer" else self._share.frozen
-        live = [live_tensor(name, role, tensor) for name, tensor in tensors.items() if name in own]
+        owners = {name: name.partition(SEPARATOR)[0] if role == "extra" else name for name in tensors}
+        live = [live_tensor(name, role, tensor) for name, tensor in tensors.items() if owners[name] in own]
         self._values.record(step, live, {})
 
     def _groups(self) -> list[Any]:

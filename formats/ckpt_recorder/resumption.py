@@ -12,11 +12,15 @@ from torch import nn
 
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.values import Global
 from ckpt_formats.state_dicts.leaves import is_extra_state
+from ckpt_recorder.composite_tensors import from_value
+from ckpt_recorder.composite_tensors import is_value as is_composite_value
+from ckpt_recorder.plain_notes import OPTIMIZER_ENTRIES, note_name
 from ckpt_recorder.random_states import restore_random_states
 from ckpt_recorder.ranks import rank_and_world
 from ckpt_recorder.resumed_steps import count_from
-from ckpt_recorder.run import clean_name, unwrap
+from ckpt_recorder.run import UNOWNED, clean_name, unwrap
 
 
 @dataclass(frozen=True)
@@ -58,29 +62,47 @@ def resume(
     step = origin.get("step") if isinstance(origin, dict) else None
     if not isinstance(step, int):
         raise CorruptError("not a step that `ckpt restore --to torch` wrote", where=str(path))
-    notes = {name: decode(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
+    notes = {name: _noted(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
     _load_model(unwrap(model), content["model"], notes, Path(path))
+    entries = notes.pop(OPTIMIZER_ENTRIES, {})
     if optimizer is not None:
-        _load_optimizers(
-            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer, content["optimizer"]
-        )
-        for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer[:1]:
-            count_from(one, step)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        _load_optimizers(optimizers, _noted(content["optimizer"], Path(path)), entries)
+        count_from(optimizers[0], step)
     states = notes.pop("random_states", {}).get(f"rank-{rank_and_world()[0]:05d}")
     if random_states and states is not None:
         restore_random_states(states)
-    return ResumeState(step, notes)
+    return ResumeState(step, {note_name(name): value for name, value in notes.items()})
 
 
-def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any]) -> None:
-    """Load each optimizer from its groups, which follow one another."""
+def _noted(value: Any, path: Path) -> Any:
+    """A value as it was noted. Parts that `torch.load` refuses are in the file as typed JSON."""
+    if isinstance(value, dict):
+        if len(value) == 1 and str(next(iter(value))).startswith("$"):
+            decoded = decode(value, path)
+            dtype = getattr(torch, decoded.name, None) if isinstance(decoded, Global) else None
+            return dtype if isinstance(dtype, torch.dtype) else decoded
+        return type(value)((key, _noted(one, path)) for key, one in value.items())
+    return type(value)(_noted(one, path) for one in value) if type(value) in (list, tuple) else value
+
+
+def _load_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], saved: Mapping[str, Any], entries: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Load each optimizer from its groups, which follow one another. `entries`: what else its state dict had."""
     at = 0
-    for optimizer in optimizers:
+    for number, optimizer in enumerate(optimizers):
         groups = saved["param_groups"][at : at + len(optimizer.param_groups)]
         at += len(optimizer.param_groups)
         names = [name for group in groups for name in group["params"]]
-        state = {name: saved["state"][name] for name in names if name in saved["state"]}
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state = {
+            name: {key: from_value(value) for key, value in saved["state"][name].items()}
+            for name in names
+            if name in saved["state"]
+        }
+        further = dict(entries.get(number, {}))
+        every = {**state, **further.pop("state", {})}
+        optimizer.load_state_dict({"state": every, "param_groups": groups, **further})
         _restore_dtypes(optimizer, names, state)
 
 
@@ -98,10 +120,14 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, names: Sequence[Any], save
 def _load_model(model: nn.Module, saved: Mapping[str, Any], notes: dict[str, Any], path: Path) -> None:
     """Load weights and buffers under the names that they have in this model. Takes its extra states out of `notes`."""
     names = {name: clean_name(name) for name in model.state_dict()}
-    notes |= {name: decode(value, path) for name, value in saved.items() if is_extra_state(name)}
+    notes |= {name: _noted(value, path) for name, value in saved.items() if is_extra_state(name)}
     saved = {name: value for name, value in saved.items() if not is_extra_state(name)}
     values = {name: saved[clean] for name, clean in names.items() if clean in saved}
-    values |= {name: value for name, value in saved.items() if name not in names.values()}  # torch refuses these
+    others = (name for name in saved if name not in names.values() and not UNOWNED.fullmatch(name))
+    values |= {name: saved[name] for name in others}  # torch refuses these
+    values |= {
+        name: from_value(notes.pop(clean)) for name, clean in names.items() if is_composite_value(notes.get(clean))
+    }
     missing = []
     for name, clean in names.items():
         if name not in values and is_extra_state(clean):

@@ -1,5 +1,6 @@
 """The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
@@ -12,6 +13,7 @@ from torch import nn
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.gradients.layout import STEPPED
+from ckpt_recorder.composite_tensors import components
 
 Names = Mapping[torch.Tensor, str]
 
@@ -86,6 +88,15 @@ class TrackedRun:
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
         return self.optimizers[number].param_groups if self.groups is None else self.groups[number]
+
+    def changed_by(self, number: int) -> list[int]:
+        """The numbers of the tensors that a step of an optimizer changes: its own, also as another optimizer's."""
+        own = {id(one.tensor) for one in self.tensors if one.optimizer == number}
+        return [n for n, one in enumerate(self.tensors) if id(one.tensor) in own]
+
+    def shares(self, number: int) -> bool:
+        """Does an optimizer step a tensor that another one steps, too?"""
+        return any(self.tensors[n].optimizer != number for n in self.changed_by(number))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -177,27 +188,40 @@ class FlatTensor:
     parts: tuple[LocalPart, ...]
 
 
+UNOWNED = re.compile(r"optimizer\.\d+\.\d+")
+"""The names of tensors of an optimizer that the model does not have any more, or that another optimizer has, too."""
+
+
 def plain_run(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], flat: Mapping[int, FlatTensor] | None = None
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    flat: Mapping[int, FlatTensor] | None = None,
+    *,
+    has_begun: bool = False,
 ) -> TrackedRun:
     """A run of one process, of DDP, of FSDP2, or of pipeline stages, whose names may differ between ranks.
 
     `flat`: what is in those tensors of the optimizers, by id, that are no parameters of the model themselves.
+    `has_begun`: the run is being recorded. The model may have replaced tensors that its optimizers still step.
 
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
     model = unwrap(model)
     _reshard(model)
     names, aliases = names_of(model)
-    tensors, group_names = [], []
+    tensors: list[TrackedTensor] = []
+    group_names = []
     for number, optimizer in enumerate(optimizers):
-        groups = []
+        of_others = {id(one.tensor) for one in tensors}
+        groups: list[tuple[str, ...]] = []
         for at, group in enumerate(optimizer.param_groups):
             group_members: list[str] = []
             for parameter in group["params"]:
                 one = (flat or {}).get(id(parameter))
                 if one is None:
                     name = names.get(id(parameter))
+                    if id(parameter) in of_others or (name is None and has_begun):
+                        name = f"optimizer.{number}.{sum(map(len, groups)) + len(group_members)}"
                     if name is None:
                         raise InvalidArgumentError(
                             "the optimizer steps a tensor that is not a parameter of the model",
@@ -310,6 +334,23 @@ def count_of(run: TrackedRun, number: int) -> int:
     return int(step.item() if isinstance(step, torch.Tensor) else step)
 
 
+def further_entries(run: TrackedRun) -> dict[int, dict[str, Any]]:
+    """What the state dicts of optimizers have besides the states of parameters and the groups, by optimizer.
+
+    `state`: states under other keys than a parameter.
+    """
+    entries: dict[int, dict[str, Any]] = {}
+    for number, optimizer in enumerate(run.optimizers):
+        own: dict[str, Any] = {}
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            own = {key: one for key, one in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+        if states := {key: one for key, one in optimizer.state.items() if not isinstance(key, torch.Tensor)}:
+            own["state"] = states
+        if own:
+            entries[number] = own
+    return entries
+
+
 def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """The persistent buffers of the model that are not sharded, by name."""
     for prefix, module in run.model.named_modules(remove_duplicate=False):
@@ -354,7 +395,8 @@ class WatchedState:
 class WatchedTensor:
     """A buffer, or a parameter that no optimizer steps."""
 
-    role: Literal["buffer", "frozen"]
+    role: Literal["buffer", "frozen", "extra"]
+    """`extra`: one of those of which a frozen parameter consists."""
     name: str
 
 
@@ -390,7 +432,7 @@ class WatchedTensors:
         self._buffers = [
             (WatchedTensor("buffer", run.rename(clean_name(f"{prefix}.{name}" if prefix else name))), module, name)
             for prefix, module in run.model.named_modules(remove_duplicate=False)
-            for name in module._buffers
+            for name in module._buffers.keys()  # noqa: SIM118 -- those of scripted modules cannot be iterated over
         ]
         self.with_extra_states = [
             (run.rename(clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")), module)
@@ -400,8 +442,11 @@ class WatchedTensors:
         """The modules that add values of their own to the state dict, by the names of these values."""
         self._shapes = [(one.tensor.shape, one.tensor.dtype) for one in run.tensors]
         self._modules = list(_structure(run.model))
-        self._frozen = {
-            WatchedTensor("frozen", name): tensor for name, tensor in frozen_tensors(run) if is_local(tensor)
+        self.frozen: dict[WatchedState | WatchedTensor, torch.Tensor] = {
+            WatchedTensor("frozen" if inner == name else "extra", inner): one
+            for name, tensor in frozen_tensors(run)
+            if is_local(tensor)
+            for inner, one in components(name, tensor)
         }
 
     @property
@@ -412,6 +457,15 @@ class WatchedTensors:
 
     def now(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
         """The tensors as they are now."""
+        tensors = self.states()
+        for key, module, name in self._buffers:
+            tensor = module._buffers[name] if name in module._buffers else None  # noqa: SIM401 -- nor got
+            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
+                tensors[key] = tensor
+        return tensors | self.frozen
+
+    def states(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
+        """The weights and states of the optimizers as they are now."""
         tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
         for number, one in enumerate(self._run.tensors):
             state = self._run.optimizers[one.optimizer].state.get(one.tensor, {})
@@ -421,14 +475,11 @@ class WatchedTensors:
                 current[WatchedState(number, "param")] = local_shard(one.tensor)
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        current[WatchedState(number, str(name))] = local_shard(value)
+                        inner = components(str(name), local_shard(value))
+                        current |= {WatchedState(number, of): one for of, one in inner}
                 self._states[number] = (values, current)
             tensors |= self._states[number][1]
-        for key, module, name in self._buffers:
-            tensor = module._buffers.get(name)
-            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
-                tensors[key] = tensor
-        return tensors | self._frozen
+        return tensors
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

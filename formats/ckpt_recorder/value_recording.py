@@ -15,6 +15,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.universal.gradients.recorded_values import GONE, WHOLE, FlatBlock, RecordedRow
+from ckpt_recorder.composite_tensors import SEPARATOR, as_value, is_composite
 from ckpt_recorder.link import WriterLink
 from ckpt_recorder.run import LocalPart, TrackedRun, content_of, dtype_name, local_shard
 
@@ -60,7 +61,8 @@ def live_values(run: TrackedRun, number: int, parts: Sequence[LocalPart]) -> Liv
         name = str(key)
         if isinstance(state, torch.Tensor):
             state = run.arrange(number, name, state)
-        if isinstance(state, torch.Tensor) and local_shard(state).shape == weights.shape:
+        is_whole = isinstance(state, torch.Tensor) and not is_composite(local_shard(state))
+        if is_whole and local_shard(state).shape == weights.shape:
             tensors += (_of_part(part, name, local_shard(state).detach()) for part in parts)
             continue
         if hasattr(one.tensor, "placements") and isinstance(state, torch.Tensor) and state.numel() > 1:
@@ -70,7 +72,7 @@ def live_values(run: TrackedRun, number: int, parts: Sequence[LocalPart]) -> Liv
                 hint="Record an optimizer whose states have the shapes of the weights.",
             )
         for part in filter(_begins, parts):
-            if isinstance(state, torch.Tensor):
+            if is_whole:
                 tensors.append(_full(part.name, name, "parameter", state))
             else:
                 values[part.name][name] = _plain_state(state, f"{part.name}/{name}", tensors)
@@ -105,6 +107,10 @@ def _dtype(values: torch.Tensor, name: str) -> str:
 
 def _plain_state(state: Any, place: str, tensors: list[LiveTensor]) -> Value:
     """A state that is no tensor as a value. Tensors in it are added to `tensors`, under their places."""
+    if isinstance(state, torch.Tensor) and is_composite(state):
+        value = as_value(state)
+        inner = {key: _plain_state(one, f"{place}{SEPARATOR}{key}", tensors) for key, one in value["tensors"].items()}
+        return {**value, "tensors": inner}
     if isinstance(state, torch.Tensor):
         tensors.append(_full(place, WEIGHTS, "extra", state))
         return TensorName(place)
@@ -158,6 +164,13 @@ class ValueRecording:
         if changes or new:
             meta = {"values": new} if new else {}
             self._link.order_values(step, meta, announced, changes, b"".join(contents))
+
+    def record_composite(self, step: int, name: str, tensor: torch.Tensor) -> None:
+        """Record a tensor of the model that consists of others: as an extra, which has these."""
+        tensors: list[LiveTensor] = []
+        value = _plain_state(tensor, name, tensors)
+        self.record(step, tensors, {})
+        self.record_extras(step, {name: value})
 
     def record_extras(self, step: int, extras: Mapping[str, Value]) -> None:
         """Record values that belong to no parameter, by name, as far as they changed."""

@@ -38,6 +38,7 @@ class StateWatch(Generic[Key]):
         self._step_seconds = 0.0
         self._places: dict[Key, tuple[int, int]] = {}
         self._hashes: dict[tuple[Key, int], int] = {}
+        self._marks: dict[Key, tuple[tuple[int, int], tuple[int, ...]]] = {}
         self._suspects: dict[Key, None] = {}
         self._turn = 0
 
@@ -51,12 +52,14 @@ class StateWatch(Generic[Key]):
             self._step_seconds = now - self._refreshed_at
         self._refreshed_at = now
         self._places = {key: _place_of(tensor) for key, tensor in tensors.items()}
+        self._marks.clear()
         self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in self._window(tensors, complete)}
 
     def refresh_some(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         """The same for some of the tensors."""
         for key, tensor in tensors.items():
             self._places[key] = _place_of(tensor)
+            self._marks.pop(key, None)
             for index in range(_count(tensor)):
                 if (key, index) in self._hashes:
                     self._hashes[key, index] = _hash(tensor, index)
@@ -69,6 +72,19 @@ class StateWatch(Generic[Key]):
         unknown = {key for key in risen - differing if not self._is_hashed(key, tensors[key])}
         self._suspects |= dict.fromkeys(unknown | (differing - risen))
         return [key for key in tensors if key in differing or key in unknown]
+
+    def mark(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        """Remember the values of those of the tensors whose version differs from that at the last look."""
+        for key, tensor in tensors.items():
+            place = _place_of(tensor)
+            if place == self._places.get(key):
+                self._marks.pop(key, None)
+            elif key not in self._marks or self._marks[key][0] != place:
+                self._marks[key] = place, _hashes(tensor)
+
+    def is_as_marked(self, key: Key, tensor: torch.Tensor) -> bool:
+        """Has a tensor the values that it had when it was marked? False if it was not."""
+        return key in self._marks and self._marks[key][1] == _hashes(tensor)
 
     def removed(self, tensors: Mapping[Key, torch.Tensor]) -> list[Key]:
         """The keys of tensors that do not exist any more."""
@@ -114,6 +130,10 @@ def _cost(tensor: torch.Tensor) -> int:
 
 def _count(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // PIECE_NBYTES)
+
+
+def _hashes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(_hash(tensor, index) for index in range(_count(tensor)))
 
 
 def _hash(tensor: torch.Tensor, index: int) -> int:

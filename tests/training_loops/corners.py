@@ -489,14 +489,6 @@ add("count-of-integers", begins(_counts(lambda: torch.tensor(5)), fused=False, f
 add("count-of-thousands", begins(_counts(lambda: torch.tensor(123456.0))))
 add("moments-of-nan", begins(lambda m, o: o.state[m[0].weight]["exp_avg"].fill_(float("nan"))))
 add("moments-negative", begins(lambda m, o: o.state[m[0].weight]["exp_avg_sq"].fill_(-1.0)))
-add(
-    "moments-in-bfloat16",
-    begins(
-        lambda m, o: [s.update({k: s[k].bfloat16() for k in ("exp_avg", "exp_avg_sq")}) for s in o.state.values()],
-        fused=False,
-        foreach=False,
-    ),
-)
 add("stranger-in-the-state", begins(lambda m, o: [s.update(extra=torch.ones(2), name="a") for s in o.state.values()]))
 OPTIONS: dict[str, dict[str, Any]] = {
     "eps-zero": {"eps": 0.0},

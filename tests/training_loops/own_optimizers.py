@@ -458,6 +458,7 @@ def own_schedule_free_with_evaluations(run: Run) -> None:
     with run.record(model, optimizer):
         for step in range(STEPS):
             optimizer.train()
+            run.also()
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
@@ -573,6 +574,12 @@ class Lookahead(torch.optim.Optimizer):
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
         self.count = 0
 
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
     def step(self, closure: Any = None) -> Any:
         loss = self.optimizer.step(closure)
         self.count += 1
@@ -588,9 +595,7 @@ class Lookahead(torch.optim.Optimizer):
 def own_lookahead(run: Run) -> None:
     model = mlp()
     optimizer = Lookahead(adamw(model))
-    run.start(model, optimizer)
-    run.optimizers = [optimizer.optimizer]
-    with run.recorder:
+    with run.record(model, optimizer):
         for step in range(STEPS):
             optimizer.optimizer.zero_grad()
             loss_of(model, step).backward()

@@ -233,6 +233,7 @@ def averaged(ema: bool) -> Callable[[Run], None]:
     def body(run: Run) -> None:
         model = WithAverage(ema)
         optimizer = adamw(model.net)
+        run.checks_random = False
         with run.record(model, optimizer):
             for step in range(STEPS):
                 train(model, optimizer, step)
@@ -254,6 +255,7 @@ def swa_copied_into_the_model_at_the_end(run: Run) -> None:
     model = norm_net()
     average = AveragedModel(model)
     optimizer = adamw(model)
+    run.checks_random = False
     with run.record(model, optimizer):
         for step in range(STEPS):
             train(model, optimizer, step)

@@ -34,6 +34,8 @@ from ckpt_formats.universal.gradients.replay import FLOAT32, ParameterReplay, Se
 from ckpt_formats.universal.gradients.segment import LOSSY, Segment
 from ckpt_formats.universal.replay import DeltaBlob
 
+_STATES_OF_FLAGS = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
+"""States that groups of an optimizer have only with a flag."""
 _COUNT = "step"
 
 
@@ -123,19 +125,24 @@ def _stepped(
     layout = replay.segment.layout
     parts: list[list[tuple[int, int]]] = [[] for _ in layout.tensors]
     counts, optimizers = [0] * len(layout.tensors), [0] * len(layout.tensors)
+    unused: list[set[str]] = [set() for _ in layout.tensors]
+    options = replay.segment.group_options(replay.step)
     for rank, rank_layout in enumerate(layout.ranks):
         now = replay.counts(rank, replay.step)
         for number, part in enumerate(rank_layout.parts):
             parts[part.tensor].append((rank, number))
             counts[part.tensor] = int(now[part.vector])
-            optimizers[part.tensor] = rank_layout.vectors[part.vector].optimizer
+            vector = rank_layout.vectors[part.vector]
+            optimizers[part.tensor] = vector.optimizer
+            group = options[vector.optimizer][vector.group] if vector.optimizer in options else {}
+            unused[part.tensor] |= {state for state, flag in _STATES_OF_FLAGS.items() if group.get(flag) is False}
     updated = {name for one in layout.optimizers if one.method == UPDATE for names in one.groups for name in names}
     for number, tensor in enumerate(layout.tensors):
         if tensor.name in recorded.tensors or tensor.name in updated:
             continue  # the log has its values as they are, from its last step on
         yield _stepped_parameter(
             *(replay, number, parameters.get(tensor.name), tuple(parts[number])),
-            *(optimizers[number], counts[number]),
+            *(optimizers[number], counts[number], unused[number]),
         )
 
 
@@ -146,8 +153,9 @@ def _stepped_parameter(
     parts: tuple[tuple[int, int], ...],
     optimizer: int,
     count: int,
+    unused: Collection[str],
 ) -> Parameter:
-    """One parameter after `count` of its steps.
+    """One parameter after `count` of its steps. `unused`: states that its group does not have, unless the base has.
 
     Raises `CorruptError` or `UnsupportedError` if the base does not fit.
     """
@@ -165,7 +173,8 @@ def _stepped_parameter(
     if master == MASTER and (before is None or MODEL in states):
         dtype = model if before is None else states[MODEL].dtype
         stepped[MODEL] = Tensor.of(DerivedBlob(Rounded(), stepped[MASTER].fragments[0].blob, dtype))
-    order = [*(name for name in states if name in stepped), *(name for name in stepped if name not in states)]
+    order = [*(name for name in states if name in stepped)]
+    order += (name for name in stepped if name not in states and name not in unused)
     logged = replay.segment.layout.optimizers[optimizer]
     counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
     values = _values(before, count, counts_steps)
