@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
-from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -308,8 +308,3 @@ def test_recorder_refuses_an_optimizer_of_another_model(model: Model, tmp_path: 
 def test_rename_refuses_one_name_for_two_tensors(model: Model, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"gives `.*` and `.*` the same name `w`"):
         Recorder(model, Sgd(trained(model), 0.1), tmp_path / "run.chain", rename=lambda name: "w")
-
-
-def test_recorder_refuses_a_parameter_that_two_optimizers_step(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="two optimizers step `"):
-        Recorder(model, [Sgd(trained(model), 0.1), Sgd(trained(model), 0.1)], tmp_path / "run.chain")

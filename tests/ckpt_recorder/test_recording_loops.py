@@ -19,6 +19,13 @@ EXACT = (
     *("post-hook-after-the-recorder", "batch-norm", "ema-in-buffers", "vq-codebook", "extra-state-of-plain-values"),
     *("clip-no-grad", "change-by-numpy", "max-norm-embedding", "state-clear", "teacher-lerp", "pruned-in-mid-run"),
     *("tied-weights", "parameters-without-elements", "notes-of-everything"),
+    *(
+        "both-halves-share-the-middle",
+        "parts-called-without-the-model",
+        "steps-without-the-optimizer",
+        "tied-in-mid-run",
+    ),
+    *("note-in-the-middle-of-a-swap", "own-globalstate", "adapted-and-taken-back", "note-named-random-states"),
     *("names-of-all-kinds", "random-numpy-cached-gauss", "resumed-and-recorded-on", "raises-after-a-clip"),
 )
 
