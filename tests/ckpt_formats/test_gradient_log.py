@@ -757,6 +757,20 @@ def test_counts_of_steps_take_memory_for_the_records_alone(small: Log, tmp_path:
     assert counts[[0, 6, 7, -1]].tolist() == [43, 42, 0, steps]
 
 
+def test_records_take_little_memory_when_a_schedule_changes_their_options(small: Log, tmp_path: Path) -> None:
+    steps, none = 300, [b""]
+    groups = [encode([dict(OPTIONS[0]) | {"lr": 0.1 / (1 + n)}]) for n in range(steps)]
+    one = [Entry(Kind.GRADIENTS, 1 + n, {"groups": groups[n], "vectors": [0]}, none, [0]) for n in range(steps)]
+    folder = claiming(small, (5,), one).write(tmp_path / "run")
+    tracemalloc.start()
+    segment = open_segment(folder)
+    current, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert segment.last == steps
+    assert current < steps * 1000
+    assert peak < steps * 1900  # 588 and 1592 B; with a copy of all options in each record 1553 and 2039
+
+
 def test_a_step_of_many_records_is_read_in_few_passes(
     small: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

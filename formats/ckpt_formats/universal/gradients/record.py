@@ -9,6 +9,7 @@ valid. See docs/format.md.
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Kind(IntEnum):
 
 
 KINDS = frozenset(Kind)
+_MAX_SHARED = 1 << 12
+"""The maximum number of parts of texts that are remembered while records are read."""
 _NO_HEAD = "its head is not written yet"
 LARGE = ("notes", "fields")
 """The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
@@ -81,7 +84,7 @@ class FileHead:
         return head[:56] + _hash(head[:56]).to_bytes(8, "little")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogRecord:
     """A complete record: its text, and the position of its chunks."""
 
@@ -221,7 +224,7 @@ def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], RankL
         raise unreadable(error, path) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _ScannedRecord:
     """A record, and the position and hash of its chunks."""
 
@@ -231,6 +234,8 @@ class _ScannedRecord:
     """The offset of its chunks."""
     body_nbytes: int
     body_hash: int
+    before: int
+    """The hash of the head before its own."""
     own_hash: int
 
 
@@ -238,25 +243,29 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check: bool) -> RankLog:
     nbytes, first = file.status.st_size, _head_hash(path, file, head)
     if first is None:
         return RankLog(path, (), 0, 0, _NO_HEAD)
-    scanned: list[_ScannedRecord] = []
-    torn, end, previous, flushed = None, FILE_HEAD.size, first, 0
-    options: dict[str, Any] = {}
+    records: list[LogRecord] = []
+    unflushed: list[_ScannedRecord] = []
+    torn, end, previous, flushed, limit = None, FILE_HEAD.size, first, 0, 1024
+    known: dict[str, Any] = {}
     while end < nbytes:
         try:
-            one = _next(file, end, nbytes, previous, options)
+            one = _next(file, end, nbytes, previous, known)
         except _TornRecord as reason:
             torn = str(reason)
             break
-        scanned.append(one)
+        records.append(one.record)
         end, previous = one.body + one.body_nbytes, one.own_hash
         flushed = max(flushed, one.record.flushed)
-    for number, one in enumerate(scanned):
+        unflushed.append(one)
+        if not check and len(unflushed) >= limit:
+            unflushed = [one for one in unflushed if one.begin >= flushed]
+            limit = max(limit, 2 * len(unflushed))
+    for one in unflushed:
         if (check or one.begin >= flushed) and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
-            torn, end = f"the values of step {one.record.step} do not fit their hash", one.begin
-            previous = scanned[number - 1].own_hash if number else first
-            del scanned[number:]
+            torn, end, previous = f"the values of step {one.record.step} do not fit their hash", one.begin, one.before
+            del records[records.index(one.record) :]
             break
-    return RankLog(path, tuple(one.record for one in scanned), end, previous, torn)
+    return RankLog(path, tuple(records), end, previous, torn)
 
 
 def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, max_records: int) -> RankLog:
@@ -267,10 +276,10 @@ def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, m
             return RankLog(log.path, (), 0, 0, _NO_HEAD)
         end, previous = FILE_HEAD.size, first
     records: list[LogRecord] = []
-    torn, options = None, dict[str, Any]()
+    torn, known = None, dict[str, Any]()
     while end < nbytes and len(records) < max_records:
         try:
-            one = _next(file, end, nbytes, previous, options)
+            one = _next(file, end, nbytes, previous, known)
         except _TornRecord as reason:
             torn = str(reason)
             break
@@ -296,7 +305,7 @@ def _head_hash(path: Path, file: OpenFile, head: FileHead) -> int | None:
     )
 
 
-def _next(file: OpenFile, at: int, nbytes: int, previous: int, options: dict[str, Any]) -> _ScannedRecord:
+def _next(file: OpenFile, at: int, nbytes: int, previous: int, known: dict[str, Any]) -> _ScannedRecord:
     raw = file.read(at, HEAD.size)
     if len(raw) < HEAD.size:
         raise _TornRecord("it ends inside the head of a record")
@@ -317,14 +326,30 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int, options: dict[str
         raise _TornRecord("the directory of a record is damaged")
     meta = _meta(content[:meta_nbytes])
     flushed = meta.pop("flushed", 0)
-    for field in ("groups", "changes"):  # these are almost always the same for thousands of steps
-        if field in meta:
-            meta[field] = options.setdefault(json.dumps(meta[field]), meta[field])
+    meta = _shared({key: value for key, value in meta.items() if key not in LARGE}, known)
     record = LogRecord(
-        *(Kind(kind), step, {key: value for key, value in meta.items() if key not in LARGE}),
+        *(Kind(kind), step, meta),
         *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),
     )
-    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, own_hash)
+    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, before, own_hash)
+
+
+def _shared(value: Any, known: dict[str, Any]) -> Any:
+    """A value of JSON in which each part that `known` has, by its text, is the same object. New parts are added to it.
+
+    Almost all parts are the same in thousands of records.
+    """
+    text = json.dumps(value)
+    if text in known:
+        return known[text]
+    if len(known) >= _MAX_SHARED:  # a schedule gives each step parts of its own
+        known.clear()
+    if isinstance(value, list):
+        value = [_shared(one, known) for one in value]
+    elif isinstance(value, dict):
+        value = {sys.intern(key): _shared(one, known) for key, one in value.items()}
+    known[text] = value
+    return value
 
 
 def _body_hash(file: OpenFile, begin: int, nbytes: int) -> int:
