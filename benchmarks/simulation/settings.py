@@ -74,7 +74,7 @@ _MTBF = "notes on LowDiff: a case of the table of simulated runs"
 _SHARE = Figure(
     0.78, "Llama 3 paper (arXiv 2407.21783): summaries state that about 78 % of interruptions were hardware"
 )
-_RESTART = Figure(120, "assumed: the example of docs/recording.md; no paper that we read states it")
+_RESTART = Figure(120, "assumed: the example of docs/planning.md; no paper that we read states it")
 _SPOT_RESTART = Figure(60, "notes on LowDiff, and trials of the plan: the cases with short times between failures")
 _H200_COPY = Figure(45 * GB, "trial: cases on H200, 45 GB/s from GPU to host")
 _ONE = Figure(1, "one GPU")
@@ -283,7 +283,7 @@ class SystemFigures:
     )
     our_cores: Figure = Figure(16, "assumed: cores of a machine that replay while it would otherwise wait")
     our_flush: Figure = Figure(8, "docs/recording.md: flush = 8 steps by default")
-    shadow_bases: Figure = Figure(1000, "docs/recording.md, the example: --base-every 1000")
+    shadow_bases: Figure = Figure(1000, "docs/shadows.md, the example: --base-every 1000")
 
 
 FIGURES = SystemFigures()

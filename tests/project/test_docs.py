@@ -178,9 +178,9 @@ def test_the_page_of_recording_shows_lines_of_its_examples():
             assert line in lines, f"{name}: {line}"
 
 
-def test_the_page_of_recording_shows_what_plans_print():
+def test_the_page_of_planning_shows_what_plans_print():
     blocks = re.findall(
-        r"<!-- runs -->\n```console\n\$ ckpt ([^\n]*)\n(.*?)```", (DOCS / "recording.md").read_text(), re.DOTALL
+        r"<!-- runs -->\n```console\n\$ ckpt ([^\n]*)\n(.*?)```", (DOCS / "planning.md").read_text(), re.DOTALL
     )
     assert len(blocks) == 2
     for command, printed in blocks:

@@ -1,4 +1,4 @@
 """A restore that never ends: the states of a recorded run in memory, always those of its last complete step.
 
-docs/recording.md describes it for users.
+docs/shadows.md describes it for users.
 """
