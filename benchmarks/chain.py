@@ -72,8 +72,8 @@ def states(gb: float, steps: int) -> Iterator[Checkpoint]:
 def _parameter(name: str, weight: torch.Tensor, kept: dict[str, torch.Tensor], step: int) -> Parameter:
     master = weight.detach().numpy()
     arrays = {
-        "fp32": master,
-        "param": master.astype(DTYPES["bfloat16"]),
+        "master": master,
+        "model": master.astype(DTYPES["bfloat16"]),
         "exp_avg": kept["exp_avg"].numpy(),
         "exp_avg_sq": kept["exp_avg_sq"].numpy(),
     }

@@ -39,6 +39,7 @@ from ckpt_codecs.delta import States
 from ckpt_codecs.deltas.chunk_parts import split_parts
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.encode_state import ROW_NBYTES
@@ -285,14 +286,14 @@ def works_of(folder: Path, pair: Pair, start: int) -> list[Work]:
     options = {name: dict(group.options) for group in after.groups for name in group.names}
     works = []
     for name, parameter in after.parameters.items():
-        if set(pair.states) <= parameter.states.keys():
+        if set(map(from_stored, pair.states)) <= parameter.states.keys():
             change = StatePair(*(values_of(source, name, pair.states) for source in (before, after)))
             works.append(Work(change, StepInfo(start, start + pair.since, options.get(name, {}))))
     return works
 
 
 def values_of(source: Checkpoint, name: str, states: tuple[str, ...]) -> dict[str, Array]:
-    return {state: read(source.parameters[name].states[state]) for state in states}
+    return {state: read(source.parameters[name].states[from_stored(state)]) for state in states}
 
 
 def measure(pair: Pair, works: list[Work], rounds: int) -> list[Row]:

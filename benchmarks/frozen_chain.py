@@ -42,13 +42,13 @@ def states(count: int, matrices: int, frozen: int) -> Iterator[Checkpoint]:
     masters = [matrix() for _ in range(matrices - frozen)]
     moments = [(np.zeros_like(w), np.zeros_like(w)) for w in masters]
     for step in range(1, count + 1):
-        parameters = [_parameter(f"layers.{i}.weight", {"param": values}, "frozen") for i, values in enumerate(still)]
+        parameters = [_parameter(f"layers.{i}.weight", {"model": values}, "frozen") for i, values in enumerate(still)]
         for i, (w, (m, v)) in enumerate(zip(masters, moments, strict=True)):
             gradient = random.standard_normal(w.shape).astype(np.float32)
             m[:] = np.float32(0.9) * m + np.float32(0.1) * gradient
             v[:] = np.float32(0.95) * v + np.float32(0.05) * gradient**2
             w -= np.float32(1e-3) * m / (np.sqrt(v) + np.float32(1e-8))
-            own = {"fp32": w, "param": w.astype(bf16), "exp_avg": m, "exp_avg_sq": v}
+            own = {"master": w, "model": w.astype(bf16), "exp_avg": m, "exp_avg_sq": v}
             parameters.append(_parameter(f"layers.{i}.adapter", own, "parameter"))
         trained = tuple(parameter.name for parameter in parameters if parameter.role == "parameter")
         by_name = {parameter.name: parameter for parameter in parameters}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
+STATES = ("master", "exp_avg", "exp_avg_sq")
 SHAPE = (16, 8)
 
 

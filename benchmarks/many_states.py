@@ -19,7 +19,7 @@ PEAK_MB = {(1_000_000, "inspect"): 300}
 SIDE, HEADER = 8, 16 << 20
 EACH = 20_000
 """Parameters in a pack: all of them are in its header."""
-STATES = ("param", "exp_avg", "exp_avg_sq", "step")
+STATES = ("model", "exp_avg", "exp_avg_sq", "step")
 
 
 def make(folder: Path, states: int) -> None:

@@ -21,6 +21,7 @@ from ckpt_codecs import Codec, Rounded, candidate_codecs
 from ckpt_codecs.base import Bytes, encode_bound
 from ckpt_codecs.scratch import thread_buffer
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.encode_state import ROW_NBYTES
@@ -187,9 +188,9 @@ def derivation(held: dict[str, list[Array]]) -> Method | None:
 def states_of(path: Path) -> dict[str, list[Array]]:
     """All values of each kind of state, of the parameters of a checkpoint that have them all."""
     parameters = open_checkpoint(path).parameters.values()
-    kinds = [s for s in STATES if any(s in p.states for p in parameters)]
-    complete = [p for p in parameters if set(kinds) <= p.states.keys()]
-    return {kind: [read(parameter.states[kind]) for parameter in complete] for kind in kinds}
+    kinds = [s for s in STATES if any(from_stored(s) in p.states for p in parameters)]
+    complete = [p for p in parameters if set(map(from_stored, kinds)) <= p.states.keys()]
+    return {kind: [read(parameter.states[from_stored(kind)]) for parameter in complete] for kind in kinds}
 
 
 Coded = list[tuple[Piece, Any]]

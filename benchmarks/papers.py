@@ -29,6 +29,7 @@ from states import START, default_folder, state_path
 from ckpt_codecs import StatePair, StepInfo, delta_from_config
 from ckpt_codecs.delta import DeltaCodec, States, only_changed_rows
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.encode_state import ROW_NBYTES
@@ -94,7 +95,8 @@ def load(path: Path, states: Sequence[str]) -> State:
     loaded: State = {}
     for name, parameter in source.parameters.items():
         master = source.parameters.get(f"{name}/fp32")
-        tensors = {**parameter.states, **({} if master is None else {"fp32": master.weight})}
+        tensors = {to_stored(state): one for state, one in parameter.states.items()}
+        tensors |= {} if master is None else {"fp32": master.weight}
         if parameter.role != "extra" and set(states) <= tensors.keys():
             loaded[name] = {state: read(tensors[state]) for state in states}
     if not loaded:

@@ -61,7 +61,7 @@ def source(parameters: int, ranks: int, kind: str) -> Any:
             else f"{next(number for start, number in numbers.items() if name.startswith(start))}.weight": shape
             for name, shape in shapes.items()
         }
-    types = {"fp32": "float32", "param": "bfloat16", "exp_avg": "float32", "exp_avg_sq": "float32"}
+    types = {"master": "float32", "model": "bfloat16", "exp_avg": "float32", "exp_avg_sq": "float32"}
     at, index = 0, {}
     for name, shape in shapes.items():
         states = {}

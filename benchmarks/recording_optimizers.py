@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).par
 
 from recording import LENGTH, Model, text  # noqa: E402
 
+from ckpt_formats.core.state_names import from_stored  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
 from ckpt_formats.universal.chain import file as index  # noqa: E402
 from ckpt_formats.universal.chain import states  # noqa: E402
@@ -83,7 +84,7 @@ def differing(chain: Path, step: int, truth: dict[tuple[str, str], bytes]) -> in
     parameters = states.open_state(chain, index.read(chain), step).parameters
     count = 0
     for (name, state), expected in truth.items():
-        tensor = parameters[name].states.get(state)
+        tensor = parameters[name].states.get(from_stored(state))
         count += tensor is None or np.ascontiguousarray(read(tensor)).tobytes() != expected
     return count
 

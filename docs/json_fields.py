@@ -326,7 +326,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                                         "codec?": ("text", "its codec"),
                                     }
                                 ),
-                                "its tensors: `param`, `fp32`, `exp_avg`, ...",
+                                "its tensors: `model`, `master`, `exp_avg`, ...",
                             ),
                             "values": (Map("any"), "states that are plain values, as typed JSON"),
                         }
@@ -439,7 +439,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
                     [
                         {
                             "name": ("text", "the parameter"),
-                            "state": ("text", "`weight`, `exp_avg`, ..."),
+                            "state": ("text", "`model`, `master`, `exp_avg`, ..."),
                             "layer": ("text", "its layer"),
                             "role": ("text", "its role in the layer"),
                             "kind": ("text", "`equal`, `changed`, `missing`, `added`, `reshaped`"),

@@ -29,7 +29,7 @@ from held import checkpoint, parameter  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 RECORDED = ROOT / "sample_checkpoints" / "recorded-1" / "run.chain"
-STATES = {"fp32": np.float32, "param": ml_dtypes.bfloat16, "exp_avg": np.float32, "exp_avg_sq": np.float32}
+STATES = {"master": np.float32, "model": ml_dtypes.bfloat16, "exp_avg": np.float32, "exp_avg_sq": np.float32}
 LLAMA = {
     "self_attn.q_proj.weight": (4096, 4096),
     "self_attn.k_proj.weight": (1024, 4096),

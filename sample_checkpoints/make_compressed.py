@@ -27,6 +27,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal import PackContent, Universal
@@ -104,14 +105,16 @@ def main() -> None:
     out.mkdir()
     cases = {name: (states, encoding) for name, states, encoding in parameters()}
     tensors = {
-        name: Parameter(name, "parameter", {s: Tensor.of(ArrayBlob(a)) for s, a in states.items()}, {"step": 7})
+        name: Parameter(
+            name, "parameter", {from_stored(s): Tensor.of(ArrayBlob(a)) for s, a in states.items()}, {"step": 7}
+        )
         for name, (states, _) in cases.items()
     }
     group = Group({"lr": 0.001, "betas": (0.9, 0.95)}, tuple(tensors))
     source = Checkpoint(
         path=out, origin=Origin("golden", "2", 7), parameters=tensors, groups=(group,), extras={"epoch": 3}
     )
-    format = Universal(pack_nbytes=0)  # a pack for each parameter: each has an encoding of its own
+    format = Universal(pack_nbytes=1)  # a pack for each parameter: each has an encoding of its own
     receipts = []
     for part in format.plan(source).files:
         (parameter,) = part.parameters
@@ -121,7 +124,11 @@ def main() -> None:
             receipts.append(format.write(out, replace(part, content=content), Transfer(reader)))
     format.commit(out, source, receipts)
     expected = {
-        f"{name}/{state}": [tensor.dtype.name, list(tensor.shape), xxhash.xxh3_128_hexdigest(read(tensor).tobytes())]
+        f"{name}/{to_stored(state)}": [
+            tensor.dtype.name,
+            list(tensor.shape),
+            xxhash.xxh3_128_hexdigest(read(tensor).tobytes()),
+        ]
         for name, parameter in tensors.items()
         for state, tensor in parameter.states.items()
     }

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 
 from ckpt_cli.main import cli
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
@@ -96,7 +97,7 @@ def hashes(content: dict[str, Any]) -> dict[str, str]:
 def decoded_hashes(path: str) -> dict[str, str]:
     """The same of a checkpoint, as this program decodes it."""
     return {
-        f"{parameter.name}/{state}": xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
+        f"{parameter.name}/{to_stored(state)}": xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
         for parameter, state, tensor in open_checkpoint(Path(path)).tensors()
     }
 

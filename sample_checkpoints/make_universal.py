@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.universal import Universal
@@ -129,7 +130,10 @@ def main() -> None:
     cases = states()
     parameters = {
         name: Parameter(
-            name, role, {state: Tensor.of(ArrayBlob(values)) for state, values in arrays.items()}, values_of
+            name,
+            role,
+            {from_stored(state): Tensor.of(ArrayBlob(values)) for state, values in arrays.items()},
+            values_of,
         )  # type: ignore[arg-type]
         for name, (role, arrays, values_of) in cases.items()
     }

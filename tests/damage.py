@@ -527,7 +527,7 @@ _add("zero3: a bit flipped in a frozen slice", "zero3", in_file("*rank_3_*model*
 _add("pipeline: a bit flipped in a layer", "pipeline", in_file("layer_01-model_01*", flip(in_member("data/1"))), BROKEN, "layer_01-model_01", "data/1", seen="data")
 _add("pipeline: a bit flipped in a master", "pipeline", in_file("*mp_rank_03_optim*", flip(in_member("data/6"))), BROKEN, "mp_rank_03_optim_states", "data/6", seen="data")
 _add("torch: a bit flipped in a tensor", "model.pt", in_file("", flip(in_member("data/3"))), BROKEN, "model.pt", "data/3", seen="data")
-_add("universal: a bit flipped in a tensor", "universal", in_state("fp32"), BROKEN, f"{_LOOKED_AT}/fp32", seen="data")
+_add("universal: a bit flipped in a tensor", "universal", in_state("fp32"), BROKEN, f"{_LOOKED_AT}/master", seen="data")
 _add("universal: a bit flipped in a header", "universal", in_file(_PACK, flip(lambda data: 20)), BROKEN, "header of pack 0", seen="spare")
 
 # Files that are not there, or are those of others
@@ -778,13 +778,13 @@ _add_all(
         ("an unknown role", forged(forgery.number("parameter.role", 0, 77)), BROKEN, ("parameter.role",)),
         ("a name of bytes that are no text", forged(forgery.number("parameter.names", 0, 255)), BROKEN, ("UTF-8",)),
         ("an unknown element type", field("dtypes", 0, value="object"), BROKEN, ("dtypes",)),
-        ("an absurd shape", sizes("fp32", 1 << 40), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
-        ("a shape beyond 64 bits", sizes("fp32", (1 << 64) - 1), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
+        ("an absurd shape", sizes("fp32", 1 << 40), BROKEN, (f"`{_LOOKED_AT}` master", "shape")),
+        ("a shape beyond 64 bits", sizes("fp32", (1 << 64) - 1), BROKEN, (f"`{_LOOKED_AT}` master", "shape")),
         ("too many axes", rank("fp32", 100), BROKEN, ("64 dimensions",)),
-        ("a shape that does not fit", sizes("fp32", 3), BROKEN, (f"`{_LOOKED_AT}` fp32", "shape")),
+        ("a shape that does not fit", sizes("fp32", 3), BROKEN, (f"`{_LOOKED_AT}` master", "shape")),
         ("a state behind its pack", column("state.offset", "fp32", 1 << 40), BROKEN, ("pack 0",)),
         ("a state in the header", column("state.offset", "fp32", 0), BROKEN, ("pack 0",)),
-        ("a state of another length", column("state.nbytes", "fp32", 12), BROKEN, (f"`{_LOOKED_AT}` fp32",)),
+        ("a state of another length", column("state.nbytes", "fp32", 12), BROKEN, (f"`{_LOOKED_AT}` master",)),
         ("a state in a pack that is not there", column("state.pack", "fp32", 7), BROKEN, ("number of a pack",)),
         ("a state stored in an unknown way", column("state.storage", "fp32", 9), BROKEN, ("state.storage",)),
         ("a derived codec of the future", codec("param", {"name": "../x"}, "fp32"), UNSUPPORTED, (_LOOKED_AT, "../x")),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import read
 from torch_values import same
 
@@ -13,7 +14,7 @@ def assert_is_the_truth(actual: Checkpoint, truth: dict[str, Any]) -> None:
         parameter = actual.parameters[name]
         assert parameter.role == "parameter", name
         for state, expected in states.items():
-            assert same(parameter.states[MODEL if state == "lp" else state], expected), f"{name}/{state}"
+            assert same(parameter.states[MODEL if state == "lp" else from_stored(state)], expected), f"{name}/{state}"
         raw = {step for group in truth["raw_step"] for step in group}
         if raw:
             kept = parameter.states.get("step")

@@ -15,6 +15,7 @@ from ckpt_codecs.optimizers import Adam
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -191,9 +192,9 @@ def restored(run: Path, step: int) -> Checkpoint:
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, dict[str, Array]]:
-    """All tensors' states."""
+    """All tensors' states, by the names of the log."""
     return {
-        name: {state: read(tensor) for state, tensor in parameter.states.items()}
+        name: {to_stored(state): read(tensor) for state, tensor in parameter.states.items()}
         for name, parameter in checkpoint.parameters.items()
     }
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType, is_float
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, ArrayBlob, FileBlob, Fragment, Tensor, read
 from ckpt_formats.core.values import Value
 
@@ -61,6 +62,11 @@ def arrays(draw: st.DrawFn, dtypes: Iterable[DType] = STORABLE) -> Array:
 
 def tensor(values: Array) -> Tensor:
     return Tensor.of(ArrayBlob(values))
+
+
+def named(stored: Mapping[str, Array]) -> dict[str, Array]:
+    """The states of a chunk as codecs name them, by the names of the library."""
+    return {from_stored(name): values for name, values in stored.items()}
 
 
 def parameter(name: str, states: Mapping[str, Array], role: Role = "parameter", **values: Value) -> Parameter:
@@ -167,15 +173,19 @@ def everything(seed: int = 0) -> Checkpoint:
     master = array(f32, (6, 5), seed)
     with np.errstate(all="ignore"):
         copy = master.astype(bf16)
-    ordinary = parameter("layers.0.w", {"fp32": master, "param": copy, "exp_avg": array(f32, (6, 5), seed + 1)}, step=3)
-    differing = parameter("layers.1.w", {"fp32": array(f32, (4,), seed), "param": array(bf16, (4,), seed + 2)}, step=4)
+    ordinary = parameter(
+        "layers.0.w", {"master": master, "model": copy, "exp_avg": array(f32, (6, 5), seed + 1)}, step=3
+    )
+    differing = parameter(
+        "layers.1.w", {"master": array(f32, (4,), seed), "model": array(bf16, (4,), seed + 2)}, step=4
+    )
     single = [
-        parameter("alone", {"param": array(f32, (2, 2), seed), "exp_avg": array(f32, (2, 2), seed + 3)}, step=3),
-        parameter("frozen", {"param": array(bf16, (3, 1), seed)}, "frozen"),
-        parameter("count", {"param": array(DTYPES["int64"], (), seed)}, "buffer"),
-        parameter("empty", {"param": array(f32, (0, 4), seed)}, "buffer"),
+        parameter("alone", {"model": array(f32, (2, 2), seed), "exp_avg": array(f32, (2, 2), seed + 3)}, step=3),
+        parameter("frozen", {"model": array(bf16, (3, 1), seed)}, "frozen"),
+        parameter("count", {"model": array(DTYPES["int64"], (), seed)}, "buffer"),
+        parameter("empty", {"model": array(f32, (0, 4), seed)}, "buffer"),
     ]
-    extra = parameter("rng/cpu", {"param": array(DTYPES["uint8"], (16,), seed)}, "extra")
+    extra = parameter("rng/cpu", {"model": array(DTYPES["uint8"], (16,), seed)}, "extra")
     return checkpoint(
         [ordinary, differing, *single, extra],
         (Group({"lr": 1e-3, "betas": (0.9, 0.95)}, ("layers.0.w", "alone")), Group({"lr": 0.5}, ("layers.1.w",))),

@@ -168,14 +168,14 @@ def model(family: str, arguments: Mapping[str, Any], *, distributed: bool = True
     for i, (name, shape) in enumerate(shapes_of(family, arguments)):
         master = np.random.default_rng([seed, i]).standard_normal(shape).astype("f4")
         if name.endswith("expert_bias"):
-            parameters.append(parameter(name, {"param": master}, "buffer"))
+            parameters.append(parameter(name, {"model": master}, "buffer"))
             continue
-        states = {"param": rounded(master) if low else master}
+        states = {"model": rounded(master) if low else master}
         if low or distributed:
-            states["fp32"] = master
+            states["master"] = master
         states |= {state: array(F32, shape, seed + i + n) for n, state in enumerate(("exp_avg", "exp_avg_sq"), 1)}
         parameters.append(parameter(name, states, step=9))
-    random = parameter("rng_state/0/torch_rng_state", {"param": array(DTYPES["uint8"], (17,), seed)}, "extra")
+    random = parameter("rng_state/0/torch_rng_state", {"model": array(DTYPES["uint8"], (17,), seed)}, "extra")
     extras: dict[str, Value] = {
         "args": Record(NAMESPACE, state={**arguments, "use_distributed_optimizer": distributed}),
         "checkpoint_version": 3.0,

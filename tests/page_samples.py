@@ -65,7 +65,7 @@ def model(layers: int, width: int, seed: int = 0, names: Iterable[str] = (), ste
     for name, shape in shapes.items():
         values = rng.normal(size=shape).astype(np.float32)
         copy = values.astype(ml_dtypes.bfloat16)
-        parameters.append(parameter(name, {"fp32": values, "param": copy, "exp_avg": values, "exp_avg_sq": values}))
+        parameters.append(parameter(name, {"master": values, "model": copy, "exp_avg": values, "exp_avg_sq": values}))
     extras = {"epoch": 1, "<b>note</b>": "</script><script>alert(3)</script>", "lr_scheduler": {"last_epoch": step}}
     result = checkpoint(
         parameters,
@@ -107,7 +107,7 @@ def diff_of_many(count: int) -> str:
     for i in range(count):
         role, changed = list(ROLES)[i % len(ROLES)], int(rng.integers(1, 1000))
         sums = DiffSums(1000, changed, 0.1, float(rng.random()), 10.0, 10.0, 9.9, 0, Histogram(-9, (changed // 2, 1)))
-        pairs.append(TensorDiff(f"model.layers.{i // len(ROLES)}.{role}", "weight", "changed", "", sums))
+        pairs.append(TensorDiff(f"model.layers.{i // len(ROLES)}.{role}", "model", "changed", "", sums))
     return diff_page.page_of(first, first, Diff(tuple(pairs)))
 
 
@@ -127,7 +127,7 @@ def log_fields(chain: Path, recorded: Path) -> dict[str, Any]:
     for step in range(100, 1300, 100):
         values = (values + rng.normal(size=values.shape) * 1e-3 * (1 + step % 500 / 100)).astype(np.float32)
         origin, path = Origin("held", "1", step), chain.with_name(f"{step}.pt")
-        state = checkpoint([parameter("layers.0.w", {"fp32": values, "exp_avg": values})], origin=origin, path=path)
+        state = checkpoint([parameter("layers.0.w", {"master": values, "exp_avg": values})], origin=origin, path=path)
         run.append(state, ckpt.DeltaPolicy(base_every=5, codec="lc"), step=step)
     segments = _log_fields(recorded)["segments"]
     later = [{**one, "first": one["first"] * 200, "last": one["last"] * 200} for one in segments]
@@ -147,9 +147,9 @@ def edge_cases(chain: Path, recorded: Path) -> dict[str, str]:
     empty = np.zeros((0, 3), np.float32)
     checkpoints = {
         "nothing": checkpoint([]),
-        "a scalar": checkpoint([parameter("w", {"param": np.ones((), np.float32)})]),
-        "no elements": checkpoint([parameter(name, {"param": empty}) for name in ("w", "x.y", "x.z")]),
-        "an extra": checkpoint([parameter("rng", {"param": np.zeros(3, np.uint8)}, role="extra")]),
+        "a scalar": checkpoint([parameter("w", {"model": np.ones((), np.float32)})]),
+        "no elements": checkpoint([parameter(name, {"model": empty}) for name in ("w", "x.y", "x.z")]),
+        "an extra": checkpoint([parameter("rng", {"model": np.zeros(3, np.uint8)}, role="extra")]),
     }
     nothing = replace(checkpoint([]), path=DEEPSPEED)
     return {

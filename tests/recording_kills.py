@@ -391,7 +391,7 @@ def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:
         states = dict(parameter.states)
         count = states.pop("step", None)
         for state, tensor in states.items():
-            yield (name if state == "param" else f"{name}.{state}"), read(tensor)
+            yield (name if state == "model" else f"{name}.{state}"), read(tensor)
         if parameter.role == "parameter":
             yield f"{name}.step", np.float64(parameter.values["step"] if count is None else read(count))
     yield "lr", np.float64(checkpoint.groups[0].options["lr"])

@@ -63,8 +63,8 @@ def states(steps: int, elements: int = CHUNK + 9) -> Iterator[Checkpoint]:
             copy = w.astype(DTYPES["bfloat16"])
             if name == "differs":
                 copy[0, 0] = 77
-            parameters.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}, step=step))
-        parameters.append(parameter("odd", {"param": np.arange(7, dtype=np.int8)}, "buffer"))
+            parameters.append(parameter(name, {"master": w, "model": copy, "exp_avg": m}, step=step))
+        parameters.append(parameter("odd", {"model": np.arange(7, dtype=np.int8)}, "buffer"))
         yield checkpoint(parameters, (Group({"lr": 1e-4}, tuple(shapes)),), origin=Origin("held", None, step))
 
 

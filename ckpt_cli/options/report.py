@@ -47,7 +47,7 @@ def report_options(command: F) -> F:
                 "states",
                 multiple=True,
                 metavar="STATE",
-                help="Compare this state only: weight, exp_avg, ...",
+                help="Compare this state only: model, master, exp_avg, ...",
             ),
             click.option(
                 "--tensors-only", is_flag=True, help="Leave out extras, counters and the optimizer's options."

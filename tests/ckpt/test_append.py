@@ -51,7 +51,7 @@ def states(count: int, elements: int = ELEMENTS) -> Iterator[Checkpoint]:
             m, v = m * np.float32(0.9) + g, np.abs(v) * np.float32(0.99) + g * g
             w = w - np.float32(1e-4) * m
             held[name] = [w, m, v]
-            kept = {"fp32": w, "param": w.astype(DTYPES["bfloat16"]), "exp_avg": m, "exp_avg_sq": v}
+            kept = {"master": w, "model": w.astype(DTYPES["bfloat16"]), "exp_avg": m, "exp_avg_sq": v}
             parameters.append(parameter(name, kept, step=step))
         yield checkpoint(parameters, (Group({"lr": 1e-4}, ("a", "b")),), origin=Origin("held", None, step))
 
@@ -103,7 +103,7 @@ def test_files_are_equal_wherever_the_state_before_is_read(form: str, tmp_path: 
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("state", ["fp32", "exp_avg"])
+@pytest.mark.parametrize("state", ["master", "exp_avg"])
 def test_a_parent_that_differs_in_one_chunk_is_named_and_nothing_is_written(state: str, tmp_path: Path) -> None:
     saved, run = saved_states(tmp_path, 3), tmp_path / "chain"
     for path in saved[:2]:
@@ -132,10 +132,10 @@ def test_a_source_that_was_replaced_is_noticed_and_the_chain_is_replayed(tmp_pat
     forget(expected)
     add(expected, saved[2])
     state = open_checkpoint(saved[1])
-    changed = np.array(state.parameters["b"].states["fp32"]) + 1
+    changed = np.array(state.parameters["b"].states["master"]) + 1
     kept = {name: np.array(tensor) for name, tensor in state.parameters["b"].states.items()}
     save(
-        replace(state, parameters={**state.parameters, "b": parameter("b", {**kept, "fp32": changed}, step=2)}),
+        replace(state, parameters={**state.parameters, "b": parameter("b", {**kept, "master": changed}, step=2)}),
         tmp_path / "changed",
         writable("universal"),
         resources=Execution(),
@@ -144,7 +144,7 @@ def test_a_source_that_was_replaced_is_noticed_and_the_chain_is_replayed(tmp_pat
     (tmp_path / "changed").rename(saved[1])
     done = ckpt("append", run, saved[2])
     assert done.code == 0, done.err
-    assert "`b`: chunk 0 of 1 of its state `fp32`" in done.err
+    assert "`b`: chunk 0 of 1 of its state `master`" in done.err
     assert last_member(run) == last_member(expected)
 
 

@@ -78,7 +78,7 @@ def refused(construct: Callable[[], Any]) -> bool:
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An object of each public dataclass, by its name."""
-    run = checkpoint([parameter("head.weight", {"fp32": np.zeros((2, 2), np.float32)})])
+    run = checkpoint([parameter("head.weight", {"master": np.zeros((2, 2), np.float32)})])
     costs = ckpt.planning.RunCosts(step=1, mtbf=3600, base_stall=1)
     plan = ckpt.planning.plan_schedule(costs)
     result = ckpt.types.Result(Path("t"), 1, 1, 0, 0, 0.5)
@@ -175,7 +175,7 @@ def _with(name: str, field: str, value: object, usual: dict[str, Any]) -> Any:
     return DATACLASSES[name](**{field: value})
 
 
-JOB = ckpt.Job(checkpoint([parameter("head.weight", {"fp32": np.zeros((2, 2), np.float32)})]), "no-such", "torch")
+JOB = ckpt.Job(checkpoint([parameter("head.weight", {"master": np.zeros((2, 2), np.float32)})]), "no-such", "torch")
 
 FAULTS = {
     "DeepSpeed(dp=0)": lambda: ckpt.DeepSpeed(dp=0),
@@ -243,8 +243,8 @@ def test_text_is_one_pattern_wherever_patterns_are_taken() -> None:
     assert set(run.select(only="head")) == set(run.select(only=["head"]))
     assert set(run.select(skip="bias")) == set(run.select(skip=["bias"]))
     assert 0 < len(run.select(only="head")) < len(run.select(skip="bias")) < len(run)
-    same = ckpt.diff(run, run, only="head", states="weight")
-    listed = ckpt.diff(run, run, only=["head"], states=["weight"])
+    same = ckpt.diff(run, run, only="head", states="model")
+    listed = ckpt.diff(run, run, only=["head"], states=["model"])
     assert [pair.name for pair in same.pairs] == [pair.name for pair in listed.pairs]
     for wrong in (5, b"head", [5], {"head": 1}):
         with pytest.raises(ckpt.InvalidArgumentError):
@@ -289,7 +289,7 @@ def test_path_may_be_a_text_or_any_path_object(form: Callable[[Path], Any], tmp_
     def at(name: str) -> Any:
         return form(tmp_path / name)
 
-    run = checkpoint([parameter("head.weight", {"param": np.ones((2, 2), np.float32)})])
+    run = checkpoint([parameter("head.weight", {"model": np.ones((2, 2), np.float32)})])
     assert ckpt.save(run, at("m.safetensors")).files == 1
     assert list(ckpt.open(at("m.safetensors"))) == ["head.weight"]
     assert ckpt.copy(at("m.safetensors"), at("copy.safetensors")).files == 1
@@ -314,7 +314,7 @@ def test_url_of_any_path_object_stays_a_url() -> None:
 
 
 def test_format_may_be_a_name(tmp_path: Path) -> None:
-    run = checkpoint([parameter("head.weight", {"param": np.ones((2, 2), np.float32)})])
+    run = checkpoint([parameter("head.weight", {"model": np.ones((2, 2), np.float32)})])
     assert ckpt.Job(run, tmp_path, "hf").format == ckpt.HuggingFace()
     assert ckpt.Job(run, tmp_path / "a.pt").format == ckpt.Torch()
     ckpt.save(run, tmp_path / "model", "flax")

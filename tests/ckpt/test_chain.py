@@ -31,6 +31,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
@@ -73,7 +74,7 @@ def drifting(steps: int, elements: int = 1000, seed: int = 0) -> Iterator[Checkp
         g = random.standard_normal(elements).astype(np.float32)
         m, v = m * np.float32(0.9) + g, np.abs(v) * np.float32(0.99) + g * g
         w = w - np.float32(1e-4) * m
-        states = {"fp32": w, "param": w.astype(DTYPES["bfloat16"]), "exp_avg": m, "exp_avg_sq": v}
+        states = {"master": w, "model": w.astype(DTYPES["bfloat16"]), "exp_avg": m, "exp_avg_sq": v}
         yield checkpoint(
             [parameter("w", states, step=step)], (Group({"lr": 1e-4}, ("w",)),), origin=Origin("held", None, step)
         )
@@ -128,19 +129,19 @@ def test_a_chain_is_a_checkpoint_to_every_command(tmp_path: Path) -> None:
 def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
     f32, i64 = DTYPES["float32"], DTYPES["int64"]
     first = [
-        parameter("stays", {"fp32": array(f32, (50, 7)), "exp_avg": array(f32, (50, 7), 1)}),
-        parameter("goes", {"fp32": array(f32, (50,))}),
-        parameter("reshaped", {"fp32": array(f32, (6, 10))}),
-        parameter("retyped", {"fp32": array(f32, (60,))}),
-        parameter("count", {"param": array(i64, (40,))}, "buffer"),
+        parameter("stays", {"master": array(f32, (50, 7)), "exp_avg": array(f32, (50, 7), 1)}),
+        parameter("goes", {"master": array(f32, (50,))}),
+        parameter("reshaped", {"master": array(f32, (6, 10))}),
+        parameter("retyped", {"master": array(f32, (60,))}),
+        parameter("count", {"model": array(i64, (40,))}, "buffer"),
     ]
     second = [
-        parameter("comes", {"fp32": array(f32, (50,), 2)}),
-        parameter("stays", {"fp32": array(f32, (50, 7)), "exp_avg_sq": array(f32, (50, 7), 3)}),
-        parameter("reshaped", {"fp32": array(f32, (10, 6))}),
-        parameter("retyped", {"fp32": array(DTYPES["bfloat16"], (60,))}),
-        parameter("count", {"param": array(i64, (40,))}, "buffer"),
-        parameter("rng", {"param": array(DTYPES["uint8"], (16,))}, "extra"),
+        parameter("comes", {"master": array(f32, (50,), 2)}),
+        parameter("stays", {"master": array(f32, (50, 7)), "exp_avg_sq": array(f32, (50, 7), 3)}),
+        parameter("reshaped", {"master": array(f32, (10, 6))}),
+        parameter("retyped", {"master": array(DTYPES["bfloat16"], (60,))}),
+        parameter("count", {"model": array(i64, (40,))}, "buffer"),
+        parameter("rng", {"model": array(DTYPES["uint8"], (16,))}, "extra"),
     ]
     third = everything(5).parameters.values()
     checkpoints = [
@@ -161,7 +162,9 @@ def test_any_two_checkpoints_make_a_delta(data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1))
         held = []
         for name in names:
-            states = data.draw(st.lists(st.sampled_from(["fp32", "param", "exp_avg", "step"]), unique=True, min_size=1))
+            states = data.draw(
+                st.lists(st.sampled_from(["master", "model", "exp_avg", "step"]), unique=True, min_size=1)
+            )
             shape = data.draw(st.sampled_from([(), (0,), (3,), (40, 8), (300,)]))
             kinds = {state: data.draw(st.sampled_from(STORABLE)) for state in states}
             held.append(
@@ -274,20 +277,20 @@ def test_losses_do_not_add_up_and_are_recorded(coded: bool, coarse: str, tmp_pat
     largest = []
     for step, state in enumerate(checkpoints, 1):
         restored = open_step(run, step, ReadOptions()).checkpoint
-        true, kept = (read(one.parameters["w"].states["fp32"]) for one in (state, restored))
+        true, kept = (read(one.parameters["w"].states["master"]) for one in (state, restored))
         largest.append(float(np.abs(true.astype(np.float64) - kept).max()))
-        copied = read(restored.parameters["w"].states["param"])
+        copied = read(restored.parameters["w"].states["model"])
         assert bits(copied) == bits(kept.astype(DTYPES["bfloat16"]))
         if step == 1 and not coded:
             assert not restored.errors
             continue
-        assert restored.errors["w", "fp32"]["max_abs"] == largest[-1]
+        assert restored.errors["w", "master"]["max_abs"] == largest[-1]
         assert set(restored.errors) == {("w", state) for state in state.parameters["w"].states}
         assert "approximate" in restored.notices[0]
     assert 0 < max(largest) <= Coarse.unit
     report = json.loads(ckpt("log", run, "--json").out)
     assert [step["exact"] for step in report["steps"]] == [not coded] + [False] * 11
-    assert report["steps"][-1]["errors"]["fp32"]["max_abs"] == largest[-1]
+    assert report["steps"][-1]["errors"]["master"]["max_abs"] == largest[-1]
     assert "approximate" in ckpt("log", run).out
     assert "approximate" in ckpt("restore", run, tmp_path / "out").err
     assert ckpt("verify", run).code == 0
@@ -344,7 +347,7 @@ def test_a_reader_of_the_page_reads_deltas(tmp_path: Path) -> None:
     decoder = UniversalDecoder(tmp_path / "run" / "step-0000000003", decode, replay)
     assert any("delta" in entry for entry in decoder.entries.values())
     for one, state, tensor in open_checkpoint(saved[2]).tensors():
-        assert decoder.values(one.name, state) == read(tensor).tobytes()
+        assert decoder.values(one.name, to_stored(state)) == read(tensor).tobytes()
 
 
 def test_steps_only_grow(tmp_path: Path) -> None:
@@ -575,7 +578,7 @@ def test_member_at_names_the_steps_that_are_nearest() -> None:
 
 def test_an_estimate_takes_samples_from_all_of_a_model() -> None:
     sizes = [(100,), (800,), (100,)]
-    samples = _evenly([parameter(str(i), {"param": np.zeros(size, np.uint8)}) for i, size in enumerate(sizes)])
+    samples = _evenly([parameter(str(i), {"model": np.zeros(size, np.uint8)}) for i, size in enumerate(sizes)])
     assert len(samples) == CHUNKS
     assert [(one.name, at) for one, at in samples][::7] == [("0", 62), ("2", 37)]
 
@@ -586,7 +589,7 @@ def test_restore_refuses_a_path_without_a_chain(tmp_path: Path) -> None:
 
 
 def test_a_delta_refuses_a_parent_that_is_no_universal_checkpoint(tmp_path: Path) -> None:
-    values = checkpoint([parameter("w", {"param": np.ones(4, np.float32)})])
+    values = checkpoint([parameter("w", {"model": np.ones(4, np.float32)})])
     save(values, tmp_path / "parent")
     assert parent_folder(open_checkpoint(tmp_path / "parent")) == tmp_path / "parent"
     with pytest.raises(UnsupportedError, match="a delta's parent is a universal checkpoint or a chain"):

@@ -411,19 +411,19 @@ HOSTILE: dict[str, tuple[Change, int, str]] = {
     "other values": (
         lambda f: f.columns["chunk.values"][f.chunks(LARGEST, "param")].fill(7),
         20,
-        "the values of `param` do not fit their checksum",
+        "the values of `model` do not fit their checksum",
     ),
     # The states of deltas
     "a state in the delta and elsewhere": (number("state.nbytes", (LARGEST, "param"), 4), 20, "bytes without use"),
     "a state in the delta that has a codec": (
         number("state.codec", (LARGEST, "param"), 1),
         20,
-        "`embed.weight` param: a codec without use",
+        "`embed.weight` model: a codec without use",
     ),
     "a state that is not in the delta": (
         number("state.storage", (LARGEST, "param"), 0),
         20,
-        "`embed.weight` param: its bytes do not fit its shape",
+        "`embed.weight` model: its bytes do not fit its shape",
     ),
     "a state in a delta that is not there": (
         both(
@@ -463,7 +463,7 @@ def test_a_hostile_delta_is_refused(name: str, whole: Path, tmp_path: Path) -> N
 def test_a_delta_whose_chunks_need_too_much_memory_is_refused(tmp_path: Path) -> None:
     """40 states of 4 bytes are within the limit of a chunk, and 40 of 8 bytes are not, however few values there are."""
     values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
-    states = {"fp32": values, **{f"moment {number}": values for number in range(39)}}
+    states = {"master": values, **{f"moment {number}": values for number in range(39)}}
     for step in (1, 2):
         source = checkpoint([parameter("w", states)], origin=Origin("held", None, step))
         append(tmp_path / "run", source, None, DeltaPolicy("difference"), Execution(1))

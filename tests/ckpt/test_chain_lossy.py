@@ -33,12 +33,12 @@ from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.error_figures import figures
 from damage import UNSUPPORTED, Ran, ckpt
-from held import bits, checkpoint, contents, parameter, plain
+from held import bits, checkpoint, contents, named, parameter, plain
 from lossy_states import BF16, training
 from training import save_run
 
 STEPS = 8
-WEIGHTS = "param"
+WEIGHTS = "model"
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +138,16 @@ def test_no_weight_is_off_by_more_than_was_promised(
 @pytest.mark.slow
 def test_a_copy_is_rounded_from_the_master_that_keeps_the_promise(tmp_path: Path) -> None:
     bound, run = 1e-5, tmp_path / "run"
-    for step, states in enumerate(training((700, 400), 3), 1):
-        held = {**states, "param": states["fp32"].astype(BF16)}
+    for step, chunk in enumerate(training((700, 400), 3), 1):
+        states = named(chunk)
+        held = {**states, "model": states["master"].astype(BF16)}
         state = checkpoint([parameter("w", held)], origin=Origin("held", None, step))
         append(run, state, None, DeltaPolicy(f"subspace:max_abs_err={bound}"), Execution())
         restored = {name: read(tensor) for name, tensor in open_checkpoint(run).parameters["w"].states.items()}
-        off = np.abs(restored["fp32"].astype(np.float64) - states["fp32"]).max()
+        off = np.abs(restored["master"].astype(np.float64) - states["master"]).max()
         assert off <= bound
         assert (off == 0) == (step == 1)
-        assert bits(restored["param"]) == bits(restored["fp32"].astype(BF16))
+        assert bits(restored["model"]) == bits(restored["master"].astype(BF16))
 
 
 @pytest.mark.parametrize("bound", [0.5, 0.01])
@@ -223,7 +224,7 @@ def test_a_count_that_is_a_float_is_no_matter_of_degree(tmp_path: Path, monkeypa
     """An optimizer's count for each element has the shape of the weight."""
     monkeypatch.setitem(DELTA_CODECS, Zeroing.name, f"{__name__}:Zeroing")
     for step in (1, 2):
-        states = {state: np.full(64, step, np.float32) for state in ("param", "exp_avg", "exp_avg_sq", "step")}
+        states = {state: np.full(64, step, np.float32) for state in ("model", "exp_avg", "exp_avg_sq", "step")}
         state = checkpoint([parameter("scale", states)], origin=Origin("held", None, step))
         append(tmp_path / "run", state, None, DeltaPolicy(Zeroing.name), Execution())
     scale_states = open_checkpoint(tmp_path / "run").parameters["scale"].states
@@ -268,10 +269,10 @@ def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
     trained = {p.name: p.weight.size for p in true.values() if p.role == "parameter" and p.name != "head.bias"}
     assert [size for size, _ in shown] == list(trained.values())
     for name, (_, change) in zip(trained, shown, strict=True):
-        assert change.after.keys() == {WEIGHTS, "exp_avg", "exp_avg_sq"} == change.before.keys()
+        assert change.after.keys() == {"param", "exp_avg", "exp_avg_sq"} == change.before.keys()
         for states, path in ((change.before, saved[0]), (change.after, saved[1])):
             whole = open_checkpoint(path).parameters[name]
-            assert all(read(whole.states[state]).tobytes().find(held.tobytes()) >= 0 for state, held in states.items())
+            assert all(read(whole.states[s]).tobytes().find(held.tobytes()) >= 0 for s, held in named(states).items())
     assert len(set(Surveying.fitted)) == 1
     assert Surveying.fitted[0] is not None
     entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
@@ -297,7 +298,7 @@ def adam(beta2: float) -> Iterator[Checkpoint]:
     """Two states of a run with this option, held in memory."""
     for step, states in enumerate(training((96, 64), 2), 1):
         groups = (Group({"lr": 1e-3, "betas": (0.9, beta2)}, ("w",)),)
-        yield checkpoint([parameter("w", states)], groups, origin=Origin("held", None, step))
+        yield checkpoint([parameter("w", named(states))], groups, origin=Origin("held", None, step))
 
 
 @pytest.mark.parametrize(
@@ -482,7 +483,7 @@ def test_trials_leave_nothing_behind_and_disturb_no_others(saved: list[Path], tm
                 ("--by", "layer"),
                 ("--sort", "max"),
                 ("--top", "3"),
-                ("--state", "weight"),
+                ("--state", "model"),
                 ("--tensors-only",),
             )
         ),

@@ -41,7 +41,7 @@ def drifting(steps: int, elements: int = CHUNK + 100, rounded: bool = True) -> I
         copy = w.astype(DTYPES["bfloat16"])
         if not rounded:
             copy[5] = 77.0
-        states = {"fp32": w, "param": copy, "exp_avg": m}
+        states = {"master": w, "model": copy, "exp_avg": m}
         yield checkpoint([parameter("w", states)], (Group({}, ("w",)),), origin=Origin("held", None, step))
 
 

@@ -25,6 +25,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest, unchanged
 from ckpt_formats.universal.chain import file as index
@@ -51,9 +52,9 @@ def run_of(steps: int, thaw: int | None = None) -> Iterator[Checkpoint]:
         w = w - np.float32(1e-4) * m
         if thaw is not None and step >= thaw:
             still[0] = still[0] + DTYPES["bfloat16"].type(1)
-        parameters = [parameter(f"still{i}", {"param": values}, "frozen") for i, values in enumerate(still)]
-        trained = parameter("w", {"fp32": w, "param": w.astype(DTYPES["bfloat16"]), "exp_avg": m})
-        bias = parameter("bias", {"fp32": tiny, "param": tiny.astype(DTYPES["bfloat16"])})
+        parameters = [parameter(f"still{i}", {"model": values}, "frozen") for i, values in enumerate(still)]
+        trained = parameter("w", {"master": w, "model": w.astype(DTYPES["bfloat16"]), "exp_avg": m})
+        bias = parameter("bias", {"master": tiny, "model": tiny.astype(DTYPES["bfloat16"])})
         yield checkpoint([*parameters, trained, bias], (Group({}, ("w",)),), origin=Origin("held", None, step))
 
 
@@ -185,7 +186,7 @@ def test_damaged_packs_are_not_named_unless_checks_are_off(tmp_path: Path, check
     append(tmp_path / "run", first, None, BASES, TWO)
     base = member(tmp_path / "run", 1)
     entry = manifest.load(base / "manifest.json").entries[0]
-    extent = entry.states["param"].extent
+    extent = entry.states["model"].extent
     assert (entry.name, extent is not None) == ("still0", True)
     flip(base / manifest.pack_file(0), extent.offset + 10)
     append(tmp_path / "run", second, None, DeltaPolicy(base_every=1, check=check), TWO)
@@ -195,7 +196,7 @@ def test_damaged_packs_are_not_named_unless_checks_are_off(tmp_path: Path, check
     if check:
         assert contents(opened) == contents(second)
     else:
-        with pytest.raises(CorruptError, match="still0/param"):
+        with pytest.raises(CorruptError, match="still0/model"):
             contents(opened)
 
 
@@ -212,16 +213,16 @@ def test_a_base_that_cannot_be_opened_is_told_and_shares_nothing(tmp_path: Path)
 def test_damage_is_found_from_the_member_that_names_the_pack(tmp_path: Path) -> None:
     chain_of(tmp_path / "run", 2)
     base, user = (member(tmp_path / "run", step) for step in (1, 2))
-    extent = manifest.load(base / "manifest.json").entries[3].states["param"].extent
+    extent = manifest.load(base / "manifest.json").entries[3].states["model"].extent
     assert extent is not None
     pack = base / manifest.pack_file(extent.pack)
     flip(pack, extent.offset + 5)
     ran = ckpt("verify", user, "--json")
     assert ran.code == 20
-    assert "still3/param" in ran.out
+    assert "still3/model" in ran.out
     assert str(pack) in ran.out
     report = verify_chain(tmp_path / "run", TWO)
-    assert (what(report).count("still3/param"), report.bad_steps) == (1, (1, 2))
+    assert (what(report).count("still3/model"), report.bad_steps) == (1, (1, 2))
 
 
 def test_verify_reads_each_shared_pack_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +244,7 @@ def test_a_missing_pack_names_member_parameter_state_and_what_to_do(tmp_path: Pa
     chain_of(tmp_path / "run", 2)
     shutil.copytree(member(tmp_path / "run", 2), tmp_path / "alone")
     with pytest.raises(
-        IncompleteError, match=r"`still0` param of alone is in a pack of step-0000000001.*missing"
+        IncompleteError, match=r"`still0` model of alone is in a pack of step-0000000001.*missing"
     ) as error:
         open_checkpoint(tmp_path / "alone")
     assert error.value.hint is not None
@@ -283,7 +284,7 @@ def test_packs_that_nobody_names_any_more_are_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     chain_of(run, 2)
     compact(run, Retention(("last:1",)), DeltaPolicy(), TWO)
-    changed = [parameter("w", {"fp32": np.arange(9, dtype=np.float32)})]
+    changed = [parameter("w", {"master": np.arange(9, dtype=np.float32)})]
     append(run, checkpoint(changed, origin=Origin("held", None, 3)), None, BASES, TWO)
     compact(run, Retention(("last:1",)), DeltaPolicy(), TWO)
     assert [path.name for path in sorted(run.glob("step-*"))] == ["step-0000000003"]
@@ -328,7 +329,7 @@ def test_the_reader_of_the_page_reads_the_same(tmp_path: Path, policy: DeltaPoli
     for state in states[1:]:
         decoded = chain.checkpoints[state.step]
         expected = {key: values for key, (_, _, values) in contents(state).items()}
-        assert {(name, key): decoded.values(name, key) for name, key in expected} == expected
+        assert {(name, key): decoded.values(name, to_stored(key)) for name, key in expected} == expected
 
 
 class Stop(BaseException):

@@ -28,6 +28,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry.opening import open_checkpoint
@@ -68,7 +69,7 @@ def trained(shape: tuple[int, ...] = (600, 1000), seed: int = 0) -> Parameter:
     second = (random.standard_normal(shape) * 1e-4 * np.exp(random.standard_normal(shape[-1]))).astype(F32) ** 2
     first = (np.sqrt(second) * random.standard_normal(shape)).astype(F32)
     master = (random.standard_normal(shape) * 0.02).astype(F32)
-    states = {"fp32": master, "param": master.astype(BF16), "exp_avg": first, "exp_avg_sq": second}
+    states = {"master": master, "model": master.astype(BF16), "exp_avg": first, "exp_avg_sq": second}
     return parameter("w", states, step=3)
 
 
@@ -105,10 +106,10 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
     """Random bits, which no codec makes smaller, beside values of which any codec makes something."""
     random = array(dtype, shape)
     few = np.resize(array(dtype, (7,)), shape)
-    source = checkpoint([parameter("w", {"exp_avg": random, "exp_avg_sq": few, "param": few})])
+    source = checkpoint([parameter("w", {"exp_avg": random, "exp_avg_sq": few, "model": few})])
     compressed = compress(source, tmp_path / "small")
     assert contents(compressed) == contents(source)
-    assert isinstance(blob(compressed, "w", "param"), EncodedBlob)
+    assert isinstance(blob(compressed, "w", "model"), EncodedBlob)
     assert savings.total(savings.rows(compressed)).stored < savings.total(savings.rows(source)).raw
 
 
@@ -116,19 +117,19 @@ def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...],
 def test_compress_makes_trained_checkpoints_smaller(level: str, tmp_path: Path) -> None:
     compressed = compress(checkpoint([trained()]), tmp_path / "small", level=level)
     saved_rows = {row.state: row for row in savings.rows(compressed)}
-    assert isinstance(blob(compressed, "w", "param"), DerivedBlob)
-    assert saved_rows["param"].stored == 0
-    assert all(saved_rows[state].ratio > 1.15 for state in ("fp32", "exp_avg", "exp_avg_sq"))
+    assert isinstance(blob(compressed, "w", "model"), DerivedBlob)
+    assert saved_rows["model"].stored == 0
+    assert all(saved_rows[state].ratio > 1.15 for state in ("master", "exp_avg", "exp_avg_sq"))
     assert savings.total(saved_rows.values()).ratio > 1.36
 
 
 def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path: Path) -> None:
     one = trained()
-    values = read(one.states["param"])
+    values = read(one.states["model"])
     values[599, 999] = 1
-    source = checkpoint([Parameter("w", "parameter", {**one.states, "param": tensor(values)})])
+    source = checkpoint([Parameter("w", "parameter", {**one.states, "model": tensor(values)})])
     compressed = compress(source, tmp_path / "small")
-    assert isinstance(blob(compressed, "w", "param"), EncodedBlob)
+    assert isinstance(blob(compressed, "w", "model"), EncodedBlob)
     assert contents(compressed) == contents(source)
     assert [finding.kind for finding in find_problems(compressed, EFFORT)] == ["copy"]
 
@@ -136,8 +137,8 @@ def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path: Path) -> None:
 def test_values_that_coding_does_not_help_are_stored_as_they_are(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)
     one = np.float32(3).reshape(())
-    compressed = compress(checkpoint([parameter("w", {"param": noise, "step": one})]), tmp_path / "small")
-    assert isinstance(blob(compressed, "w", "param"), FileBlob)
+    compressed = compress(checkpoint([parameter("w", {"model": noise, "step": one})]), tmp_path / "small")
+    assert isinstance(blob(compressed, "w", "model"), FileBlob)
     assert isinstance(blob(compressed, "w", "step"), FileBlob)
     assert json.loads((tmp_path / "small" / manifest.NAME).read_text())["version"] == 1
 
@@ -160,9 +161,9 @@ def test_a_pack_is_safetensors_in_which_coded_states_are_bytes(tmp_path: Path) -
         for state, values in one.states.items():
             stored = values.fragments[0].blob
             if isinstance(stored, FileBlob):
-                expected[f"{name}/{state}"] = (str(stored.dtype), stored.shape)
+                expected[f"{name}/{to_stored(state)}"] = (str(stored.dtype), stored.shape)
             elif isinstance(stored, EncodedBlob):
-                expected[f"{name}/{state}"] = ("uint8", (stored.store.stored.nbytes,))
+                expected[f"{name}/{to_stored(state)}"] = ("uint8", (stored.store.stored.nbytes,))
     with safetensors.safe_open(pack.path, "pt") as opened:
         actual = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     assert {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in actual.items()} == expected
@@ -197,14 +198,14 @@ def coded(draw: st.DrawFn, at: Path) -> tuple[Tensor, Array]:
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
     dtype = draw(st.sampled_from([F32, BF16, DTYPES["int16"], DTYPES["bool"]]))
     values, base = array(dtype, shape, 1), array(dtype, shape, 2)
-    one = parameter("w", {"param": values, "exp_avg_sq": base})
-    codec = candidate_codecs("parameter", "param", dtype)[0]
+    one = parameter("w", {"model": values, "exp_avg_sq": base})
+    codec = candidate_codecs("parameter", "model", dtype)[0]
     with Reader() as reader, PackFile(at / "pack", 0, 6) as out:
-        state = write_coded(out, one, "param", CodecChoice(codec, None), True, Transfer(reader), None)
+        state = write_coded(out, one, "model", CodecChoice(codec, None), True, Transfer(reader), None)
         out.write(b"behind")
     assert state.extent is not None
     assert state.chunks is not None
-    store = ChunkStore(at / "pack", state.extent.offset, state.chunks, "w/param")
+    store = ChunkStore(at / "pack", state.extent.offset, state.chunks, "w/model")
     return Tensor.of(EncodedBlob.whole(ChunkedTensor(store, shape, dtype, codec, state.digests))), values
 
 
@@ -291,7 +292,7 @@ def _chunk(store: ChunkedTensor, index: int) -> tuple[int, int]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three chunks a state, and a second parameter."""
     target = tmp_path_factory.mktemp("damage") / "small"
-    compress(checkpoint([trained(), parameter("other", {"param": np.zeros((40, 30), F32)})]), target)
+    compress(checkpoint([trained(), parameter("other", {"model": np.zeros((40, 30), F32)})]), target)
     return target
 
 
@@ -310,7 +311,7 @@ def refused(target: Path, tmp_path: Path) -> CkptError:
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("state", ["fp32", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("state", ["master", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("place", ["first", "middle", "last", "filling"])
 def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
     state: str, place: str, broken: Path, tmp_path: Path
@@ -333,22 +334,22 @@ def test_a_flipped_bit_is_named_by_verify_and_refused_by_convert(
 
 def test_a_damaged_chunk_is_refused_before_anybody_sees_its_values(broken: Path) -> None:
     compressed = Universal().read(broken, ReadOptions())
-    store = blob(compressed, "w", "fp32").store
+    store = blob(compressed, "w", "master").store
     begin, nbytes = _chunk(store, 0)
     refusals = 0
     for at in range(begin, begin + nbytes, 997):
         flip(store.stored.path, at)
         with suppress(CorruptError):
             refusals += 1
-            values = read(compressed.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1000))))
-            assert bits(values) == bits(read(trained().states["fp32"])[:1])  # a bit that nobody needs
+            values = read(compressed.parameters["w"].states["master"].crop(Box((0, 0), (1, 1000))))
+            assert bits(values) == bits(read(trained().states["master"])[:1])  # a bit that nobody needs
             refusals -= 1
         flip(store.stored.path, at)
     assert refusals > 0.9 * nbytes / 997
 
 
 def test_a_truncated_file_is_refused(broken: Path, tmp_path: Path) -> None:
-    path = blob(Universal().read(broken, ReadOptions()), "w", "fp32").store.stored.path
+    path = blob(Universal().read(broken, ReadOptions()), "w", "master").store.stored.path
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
     assert "bytes" in refused(broken, tmp_path).what
@@ -438,7 +439,7 @@ def test_a_hostile_index_is_refused_in_the_right_words(kind: str, broken: Path) 
 
 def one_value(target: Path) -> Array:
     compressed = Universal().read(target, ReadOptions())
-    return read(compressed.parameters["w"].states["fp32"].crop(Box((0, 0), (1, 1))))
+    return read(compressed.parameters["w"].states["master"].crop(Box((0, 0), (1, 1))))
 
 
 def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:

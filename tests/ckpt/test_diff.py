@@ -102,7 +102,7 @@ def test_an_overflow_of_the_difference_is_told_not_raised() -> None:
 
 def test_each_kind_of_difference_has_its_name() -> None:
     def one(name: str, shape: tuple[int, ...], dtype: Any = F32, seed: int = 0) -> Any:
-        return parameter(name, {"param": array(dtype, shape, seed)})
+        return parameter(name, {"model": array(dtype, shape, seed)})
 
     first = checkpoint([one("same", (3,)), one("bits", (9,)), one("shape", (3,)), one("gone", (3,))])
     second = checkpoint([one("same", (3,)), one("bits", (9,), seed=1), one("shape", (4,)), one("new", (3,))])
@@ -112,18 +112,18 @@ def test_each_kind_of_difference_has_its_name() -> None:
 
 def test_a_master_is_compared_with_a_weight_of_its_type_and_a_copy_with_a_copy() -> None:
     master = np.array([1.0, 2.0, 1.00390625], np.float32)
-    both = checkpoint([parameter("w", {"fp32": master, "param": master.astype(BF16)})])
-    alone = checkpoint([parameter("w", {"param": master})])
+    both = checkpoint([parameter("w", {"master": master, "model": master.astype(BF16)})])
+    alone = checkpoint([parameter("w", {"model": master})])
     pairs = {pair.state: pair.kind for pair in of(both, alone).pairs}
-    assert pairs == {"weight": "equal", "param": "missing"}
-    low = checkpoint([parameter("w", {"param": master.astype(BF16)})])
+    assert pairs == {"master": "equal", "model": "missing"}
+    low = checkpoint([parameter("w", {"model": master.astype(BF16)})])
     (pair,) = of(alone, low).pairs
     assert (pair.kind, pair.what, pair.sums.changed) == ("retyped", "float32 -> bfloat16", 1)
 
 
 def test_counters_options_and_extras_are_compared_however_they_are_kept() -> None:
     def version(step: Any, lr: float, epoch: int, steps: int) -> Checkpoint:
-        states: dict[str, Any] = {"param": array(F32, (2,))}
+        states: dict[str, Any] = {"model": array(F32, (2,))}
         values = {}
         if isinstance(step, np.ndarray):
             states["step"] = step
@@ -145,7 +145,7 @@ def test_counters_options_and_extras_are_compared_however_they_are_kept() -> Non
 
 def test_other_numbers_of_a_parameter_and_schedulers_in_a_list_are_told() -> None:
     def version(decay: float, last: int) -> Checkpoint:
-        one = parameter("w", {"param": array(F32, (2,))}, step=3, decay=decay)
+        one = parameter("w", {"model": array(F32, (2,))}, step=3, decay=decay)
         return checkpoint([one], extras={"schedulers": [{"last": 1, "by": [1, 2]}, {"last": last, "by": [1, 2]}]})
 
     assert of(version(0.1, 1), version(0.2, 2)).values == (
@@ -155,7 +155,7 @@ def test_other_numbers_of_a_parameter_and_schedulers_in_a_list_are_told() -> Non
 
 
 def test_a_tied_name_is_compared_with_the_tensor_of_its_own() -> None:
-    w = {"param": array(F32, (2,))}
+    w = {"model": array(F32, (2,))}
     tied = checkpoint([parameter("embed", w)], aliases={"head": "embed"})
     apart = checkpoint([parameter("embed", w), parameter("head", w)])
     assert of(tied, apart).same
@@ -164,7 +164,7 @@ def test_a_tied_name_is_compared_with_the_tensor_of_its_own() -> None:
 
 
 def test_a_pattern_may_match_on_one_side_only() -> None:
-    a, b = parameter("a", {"param": array(F32, (2,))}), parameter("b", {"param": array(F32, (2,))})
+    a, b = parameter("a", {"model": array(F32, (2,))}), parameter("b", {"model": array(F32, (2,))})
     first, second = checkpoint([a]), checkpoint([a, b])
     assert [(p.name, p.kind) for p in of(*select_both(first, second, Selection(("b",)))).pairs] == [("b", "added")]
     with pytest.raises(NoMatchError, match="neither"):
@@ -181,7 +181,7 @@ def test_states_are_compared_alone_if_asked_for() -> None:
 def test_diff_reads_the_bytes_that_it_announced() -> None:
     """Each byte of both, once: histograms come out of the same pass. Of other shapes, nothing."""
     first, second = everything(1), everything(2)
-    longer = {**second.parameters, "alone": parameter("alone", {"param": array(F32, (9,))})}
+    longer = {**second.parameters, "alone": parameter("alone", {"model": array(F32, (9,))})}
     both, read = pair_tensors(first, replace(second, parameters=longer)), list[int]()
     assert any(pair.sums.histogram.counts for pair in compare(both, EFFORT, read.append).pairs)
     assert sum(read) == both.nbytes
@@ -216,19 +216,19 @@ def test_a_zero_3_folder_is_the_same_as_the_dcp_folder_that_was_made_of_it(tmp_p
 
 def test_the_command_tells_what_changed(tmp_path: Path) -> None:
     source = everything()
-    states = {"fp32": np.full(4, 7, np.float32), "param": array(BF16, (4,), 2)}
+    states = {"master": np.full(4, 7, np.float32), "model": array(BF16, (4,), 2)}
     weight = parameter("layers.1.w", states, step=4)
     changed = replace(source, parameters={**source.parameters, "layers.1.w": weight})
     a, b = written(source, tmp_path / "a"), written(changed, tmp_path / "b")
     done = ckpt("diff", a, b, "--by", "layer", "--by", "role")
     assert done.code == 1
-    assert "layers.1.w weight" in done.out
+    assert "layers.1.w master" in done.out
     assert "by layer and role\n" in done.out
     assert "different: 1 of " in done.out
     report = json.loads(ckpt("diff", a, b, "--json", "--by", "state").out)
-    assert [(t["name"], t["state"]) for t in report["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "weight")]
+    assert [(t["name"], t["state"]) for t in report["tensors"] if t["kind"] != "equal"] == [("layers.1.w", "master")]
     assert not report["same"]
-    assert {row["state"] for row in report["groups"]} >= {"weight", "exp_avg"}
+    assert {row["state"] for row in report["groups"]} >= {"model", "exp_avg"}
     assert ckpt("diff", a, b, "--skip", "layers.1").code == 0
     assert ckpt("diff", a, b, "--only", "nothing").code == 10
     assert ckpt("diff", a, tmp_path / "none").code == 10
@@ -236,8 +236,8 @@ def test_the_command_tells_what_changed(tmp_path: Path) -> None:
 
 def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
     values = np.arange(1, 5, dtype=np.float32)
-    a = written(checkpoint([parameter(f"w{i}", {"param": values}) for i in range(4)]), tmp_path / "a")
-    b = written(checkpoint([parameter(f"w{i}", {"param": values + i}) for i in range(4)]), tmp_path / "b")
+    a = written(checkpoint([parameter(f"w{i}", {"model": values}) for i in range(4)]), tmp_path / "a")
+    b = written(checkpoint([parameter(f"w{i}", {"model": values + i}) for i in range(4)]), tmp_path / "b")
     rows = ckpt("diff", a, b, "--sort", "max", "--top", 2).out.splitlines()
     assert [row.split()[-2] for row in rows[1:3]] == ["w3", "w2"]
     assert "1 more" in rows[3]
@@ -247,11 +247,11 @@ def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
 
 
 def test_groups_have_the_norm_of_all_their_tensors() -> None:
-    pairs = [TensorDiff("a.0.w", "weight", "changed", "", DiffSums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
-    pairs.append(TensorDiff("a.0.b", "weight", "changed", "", DiffSums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
+    pairs = [TensorDiff("a.0.w", "model", "changed", "", DiffSums(1, 1, 3.0, 9.0, 16.0, 1.0, 1.0))]
+    pairs.append(TensorDiff("a.0.b", "model", "changed", "", DiffSums(1, 1, 4.0, 16.0, 9.0, 1.0, 1.0)))
     ((key, total),) = grouped(pairs, ["layer"])
     assert (key, total.relative, total.largest) == (("a.0",), 1.0, 4.0)
-    assert [key for key, _ in grouped(pairs, ["role", "state"])] == [("w", "weight"), ("b", "weight")]
+    assert [key for key, _ in grouped(pairs, ["role", "state"])] == [("w", "model"), ("b", "model")]
 
 
 @pytest.mark.parametrize(

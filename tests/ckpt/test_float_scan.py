@@ -20,7 +20,7 @@ FLOATS = [name for name, dtype in DTYPES.items() if can_have(dtype)]
 
 def seen(places: dict[str, FileBlob], content: bytes, cuts: list[int]) -> set[str]:
     """The parameters that a scan names, when it is shown the bytes of a file in blocks that end at these bytes."""
-    scan = FloatScan(checkpoint(Parameter(n, "parameter", {"param": Tensor.of(b)}, {}) for n, b in places.items()))
+    scan = FloatScan(checkpoint(Parameter(n, "parameter", {"model": Tensor.of(b)}, {}) for n, b in places.items()))
     for start, stop in zip([0, *cuts], [*cuts, len(content)], strict=True):
         scan.note(FILE, start, memoryview(bytearray(content[start:stop])))
     return scan.names
@@ -73,8 +73,8 @@ def test_float_scan_names_all_views_of_a_storage_and_no_tensor_of_another_type()
 
 @pytest.mark.parametrize(("value", "counts"), [(np.nan, (1, 0)), (-np.inf, (0, 1)), (1.0, None)])
 def test_find_not_finite_counts_nan_and_infinity_by_themselves(value: float, counts: tuple[int, int] | None) -> None:
-    source = checkpoint([parameter("w", {"param": np.array([value, 1], np.float32)})])
-    assert find_not_finite(source) == ([] if counts is None else [NotFinite("w", "param", *counts)])
+    source = checkpoint([parameter("w", {"model": np.array([value, 1], np.float32)})])
+    assert find_not_finite(source) == ([] if counts is None else [NotFinite("w", "model", *counts)])
     assert find_not_finite(source, only={"v"}) == []
 
 

@@ -81,7 +81,7 @@ def source() -> Checkpoint:
         copy = w.astype(DTYPES["bfloat16"])
         if name == "differs":
             copy[7] = 99
-        parameters.append(parameter(name, {"fp32": w, "param": copy, "exp_avg": m}))
+        parameters.append(parameter(name, {"master": w, "model": copy, "exp_avg": m}))
     return checkpoint(parameters)
 
 

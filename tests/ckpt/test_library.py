@@ -271,7 +271,7 @@ def test_blocks_are_those_of_numpy(key: Any) -> None:
 @pytest.mark.parametrize("key", KEYS, ids=repr)
 def test_blocks_of_files_are_those_of_numpy(key: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = ckpt.open(ZERO1)
-    tensor = run["blocks.0.attention.qkv.weight"].states["fp32"]  # of two ranks' partitions
+    tensor = run["blocks.0.attention.qkv.weight"].states["master"]  # of two ranks' partitions
     whole = read(tensor)
     try:
         expected = whole[key]
@@ -424,7 +424,7 @@ def test_a_slice_of_a_large_file_reads_that_slice(tmp_path: Path) -> None:
 
 
 def _with_array(source: ckpt.Checkpoint, name: str, array: np.ndarray) -> ckpt.Checkpoint:
-    parameter = replace(source[name], states={"param": Tensor.of(ArrayBlob(array))}, values={})
+    parameter = replace(source[name], states={"model": Tensor.of(ArrayBlob(array))}, values={})
     return replace(source, parameters={name: parameter}, aliases={})
 
 
@@ -629,7 +629,7 @@ def test_kernels_of_a_level_that_this_machine_lacks_are_refused_before_any_work(
 
 @pytest.mark.parametrize("codec", [None, "planes"])
 def test_kernels_are_asked_for_where_the_source_is_compressed(codec: str | None, tmp_path: Path) -> None:
-    w = held_parameter("w", {"param": np.arange(4096, dtype=np.float32)})
+    w = held_parameter("w", {"model": np.arange(4096, dtype=np.float32)})
     save(checkpoint([w]), tmp_path / "source", registry.writable("universal", codec=codec), resources=Execution(1))
     job = Job(ckpt.open(tmp_path / "source"), tmp_path / "target", registry.writable("dcp"))
     assert job.needs_kernels == (codec is not None)

@@ -52,7 +52,7 @@ def pair(folder: Path) -> tuple[ckpt.Checkpoint, ckpt.Checkpoint]:
     for step, other in ((1, "only.first"), (2, "only.second")):
         values = {name: np.full((5, 4), i + step, np.float32) for i, name in enumerate([*NAMES, other])}
         saved = checkpoint(
-            [parameter(name, {"param": v, "exp_avg": v}) for name, v in values.items()], extras={"n": step}
+            [parameter(name, {"model": v, "exp_avg": v}) for name, v in values.items()], extras={"n": step}
         )
         ckpt.save(saved, folder / f"{step}.pt", ckpt.Torch())
         both.append(ckpt.open(folder / f"{step}.pt"))
@@ -107,7 +107,7 @@ def test_a_chain_shows_its_states(tmp_path: Path) -> None:
 
 def test_modules_are_those_below_the_prefix_that_all_names_share() -> None:
     names = ["model.layers.0.w", "model.layers.1.w", "model.head"]
-    page = shown(checkpoint([parameter(name, {"param": np.ones(2, np.float32)}) for name in names])._repr_html_())
+    page = shown(checkpoint([parameter(name, {"model": np.ones(2, np.float32)}) for name in names])._repr_html_())
     assert "model.layers2" in page
     assert "model.head1" in page
 
@@ -178,7 +178,7 @@ def test_the_notebook_of_the_page_shows_checkpoints_and_progress(
     assert not any(output.output_type == "stream" for cell in notebook.cells for output in cell.outputs)
 
 
-@pytest.mark.parametrize(("errors", "values"), [({}, "exact"), ({"param": {"max_abs": 1.0}}, "approximate")])
+@pytest.mark.parametrize(("errors", "values"), [({}, "exact"), ({"model": {"max_abs": 1.0}}, "approximate")])
 def test_a_chain_shows_whether_the_values_of_a_state_are_exact(errors: dict[str, Any], values: str) -> None:
     member = Member("1", "base", 1, "", None, ("planes",), 2, 1, "", errors)
     assert f">{values}</td>" in of_chain(Path("run"), ChainIndex((member,)), 1, 1)

@@ -83,8 +83,8 @@ def test_a_block_of_zero_is_of_one_step_in_all_states(whole: Path, tmp_path: Pat
     masks = lost_elements(live, RankSet((1,), "dp"))
     assert any(0 < mask.sum() < mask.size for mask in masks.values())  # a partition ends within a tensor
     for name in {name for name, state in masks if state == "exp_avg"}:
-        assert np.array_equal(masks[name, "fp32"], masks[name, "exp_avg"])
-        assert np.array_equal(masks[name, "fp32"], masks.get((name, "param"), masks[name, "fp32"]))
+        assert np.array_equal(masks[name, "master"], masks[name, "exp_avg"])
+        assert np.array_equal(masks[name, "master"], masks.get((name, "model"), masks[name, "master"]))
     assert_mixed(open_checkpoint(tmp_path / "out"), whole, masks)
 
 
@@ -145,7 +145,7 @@ def test_the_blocks_that_moved_most_are_saved_first(whole: Path) -> None:
         changes = block_changes(saved, current, norm)  # type: ignore[arg-type]
         weights = [values(source) for source in (saved, current)]
         for change in changes:
-            before, after = (of[change.name, "param"].astype(np.float64) for of in weights)
+            before, after = (of[change.name, "model"].astype(np.float64) for of in weights)
             moved = np.concatenate([(after - before)[box.index].reshape(-1) for box in change.boxes])
             assert np.isclose(np.linalg.norm(moved, norm), change.distance)
         assert [one.distance for one in changes] == sorted((one.distance for one in changes), reverse=True)

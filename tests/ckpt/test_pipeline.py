@@ -59,7 +59,7 @@ def tree(path: Path) -> dict[str, bytes]:
 def many(files: int = 6, length: int = 2000) -> Checkpoint:
     """Parameters of different sizes, so that the order of work is known: the largest first."""
     return checkpoint(
-        [parameter(f"p{i}", {"param": np.arange(length * (files - i), dtype=np.float32)}) for i in range(files)]
+        [parameter(f"p{i}", {"model": np.arange(length * (files - i), dtype=np.float32)}) for i in range(files)]
     )
 
 
@@ -96,7 +96,7 @@ def test_every_format_carries_what_it_can_hold_to_every_other(first: str, second
     expected = contents(source)
     if "safetensors" in (first, second):
         expected = {
-            (n, s): v for (n, s), v in expected.items() if s == "param" and source.parameters[n].role != "extra"
+            (n, s): v for (n, s), v in expected.items() if s == "model" and source.parameters[n].role != "extra"
         }
         assert any(announced(name, source) for name in (first, second))
     else:
@@ -423,7 +423,7 @@ def test_save_refuses_an_incomplete_source_before_it_writes(tmp_path: Path) -> N
     holed = replace(many().parameters["p5"].states[MODEL].crop(Box((0,), (1000,))), shape=(2000,))
     source = many()
     bad = replace(source.parameters["p5"], states={MODEL: holed})
-    with pytest.raises(IncompleteError, match=r"`p5` param: no file holds block \[1000:2000\]"):
+    with pytest.raises(IncompleteError, match=r"`p5` model: no file holds block \[1000:2000\]"):
         save(
             replace(source, parameters={**source.parameters, "p5": bad}),
             tmp_path / "t",

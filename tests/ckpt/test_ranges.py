@@ -117,7 +117,7 @@ def zeros(parameters: int) -> Checkpoint:
     def state(dtype: str) -> Tensor:
         return Tensor.of(ZeroBlob((NBYTES // parameters // 8,), DTYPES[dtype]))
 
-    states = {"fp32": state("float32"), "param": state("bfloat16"), "exp_avg": state("float32")}
+    states = {"master": state("float32"), "model": state("bfloat16"), "exp_avg": state("float32")}
     return checkpoint([Parameter(f"layers.{i}", "parameter", states, {}) for i in range(parameters)])
 
 
@@ -146,10 +146,10 @@ def test_a_full_read_is_few_blocks_however_many_parameters_there_are(
 def test_reading_a_state_takes_three_reads(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest, the index, and the state; in a single file the first bytes, manifest with index, and the state."""
     values = np.arange(700_000, dtype=np.float32)
-    parameters = [parameter(f"w{i}", {"param": values + i}) for i in range(3)]
+    parameters = [parameter(f"w{i}", {"model": values + i}) for i in range(3)]
     save(checkpoint(parameters), tmp_path / target, Universal(), resources=EFFORT)
     with counted(monkeypatch) as reads:
-        one = Universal().read(tmp_path / target, None).parameters["w1"].states["param"]  # type: ignore[arg-type]
+        one = Universal().read(tmp_path / target, None).parameters["w1"].states["model"]  # type: ignore[arg-type]
         with Reader(check=False) as reader:
             assert np.array_equal(read(one, reader), values + 1)
     assert reads.opened + reads.ranges <= 3
@@ -175,7 +175,7 @@ print(json.dumps(sorted(file for file in files if file.startswith(folder))))
 def test_a_write_is_a_file_for_each_pack_and_five_more(tmp_path: Path) -> None:
     values = np.arange(50_000, dtype=np.float32)
     save(
-        checkpoint(parameter(f"w{i}", {"param": values + i}) for i in range(60)),
+        checkpoint(parameter(f"w{i}", {"model": values + i}) for i in range(60)),
         tmp_path / "in",
         Universal(),
         resources=EFFORT,

@@ -137,7 +137,7 @@ def test_hashes_of_columns_are_computed_from_the_only_read(
     """XXH3 needs the bytes in order: those of columns come so, as a band goes through the rows."""
     whole = open_checkpoint(sources("universal"))
     masters = [
-        replace(p, states={"param": p.states["fp32"]} if "fp32" in p.states else p.states)
+        replace(p, states={"model": p.states["master"]} if "master" in p.states else p.states)
         for p in whole.parameters.values()
     ]
     source = replace(whole, parameters={p.name: p for p in masters})

@@ -32,7 +32,7 @@ NOTICE = ckpt.types.Notice("a sentence " * 30, NAMES)
 @pytest.fixture(scope="module")
 def run() -> ckpt.Checkpoint:
     tensor = Tensor.of(ArrayBlob(np.zeros((2, 2), np.float32)))
-    return checkpoint(Parameter(name, "parameter", {"param": tensor, "fp32": tensor}) for name in NAMES)
+    return checkpoint(Parameter(name, "parameter", {"model": tensor, "master": tensor}) for name in NAMES)
 
 
 def result() -> ckpt.types.Result:
@@ -48,7 +48,7 @@ OBJECTS: dict[str, Callable[[ckpt.Checkpoint], Any]] = {
     "job": lambda run: ckpt.Job(run, FOLDER, ckpt.DeepSpeed(rules=RULES)),
     "plan": lambda run: ckpt.Job(run, "no-such-target", "safetensors").plan(),
     "file plan": lambda run: ckpt.types.FilePlan(NAMES[0] * 9, tuple(run.values())),
-    "diff": lambda run: ckpt.types.Diff(tuple(TensorDiff(name, "param", "equal") for name in NAMES)),
+    "diff": lambda run: ckpt.types.Diff(tuple(TensorDiff(name, "model", "equal") for name in NAMES)),
     "finding": lambda run: ckpt.types.Finding("coverage", "what " * 100, str(FOLDER), NAMES),
     "report": lambda run: ckpt.types.Report((ckpt.types.Finding("copy", "what", "where"),) * COUNT),
     "edit": lambda run: run.rename(dict.fromkeys(NAMES[:1], "w")).history[-1],

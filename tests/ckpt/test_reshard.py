@@ -81,7 +81,7 @@ def trained(name: str, shape: tuple[int, ...], dtype: str, seed: int, moments: I
     """A parameter that tells itself from all others by its first value."""
     noise = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     noise.reshape(-1)[:1] = seed + 1
-    states = {"fp32": noise, "param": rounded(noise, dtype)}
+    states = {"master": noise, "model": rounded(noise, dtype)}
     states |= {moment: array(F32, shape, seed + 100 * i) for i, moment in enumerate(moments, 1)}
     return parameter(name, {**states, **more.pop("states", {})}, **more)
 
@@ -140,10 +140,10 @@ def sources(draw: st.DrawFn, unlike: bool = False, least: int = 0) -> Checkpoint
         groups.append(Group(options, tuple(member.name for member in members)))
     for i, shape in enumerate(draw(st.lists(shape_of, max_size=3))):
         frozen = rounded(np.random.default_rng(i).standard_normal(shape).astype(np.float32), dtype)
-        parameters.append(parameter(f"frozen.{i}", {"param": frozen}, "frozen"))
+        parameters.append(parameter(f"frozen.{i}", {"model": frozen}, "frozen"))
     for i, kind in enumerate(draw(st.lists(st.sampled_from(["int64", "float32", "bool", "bfloat16"]), max_size=3))):
         shape = draw(st.sampled_from([(), (0,), (5,), (2, 3)]))
-        parameters.append(parameter(f"buffers.{i}", {"param": array(DTYPES[kind], shape, i)}, "buffer"))
+        parameters.append(parameter(f"buffers.{i}", {"model": array(DTYPES[kind], shape, i)}, "buffer"))
     names = [p.name for p in parameters if p.role != "buffer"]
     aliases = draw(st.dictionaries(st.sampled_from(["tied.a", "tied.b"]), st.sampled_from(names), max_size=2))
     accumulate = {"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and draw(st.booleans()) else {}
@@ -199,7 +199,7 @@ def test_an_order_that_does_not_fit_stage_0_is_refused(
     biases = [trained(f"{name}.bias", (3,), "fp32", 2 + i, moments) for i, name in enumerate("ab")]
     names = [[one.name for one in members] for members in (weights, biases)]
     groups = tuple(Group({"lr": 0.1}, tuple(members)) for members in names)
-    frozen = parameter("frozen", {"param": np.zeros(3, np.float32)}, "frozen")
+    frozen = parameter("frozen", {"model": np.zeros(3, np.float32)}, "frozen")
     source = checkpoint([*weights, *biases, frozen], groups, {"ds_config": config("fp32", {})}, {}, Origin("deepspeed"))
     save_checkpoint(source, tmp_path / "out", writable("deepspeed", dp=1, zero=0), resources=EFFORT)
     with pytest.raises(RulesError, match=re.escape(message)):
@@ -335,7 +335,7 @@ def test_stages_1_and_2_cut_the_flat_groups_in_even_parts_of_even_length(stage: 
                 stored = flat(state["base_optimizer_state"]["state"][g][moment])
                 assert stored.tobytes() == whole[r * length : (r + 1) * length].tobytes()
         masters = [flat(state["single_partition_of_fp32_groups"][g]) for state in states]
-        assert np.concatenate(masters).tobytes() == line(source, group, "fp32").tobytes()
+        assert np.concatenate(masters).tobytes() == line(source, group, "master").tobytes()
     model = root(tmp_path, "mp_rank_00_model_states.pt")
     assert [dict(shapes) for shapes in model["param_shapes"]] == [
         {name: source.parameters[name].weight.shape for name in group.names} for group in source.groups
@@ -376,7 +376,7 @@ def test_stage_3_cuts_every_parameter_and_closes_sub_groups_that_are_full(
         assert [s for numbers in held_by for s in numbers] == list(range(expected))
         for s, shapes in enumerate(model["param_shapes"]):
             for key, stored in {
-                "fp32": outer["fp32_flat_groups"][s],
+                "master": outer["fp32_flat_groups"][s],
                 "exp_avg": outer["optimizer_state_dict"]["state"][s]["exp_avg"],
             }.items():
                 pieces = [slice_of(read(source.parameters[name].states[key]), dp, r) for name in shapes]
@@ -688,7 +688,7 @@ def with_states(source: Checkpoint, name: str, **states: Array) -> Checkpoint:
 
 def without_masters(source: Checkpoint) -> Checkpoint:
     kept = {
-        name: replace(p, states={s: t for s, t in p.states.items() if s != "fp32"})
+        name: replace(p, states={s: t for s, t in p.states.items() if s != "master"})
         for name, p in source.parameters.items()
     }
     return replace(source, parameters=kept)

@@ -125,7 +125,7 @@ def test_log_names_states_that_are_not_complete(run: Path) -> None:
 
 def test_log_tells_the_worst_of_all_tensors(whole: Path) -> None:
     member = index.read(whole / "run").members[-1]
-    losses = {"fp32": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
+    losses = {"master": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
     for order in (losses, dict(reversed(losses.items()))):
         assert accuracy(replace(member, errors=order)) == "approximate: rel 0.5, max 3"
     assert accuracy(member) == "exact"
@@ -190,7 +190,7 @@ def test_a_policy_that_says_nothing_is_refused(policy: str, run: Path) -> None:
 def test_save_of_a_state_of_a_chain_reads_each_delta_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `Chain.restore`: the state is replayed first, and the folder for it is gone afterwards."""
     chain, random = library.Chain(tmp_path / "run"), np.random.default_rng(0)
-    values = {state: random.standard_normal((300, 1000), np.float32) for state in ("fp32", "exp_avg")}
+    values = {state: random.standard_normal((300, 1000), np.float32) for state in ("master", "exp_avg")}
     for step in range(3):
         values = {state: value + np.float32(1e-3) for state, value in values.items()}
         chain.append(checkpoint([parameter("w", values)]), step=step)

@@ -201,7 +201,7 @@ def test_a_base_with_other_values_is_not_added(run: Path, monkeypatch: pytest.Mo
     def write_other(source, path, *arguments):  # type: ignore[no-untyped-def]
         parameter = source.parameters["b"]
         values = parameter.weight[...] + 1
-        states = {**parameter.states, "param": Tensor.of(ArrayBlob(values))}
+        states = {**parameter.states, "model": Tensor.of(ArrayBlob(values))}
         return write(
             replace(source, parameters={**source.parameters, "b": replace(parameter, states=states)}), path, *arguments
         )

@@ -12,7 +12,7 @@ from ckpt_codecs.registry import delta_from_config
 from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.tensor import read
 from delta_cases import OPTIONS, fitted, table
-from held import checkpoint, contents, parameter
+from held import checkpoint, contents, named, parameter
 
 
 @pytest.mark.parametrize(("many", "codecs"), [(12, ("rows",)), (299, ("replay",)), (300, ("replay",))])
@@ -21,10 +21,10 @@ def test_a_chain_stores_the_rows_that_were_stepped(many: int, codecs: tuple[str,
     groups = (Group(OPTIONS, ("embed",)),)
     chain = Chain(tmp_path / "run")
     for number, states in ((20, change.before), (21, change.after)):
-        chain.append(checkpoint([parameter("embed", states, step=number)], groups), step=number)
+        chain.append(checkpoint([parameter("embed", named(states), step=number)], groups), step=number)
     member = chain.index.members[-1]
     assert member.codecs == codecs
-    assert contents(chain[21]) == contents(checkpoint([parameter("embed", change.after)]))
+    assert contents(chain[21]) == contents(checkpoint([parameter("embed", named(change.after))]))
     if codecs == ("rows",):
         rows = np.flatnonzero((change.after["fp32"] != change.before["fp32"]).any(axis=1))
         alone = StatePair(*({n: v[rows] for n, v in s.items()} for s in (change.before, change.after)))
@@ -42,12 +42,12 @@ def test_a_lossy_chain_stores_the_rows_that_were_stepped_and_leaves_all_others_e
     for codec in ("subspace:rel_error=0.2", "subspace-rows:rel_error=0.2"):
         chain = Chain(tmp_path / codec.partition(":")[0])
         for number, states in ((20, change.before), (21, change.after)):
-            state = checkpoint([parameter("embed", states, step=number)], groups)
+            state = checkpoint([parameter("embed", named(states), step=number)], groups)
             chain.append(state, DeltaPolicy(codec=codec), step=number)
         member = chain.index.members[-1]
         assert member.codecs == ("subspace-rows",)
         sizes[codec] = member.stored_nbytes
-        restored = read(chain[21]["embed"].states["fp32"])
+        restored = read(chain[21]["embed"].states["master"])
         stepped = (change.after["fp32"] != change.before["fp32"]).any(axis=1)
         assert restored[~stepped].tobytes() == change.after["fp32"][~stepped].tobytes()
         error, moved = (np.linalg.norm(one - change.after["fp32"]) for one in (restored, change.before["fp32"]))

@@ -144,7 +144,7 @@ def test_the_table_says_what_each_kind_of_state_takes(
     assert wrote.startswith("wrote ")
     head, *rows = [line.split() for line in table]
     assert head == ["state", "type", "elements", "raw", "stored", "ratio", "bits", "codec"]
-    assert {row[0] for row in rows} == {"param", "exp_avg", "exp_avg_sq", "step", "total"}
+    assert {row[0] for row in rows} == {"model", "exp_avg", "exp_avg_sq", "step", "total"}
     shown = done(ckpt("inspect", tmp_path / "small"))
     for line in table:
         assert line.strip() in shown.out
@@ -160,7 +160,7 @@ def test_the_json_adds_up(trained: Path, tmp_path: Path) -> None:
     assert report["stored_nbytes"] == sum(row["stored_nbytes"] for row in report["states"])
     assert report["stored_nbytes"] <= report["nbytes"] == _size(tmp_path / "small" / "packs")
     assert report["ratio"] == round(report["raw_nbytes"] / report["stored_nbytes"], 4)
-    weight = next(row for row in report["states"] if row["state"] == "param")
+    weight = next(row for row in report["states"] if row["state"] == "model")
     assert weight["bits_per_element"] == round(8 * weight["stored_nbytes"] / weight["elements"], 3)
 
 

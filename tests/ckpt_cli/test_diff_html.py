@@ -48,12 +48,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints that differ in every way that there is, under names of strangers."""
     folder, rng = tmp_path_factory.mktemp("pair"), np.random.default_rng(0)
     values = {name: rng.normal(size=(5, 4)).astype(np.float32) for name in NAMES}
-    ours = [parameter(name, {"param": v, "exp_avg": v + 1}, step=1) for name, v in values.items()]
-    theirs = [parameter(name, {"param": v * 1.5, "exp_avg": v + 1}, step=2) for name, v in values.items()]
-    ours.append(parameter("gone.0.w", {"param": values[NAMES[0]]}))
-    theirs.append(parameter("new.0.w", {"param": values[NAMES[0]]}))
-    ours.append(parameter("other", {"param": np.zeros(3, np.float32)}))
-    theirs.append(parameter("other", {"param": np.zeros(4, np.float32)}))
+    ours = [parameter(name, {"model": v, "exp_avg": v + 1}, step=1) for name, v in values.items()]
+    theirs = [parameter(name, {"model": v * 1.5, "exp_avg": v + 1}, step=2) for name, v in values.items()]
+    ours.append(parameter("gone.0.w", {"model": values[NAMES[0]]}))
+    theirs.append(parameter("new.0.w", {"model": values[NAMES[0]]}))
+    ours.append(parameter("other", {"model": np.zeros(3, np.float32)}))
+    theirs.append(parameter("other", {"model": np.zeros(4, np.float32)}))
     extras = {"<b>epoch</b>": 1, "note": "</script><script>alert(3)</script>"}
     first, second = checkpoint(ours, extras=extras), checkpoint(theirs, extras={**extras, "<b>epoch</b>": "<i>2</i>"})
     return written(first, folder / "a.pt"), written(second, folder / "b.pt")
@@ -124,8 +124,8 @@ def test_the_same_checkpoints_make_the_same_page(pair: tuple[Path, Path], tmp_pa
 def test_checkpoints_of_other_formats_and_nothing_to_compare(tmp_path: Path) -> None:
     facts = Page(page(tmp_path, SAMPLES / "dcp-2.13-fsdp2-w2", next(SAMPLES.glob("deepspeed-*-zero1-*")))).facts()
     assert facts["formats"] == ["dcp", "deepspeed"]
-    one = written(checkpoint([parameter("a", {"param": np.ones(2, np.float32)})]), tmp_path / "a.pt")
-    other = written(checkpoint([parameter("b", {"param": np.ones(2, np.float32)})]), tmp_path / "b.pt")
+    one = written(checkpoint([parameter("a", {"model": np.ones(2, np.float32)})]), tmp_path / "a.pt")
+    other = written(checkpoint([parameter("b", {"model": np.ones(2, np.float32)})]), tmp_path / "b.pt")
     assert Page(page(tmp_path, one, other)).facts()["cells"] == []
     assert Page(page(tmp_path, one, one, code=0)).facts()["same"]
 
@@ -133,7 +133,7 @@ def test_checkpoints_of_other_formats_and_nothing_to_compare(tmp_path: Path) -> 
 def test_a_difference_too_large_for_a_number_is_null_in_the_page(tmp_path: Path) -> None:
     top = np.array([np.finfo(np.float64).max])
     one, other = (
-        written(checkpoint([parameter("w.0.v", {"param": v})]), tmp_path / f"{i}.pt") for i, v in enumerate((top, -top))
+        written(checkpoint([parameter("w.0.v", {"model": v})]), tmp_path / f"{i}.pt") for i, v in enumerate((top, -top))
     )
     (row,) = Page(page(tmp_path, one, other)).facts()["cells"]
     assert (row["max"], row["histogram"]) == (None, {"lowest": 1024, "counts": [1]})
@@ -144,7 +144,7 @@ def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
     from ckpt_cli.views.diff_page import page_of
 
     source = everything()
-    lossy = replace(source, path=pair[1], errors={("layers.0.w", "fp32"): {"largest": 1e-3}})
+    lossy = replace(source, path=pair[1], errors={("layers.0.w", "master"): {"largest": 1e-3}})
     exact = replace(source, path=pair[0])
     facts = Page(page_of(exact, lossy, compare(pair_tensors(exact, lossy), Execution()))).facts()
     assert facts["approximate"] == [0, 1]
@@ -152,7 +152,7 @@ def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
 
 def test_a_page_takes_the_place_of_a_page_and_of_nothing_else(pair: tuple[Path, Path], tmp_path: Path) -> None:
     first = page(tmp_path, *pair)
-    assert page(tmp_path, *pair, "--state", "weight") != first
+    assert page(tmp_path, *pair, "--state", "model") != first
     for name, make in (("model.pt", lambda p: p.write_text("precious")), ("folder", lambda p: p.mkdir())):
         make(tmp_path / name)
         done = ckpt("diff", *pair, "--html", tmp_path / name)
@@ -169,7 +169,7 @@ def test_a_page_takes_the_place_of_a_page_and_of_nothing_else(pair: tuple[Path, 
 def test_a_page_that_does_not_fit_leaves_the_one_before(pair: tuple[Path, Path], tmp_path: Path) -> None:
     before = page(tmp_path, *pair)
     with files_of_at_most(10_000):
-        done = ckpt("diff", *pair, "--html", tmp_path / "diff.html", "--state", "weight")
+        done = ckpt("diff", *pair, "--html", tmp_path / "diff.html", "--state", "model")
     assert done.code == OUTPUT, done.err
     assert [path.name for path in tmp_path.iterdir()] == ["diff.html"]
     assert (tmp_path / "diff.html").read_text("ascii") == before

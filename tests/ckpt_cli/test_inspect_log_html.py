@@ -56,7 +56,7 @@ def test_the_page_of_a_checkpoint_has_all_that_json_has(sample: str, tmp_path: P
         assert [(one["state"], one["dtype"], one["shape"], one["nbytes"]) for one in own["states"]] == [
             (state, one["dtype"], one["shape"], one["nbytes"]) for state, one in expected["states"].items()
         ]
-        assert own["states"][own["weight"]]["state"] in ("param", "fp32", *list(expected["states"])[:1])
+        assert own["states"][own["weight"]]["state"] in ("model", "master", *list(expected["states"])[:1])
     total = sum(prod(one["shape"]) for parameter in fields["parameters"] for one in parameter["states"].values())
     assert sum(row["elements"] for row in facts["sizes"]) == total
     assert len(facts["forms"]) < len(facts["tensors"]) or len(facts["tensors"]) < 10

@@ -244,7 +244,7 @@ def test_any_tensors_over_any_mesh_come_back(data: st.DataObject) -> None:
     axis = data.draw(st.integers(0, 2))
     kinds = ("float32", "bfloat16", "int64", "float8_e5m2", "uint16")
     parameters = [
-        parameter(f"p{i}.w", {"param": array(np.dtype(data.draw(st.sampled_from(kinds))), shape, i)})
+        parameter(f"p{i}.w", {"model": array(np.dtype(data.draw(st.sampled_from(kinds))), shape, i)})
         for i, shape in enumerate(shapes)
     ]
     source = checkpoint(parameters)
@@ -334,7 +334,7 @@ class Counting(Reader):
 )
 def test_a_block_is_read_without_the_rest(box: Box, slack: int, tmp_path: Path) -> None:
     values = array(np.dtype(np.float32), (1024, 64))
-    written = write(checkpoint([parameter("w", {"param": values})]), tmp_path / "written", 4)
+    written = write(checkpoint([parameter("w", {"model": values})]), tmp_path / "written", 4)
     weight = open_checkpoint(written).parameters["w"].weight
     assert len(weight.fragments) == 4
     with Counting() as reader:
@@ -345,7 +345,7 @@ def test_a_block_is_read_without_the_rest(box: Box, slack: int, tmp_path: Path) 
 
 def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
     written = write(
-        checkpoint([parameter("w", {"param": array(np.dtype(np.float32), (64, 8))})]), tmp_path / "written", 4
+        checkpoint([parameter("w", {"model": array(np.dtype(np.float32), (64, 8))})]), tmp_path / "written", 4
     )
     for file in written.glob("*.distcp"):
         if not file.name.startswith("__0_"):
@@ -383,7 +383,7 @@ def test_items_that_differ_in_values_alone_are_parsed_once(tmp_path: Path, monke
 
 
 def test_every_rank_writes_as_much(tmp_path: Path) -> None:
-    source = checkpoint([parameter(f"w{i}", {"param": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
+    source = checkpoint([parameter(f"w{i}", {"model": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
     sizes = [part.nbytes for part in DCP(dp=4).plan(source).files]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)

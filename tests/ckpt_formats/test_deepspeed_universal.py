@@ -84,7 +84,7 @@ def trained(*names: str) -> Checkpoint:
     parameters = []
     for name in names:
         master = values()
-        states = {"fp32": master, "param": master, "exp_avg": values(), "exp_avg_sq": values()}
+        states = {"master": master, "model": master, "exp_avg": values(), "exp_avg_sq": values()}
         parameters.append(parameter(name, states, step=3))
     groups = (Group({"lr": 1.0, "betas": (0.9, 0.95)}, names),)
     return checkpoint(parameters, groups, origin=Origin("held", "1.0", 3, {}))
@@ -482,11 +482,11 @@ def test_list_universal_names_model_files_that_are_missing(unfinished: bool, hin
 
 
 def test_a_parameter_in_no_group_or_in_two_is_named() -> None:
-    both = [parameter(name, {"param": np.ones(2, np.float32)}) for name in "ab"]
+    both = [parameter(name, {"model": np.ones(2, np.float32)}) for name in "ab"]
     for names, misplaced in ((("a",), "b"), (("a", "b", "a"), "a"), (("a", "b", "c"), "c")):
         with pytest.raises(UnsupportedError, match=f"`{misplaced}` is not in exactly one group"):
             _with_masters(checkpoint(both, (Group({"lr": 0.1}, names),)))
-    assert "fp32" in _with_masters(checkpoint(both, (Group({"lr": 0.1}, ("a", "b")),))).parameters["a"].states
+    assert "master" in _with_masters(checkpoint(both, (Group({"lr": 0.1}, ("a", "b")),))).parameters["a"].states
 
 
 def test_files_of_layers_are_planned_in_the_order_of_the_layers() -> None:

@@ -230,7 +230,7 @@ def test_keys_with_both_separators_are_refused(tmp_path: Path) -> None:
     ("separator", "keys"), [(None, ("a", "b/c")), (".", ("a", "b/c")), ("/", ("a.b", "c")), ("", ("a.b/c",))]
 )
 def test_the_separator_is_chosen(separator: str | None, keys: tuple[str, ...], tmp_path: Path) -> None:
-    source = checkpoint([parameter("a.b/c", {"param": np.ones(2, np.float32)})])
+    source = checkpoint([parameter("a.b/c", {"model": np.ones(2, np.float32)})])
     ckpt.save(source, tmp_path / "out.msgpack", ckpt.Flax(separator=separator))
     assert [keys for keys, _ in flat(restore((tmp_path / "out.msgpack").read_bytes()))] == [keys]
 
@@ -297,7 +297,7 @@ def test_everything_a_checkpoint_can_hold(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_also_a_dict_is_refused(tmp_path: Path) -> None:
     for names in (("a", "a.b"), ("a.b", "a"), ("a.b.c", "a.b")):
-        source = checkpoint([parameter(name, {"param": np.ones(2, np.float32)}) for name in names])
+        source = checkpoint([parameter(name, {"model": np.ones(2, np.float32)}) for name in names])
         with pytest.raises(UnsupportedError, match="dict"):
             ckpt.Job(source, tmp_path / "out.msgpack", ckpt.Flax()).plan()
         ckpt.Job(source, tmp_path / "out.msgpack", ckpt.Flax(separator="/")).plan()

@@ -21,6 +21,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.chunking import Chunking, chunk_sizes
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.edits import cast
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName
 from ckpt_formats.registry import writable
@@ -53,7 +54,7 @@ def universal(source, out):
 def example(folder):
     """The checkpoint that the page writes out in full."""
     master = np.array([0.5, -1.25], np.float32)
-    states = {"fp32": master, "exp_avg": np.zeros(2, np.float32), "param": master.astype(DTYPES["bfloat16"])}
+    states = {"master": master, "exp_avg": np.zeros(2, np.float32), "model": master.astype(DTYPES["bfloat16"])}
     w = Parameter("w", "parameter", {name: tensor_of(array) for name, array in states.items()}, {"step": 3})
     group = Group({"lr": 0.1, "betas": (0.9, 0.95)}, ("w",))
     return Checkpoint(
@@ -102,8 +103,8 @@ def test_a_reader_of_the_page_reads_what_we_write(sample, tmp_path):
     reader = UniversalDecoder(universal(source, tmp_path / "u"))
     assert list(reader.entries) == list(source.parameters)
     for parameter, state, tensor in source.tensors():
-        assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
-        assert reader.entries[parameter.name]["states"][state]["shape"] == list(tensor.shape)
+        assert reader.values(parameter.name, to_stored(state)) == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        assert reader.entries[parameter.name]["states"][to_stored(state)]["shape"] == list(tensor.shape)
 
 
 @pytest.mark.quick(5)
@@ -113,10 +114,10 @@ def test_the_reference_library_reads_every_plain_state_of_what_we_convert(sample
     folder = universal(source, tmp_path / "u")
     values = plain_states(folder)
     for parameter, state, tensor in source.tensors():
-        if (parameter.name, state) in values:
-            assert values[parameter.name, state] == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        if (parameter.name, to_stored(state)) in values:
+            assert values[parameter.name, to_stored(state)] == read(tensor).tobytes(), f"{parameter.name}/{state}"
         else:
-            assert UniversalReader(folder).entries[parameter.name]["states"][state]["storage"] == DERIVED
+            assert UniversalReader(folder).entries[parameter.name]["states"][to_stored(state)]["storage"] == DERIVED
 
 
 def decode(codec, data, shape, dtype, base, base_dtype):
@@ -130,11 +131,11 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
     source = open_checkpoint(sample)
     random = np.random.default_rng(0)
     large = {
-        "fp32": random.standard_normal((700, 400)).astype(np.float32),
+        "master": random.standard_normal((700, 400)).astype(np.float32),
         "exp_avg": random.standard_normal((700, 400)).astype(np.float32),
         "exp_avg_sq": random.standard_normal((700, 400)).astype(np.float32) ** 2,
     }
-    large["param"] = large["fp32"].astype(DTYPES["bfloat16"])
+    large["model"] = large["master"].astype(DTYPES["bfloat16"])
     parameters = {
         **source.parameters,
         "large": Parameter("large", "parameter", {s: tensor_of(a) for s, a in large.items()}),
@@ -151,13 +152,13 @@ def test_a_reader_of_the_page_reads_what_we_compress(sample, tmp_path):
     reader = UniversalDecoder(tmp_path / "u", decode)
     assert any(row["storage"] == CODED for entry in reader.entries.values() for row in entry["states"].values())
     for parameter, state, tensor in source.tensors():
-        assert reader.values(parameter.name, state) == read(tensor).tobytes(), f"{parameter.name}/{state}"
+        assert reader.values(parameter.name, to_stored(state)) == read(tensor).tobytes(), f"{parameter.name}/{state}"
 
 
 def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):
     source = example(tmp_path / "none")
     odd = np.array([1e-8, 1e6, -1e6, 65519.996, 65520, -0.0, 1 + 2**-11, 6.1e-5, np.inf], np.float32)
-    wide = Parameter("w", "parameter", {"fp32": tensor_of(odd)})
+    wide = Parameter("w", "parameter", {"master": tensor_of(odd)})
     for dtype in ("fp16", "bf16"):
         halved = cast(Checkpoint(path=source.path, origin=source.origin, parameters={"w": wide}), dtype)
         reader = UniversalDecoder(universal(halved, tmp_path / dtype))
@@ -167,7 +168,7 @@ def test_a_copy_in_half_precision_is_derived_as_the_page_says(tmp_path):
 def test_a_copy_that_differs_in_one_bit_is_stored(tmp_path):
     source = example(tmp_path / "none")
     other = np.array([0.5, -1.2578125], DTYPES["bfloat16"])
-    states = {**source.parameters["w"].states, "param": tensor_of(other)}
+    states = {**source.parameters["w"].states, "model": tensor_of(other)}
     changed = Checkpoint(path=source.path, origin=source.origin, parameters={"w": Parameter("w", "parameter", states)})
     reader = UniversalDecoder(universal(changed, tmp_path / "u"))
     assert reader.entries["w"]["states"]["param"]["storage"] == PLAIN
@@ -239,7 +240,7 @@ def test_the_page_names_every_column_and_every_table():
 def test_names_and_texts_of_all_kinds_survive(tmp_path):
     names = ("", ".", "../../etc", "Größe/Ω", "a" * 300, "A", "\x00\n\u202e", "😀", "con", "-", "\u017f", "\ue000")
     one = tensor_of(np.zeros((), np.int16))
-    parameters = {name: Parameter(name, "buffer", {"param": one}) for name in names}
+    parameters = {name: Parameter(name, "buffer", {"model": one}) for name in names}
     extras = {name: name for name in names}
     source = Checkpoint(
         path=tmp_path / "none", origin=Origin("example"), parameters=parameters, groups=(), extras=extras

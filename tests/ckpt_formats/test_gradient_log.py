@@ -261,7 +261,7 @@ def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written
     segment, tensor = open_segment(written), Tensor.of(ArrayBlob(np.ones(2, np.float32)))
     start = checkpoint_at(segment, 0, None)
     extras = {"seen": [TensorName("own"), TensorName("both")], "kept": TensorName("both")}
-    others = {name: Parameter(name, "extra", {"param": tensor}) for name in ("own", "both")}
+    others = {name: Parameter(name, "extra", {"model": tensor}) for name in ("own", "both")}
     base = replace(start, parameters={**start.parameters, **others}, extras={**start.extras, **extras})
     state = checkpoint_at(segment, 2, Base(0, base))
     assert state.extras["seen"] == 2

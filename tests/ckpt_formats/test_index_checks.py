@@ -25,10 +25,10 @@ from held import checkpoint, parameter
 def saved(tmp_path: Path) -> Path:
     """`w` with a derived copy, and `large` with two chunks of each state; all states are coded where that helps."""
     random = np.random.default_rng(0)
-    small = {"fp32": np.array([0.5, -1.25], np.float32), "exp_avg": np.zeros(2, np.float32)}
-    small["param"] = small["fp32"].astype(np.float16)
+    small = {"master": np.array([0.5, -1.25], np.float32), "exp_avg": np.zeros(2, np.float32)}
+    small["model"] = small["master"].astype(np.float16)
     values = random.standard_normal((700, 400)).astype(np.float32)
-    large = {"fp32": values, "exp_avg_sq": values**2}
+    large = {"master": values, "exp_avg_sq": values**2}
     source = checkpoint([parameter("w", small), parameter("large", large)])
     save(source, tmp_path / "saved", Universal(codec="auto"))
     return tmp_path / "saved"
@@ -114,7 +114,7 @@ def index_of(names: list[bytes], shapes: list[list[int]]) -> Index:
         "state.dims": np.array([size for shape in shapes for size in shape], "<u8"),
         "chunk.values": np.zeros((hashes // 16, 16), "u1"),
     }
-    return Index(columns, Tables(("param",), ("uint8",)))
+    return Index(columns, Tables(("model",), ("uint8",)))
 
 
 def columns_of_id(index: Index) -> bytes:

@@ -39,7 +39,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of safetensors with weights of three types."""
     path = tmp_path_factory.mktemp("mapped") / "a.safetensors"
-    weights = [parameter(name, {"param": values(name, (3, 4))}) for name in ("float32", "bfloat16", "float8_e5m2")]
+    weights = [parameter(name, {"model": values(name, (3, 4))}) for name in ("float32", "bfloat16", "float8_e5m2")]
     ckpt.save(checkpoint(weights), path, ckpt.Safetensors())
     return path
 
@@ -178,7 +178,7 @@ def test_torch_refuses_big_endian_values() -> None:
 
 def test_a_type_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e8m0fnu")
-    run = checkpoint([parameter("scales", {"param": np.ones(3, ml_dtypes.float8_e8m0fnu)})])
+    run = checkpoint([parameter("scales", {"model": np.ones(3, ml_dtypes.float8_e8m0fnu)})])
     with pytest.raises(ckpt.UnsupportedError, match=r"has no type float8_e8m0fnu") as refused:
         run.state_dict()
     assert refused.value.where == "tensor scales"

@@ -220,10 +220,10 @@ def test_copies_of_a_norm_that_differ_are_found(tmp_path: Path) -> None:
 
 def test_copies_of_other_shapes_or_values_are_found() -> None:
     rows, columns = (Tensor.of(ArrayBlob(np.zeros(shape, np.float32))) for shape in ((2, 3), (3, 2)))
-    with pytest.raises(CorruptError, match=r"copies of `w` \(param\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
-        merge_copies("w", [LocalCopy({"param": rows}), LocalCopy({"param": columns})])
+    with pytest.raises(CorruptError, match=r"copies of `w` \(model\) have the shapes \[\[2, 3\], \[3, 2\]\]"):
+        merge_copies("w", [LocalCopy({"model": rows}), LocalCopy({"model": columns})])
     with pytest.raises(CorruptError, match="ranks disagree on `step` of `w`: 3 and 4"):
-        merge_copies("w", [LocalCopy({"param": rows}, {"step": 3}), LocalCopy({"param": rows}, {"step": 4})])
+        merge_copies("w", [LocalCopy({"model": rows}, {"step": 3}), LocalCopy({"model": rows}, {"step": 4})])
 
 
 def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, pad
     checkpoint = open_checkpoint(run)
     assert checkpoint.suspicions == ()
     for name, values in tensors.items():
-        assert np.array_equal(read(checkpoint.parameters[name].states["fp32"]), values)
+        assert np.array_equal(read(checkpoint.parameters[name].states["master"]), values)
 
 
 def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
@@ -511,7 +511,7 @@ def test_a_shifted_optimizer_is_refused_but_its_weights_are_not(tmp_path: Path) 
     accepted = CliRunner().invoke(cli, ["convert", str(run), str(tmp_path / "accepted"), "--accept-suspicious"])
     assert accepted.exit_code == 0, accepted.output
     assert "the optimizer's masters of 15 of 15 parameters" in accepted.stderr
-    masters = {p.name: read(p.states["fp32"]) for p in open_checkpoint(tmp_path / "accepted").parameters.values()}
+    masters = {p.name: read(p.states["master"]) for p in open_checkpoint(tmp_path / "accepted").parameters.values()}
     assert len(masters) == 15
     assert not any(master.any() for master in masters.values())
 

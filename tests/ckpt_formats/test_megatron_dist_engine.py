@@ -72,7 +72,7 @@ def states(checkpoint: Checkpoint) -> dict[tuple[str, str], object]:
     by_state: dict[tuple[str, str], object] = {}
     for parameter, state, tensor in checkpoint.tensors():
         low = parameter.weight.dtype.name != "float32"
-        if parameter.role != "extra" and state != "step" and (state != "fp32" or low):
+        if parameter.role != "extra" and state != "step" and (state != "master" or low):
             by_state[parameter.name, state] = bits(read(tensor))
     for group in checkpoint.groups:
         for name in group.names:

@@ -49,7 +49,7 @@ def contents(source: Checkpoint) -> dict[tuple[str, str], Any]:
     """Every bit of every state, but for masters of weights that are masters themselves."""
     by_state = {}
     for p, state, one in source.tensors():
-        if p.role != "extra" and state != "step" and (state != "fp32" or p.weight.dtype.name != "float32"):
+        if p.role != "extra" and state != "step" and (state != "master" or p.weight.dtype.name != "float32"):
             by_state[p.name, state] = bits(read(one))
     return by_state
 
@@ -167,7 +167,7 @@ def test_layers_of_several_kinds_have_keys_of_their_own(tmp_path: Path) -> None:
 
 def test_layers_that_differ_though_the_arguments_say_nothing_are_declared(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
-    extra = parameter("decoder.layers.1.self_attention.q_layernorm.weight", {"param": array(DTYPES["bfloat16"], (3,))})
+    extra = parameter("decoder.layers.1.self_attention.q_layernorm.weight", {"model": array(DTYPES["bfloat16"], (3,))})
     source = replace(source, parameters={**source.parameters, extra.name: extra})
     reopened = written(source, tmp_path / "run")
     assert "decoder.layers.1.mlp.linear_fc1.weight" in keys(tmp_path / "run")
@@ -180,7 +180,7 @@ def test_a_frozen_layer_has_no_optimizer_state(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 3, 2))
     frozen = {name for name in source.parameters if ".layers.1." in name}
     parameters = {
-        name: replace(p, states={"param": p.weight}, values={}) if name in frozen else p
+        name: replace(p, states={"model": p.weight}, values={}) if name in frozen else p
         for name, p in source.parameters.items()
     }
     kept = tuple(replace(g, names=tuple(n for n in g.names if n not in frozen)) for g in source.groups)
@@ -259,7 +259,7 @@ def test_further_states_of_an_optimizer_are_written(tmp_path: Path) -> None:
 
 def test_a_model_without_an_optimizer_says_so_to_megatron(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
-    bare = {n: Parameter(n, p.role, {"param": p.weight}) for n, p in source.parameters.items()}
+    bare = {n: Parameter(n, p.role, {"model": p.weight}) for n, p in source.parameters.items()}
     extras = {key: value for key, value in source.extras.items() if key != "rng_state"}
     source = replace(source, parameters=bare, groups=(), extras=extras)
     assert contents(written(source, tmp_path / "run", tp=2)) == contents(source)
@@ -294,7 +294,7 @@ def test_random_states_go_to_the_ranks_that_had_them(tmp_path: Path) -> None:
 
 def _without_master(source: Checkpoint) -> Checkpoint:
     name = "output_layer.weight"
-    states = {s: t for s, t in source.parameters[name].states.items() if s != "fp32"}
+    states = {s: t for s, t in source.parameters[name].states.items() if s != "master"}
     return _changed(source, name, states)
 
 
@@ -311,7 +311,7 @@ def _with_state(source: Checkpoint, shape: tuple[int, ...]) -> Checkpoint:
 
 def _renamed(source: Checkpoint) -> Checkpoint:
     name = "language_model.encoder.layers.0.mlp.dense_4h_to_h.weight"
-    return replace(source, parameters={**source.parameters, name: parameter(name, {"param": np.zeros((6, 10), "f4")})})
+    return replace(source, parameters={**source.parameters, name: parameter(name, {"model": np.zeros((6, 10), "f4")})})
 
 
 def _uneven_steps(source: Checkpoint) -> Checkpoint:
@@ -321,7 +321,7 @@ def _uneven_steps(source: Checkpoint) -> Checkpoint:
 
 def test_extras_beside_the_model_may_have_any_name(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 2, 2))
-    beside = parameter("language_model.statistics", {"param": np.arange(3.0)}, "extra")
+    beside = parameter("language_model.statistics", {"model": np.arange(3.0)}, "extra")
     source = replace(source, parameters={**source.parameters, beside.name: beside})
     assert "output_layer.weight" in written(source, tmp_path / "out").parameters
 

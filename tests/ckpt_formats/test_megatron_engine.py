@@ -124,8 +124,8 @@ def _plain_numbers(checkpoint: Checkpoint) -> dict[str, Any]:
 def test_optimizer_states_that_megatron_shifted_are_found_and_refused(megatron_folder: Path, name: str) -> None:
     checkpoint = open_checkpoint(megatron_folder / name / "fully")
     truth = truth_of(megatron_folder / SHIFTED[name] / "truth.pt")
-    masters = {name: p.states["fp32"] for name, p in checkpoint.parameters.items() if "fp32" in p.states}
-    wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "fp32"])]
+    masters = {name: p.states["master"] for name, p in checkpoint.parameters.items() if "master" in p.states}
+    wrong = [name for name, master in masters.items() if read(master).tobytes() != bytes_of(truth[name, "master"])]
     assert wrong  # or Megatron has mended it, and this test has had its day
     assert len(checkpoint.suspicions) == 1
     assert f"masters of {len(wrong)} of " in checkpoint.suspicions[0]

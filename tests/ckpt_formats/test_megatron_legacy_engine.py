@@ -131,8 +131,8 @@ def states(checkpoint: Checkpoint) -> dict[tuple[str, str], object]:
     for parameter, state, tensor in checkpoint.tensors():
         if parameter.role == "extra" or state == "step":
             continue
-        if state == "fp32" and parameter.states["param"].dtype == tensor.dtype:
-            assert read(tensor).tobytes() == read(parameter.states["param"]).tobytes()
+        if state == "master" and parameter.states["model"].dtype == tensor.dtype:
+            assert read(tensor).tobytes() == read(parameter.states["model"]).tobytes()
             continue
         by_state[parameter.name, state] = bits(read(tensor))
     for group in checkpoint.groups:

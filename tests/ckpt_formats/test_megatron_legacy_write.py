@@ -194,9 +194,9 @@ def test_a_flat_buffer_is_laid_out_in_reverse_at_multiples_of_64(tmp_path: Path)
     ((dtypes, held),) = states[0].items()
     assert str(dtypes) == "(torch.bfloat16, torch.float32)"
     assert list(held) == ["param", "exp_avg", "exp_avg_sq", "numel_unpadded"]
-    head = read(source.parameters["embedding.word_embeddings.weight"].states["fp32"]).reshape(-1)
-    bias = read(source.parameters["decoder.final_layernorm.bias"].states["fp32"])
-    norm = read(source.parameters["decoder.final_layernorm.weight"].states["fp32"])
+    head = read(source.parameters["embedding.word_embeddings.weight"].states["master"]).reshape(-1)
+    bias = read(source.parameters["decoder.final_layernorm.bias"].states["master"])
+    norm = read(source.parameters["decoder.final_layernorm.weight"].states["master"])
     buffer = held["param"].numpy()
     assert held["numel_unpadded"] == len(buffer)
     # The shared table is the last parameter, so the first in the buffer, in a bucket of its own without padding.
@@ -211,7 +211,7 @@ def test_tables_get_the_padding_that_megatron_gives_them(tmp_path: Path) -> None
     source = model("llama", arguments)
     other = reshard(source, tmp_path / "other", tp=4)
     table = other.parameters["embedding.word_embeddings.weight"].states
-    assert table["param"].shape == table["exp_avg"].shape == (32, 12)
+    assert table["model"].shape == table["exp_avg"].shape == (32, 12)
     assert not read(table["exp_avg"])[28:].any()
     assert other.extras["args"].get("padded_vocab_size") == 32
     assert tensors(reshard(other, tmp_path / "back", tp=1)) == tensors(reshard(source, tmp_path / "same"))
@@ -297,8 +297,8 @@ def test_states_that_some_parameters_lack_are_refused(tmp_path: Path) -> None:
         return replace(source, parameters={**source.parameters, name: kept})
 
     refused(without("exp_avg"), tmp_path, f"`{name}` has no optimizer state `exp_avg`")
-    refused(without("fp32"), tmp_path, f"`{name}` has optimizer states, but no fp32 master")
-    refused(without("param"), tmp_path, f"`{name}` has a master, but no weights")
+    refused(without("master"), tmp_path, f"`{name}` has optimizer states, but no fp32 master")
+    refused(without("model"), tmp_path, f"`{name}` has a master, but no weights")
     ungrouped = replace(source.groups[0], names=tuple(n for n in source.groups[0].names if n != name))
     refused(replace(source, groups=(ungrouped, source.groups[1])), tmp_path, f"`{name}` is not in exactly one")
     differing = replace(source.parameters[name], values={"step": 8})
@@ -333,9 +333,9 @@ def test_experts_that_the_arguments_do_not_have_are_never_left_out_in_silence(
 def test_masters_of_fp32_weights_must_be_the_weights_to_be_left_out(tmp_path: Path) -> None:
     source = model("llama", args_of("llama", 1, 4) | {"bf16": False})
     plain_one = reshard(source, tmp_path / "plain", zero=0)
-    assert all("fp32" not in p.states for p in plain_one.parameters.values())
+    assert all("master" not in p.states for p in plain_one.parameters.values())
     name = "decoder.final_layernorm.weight"
-    other = parameter(name, {"fp32": read(source.parameters[name].weight) + 1}).states
+    other = parameter(name, {"master": read(source.parameters[name].weight) + 1}).states
     odd = replace(source.parameters[name], states={**source.parameters[name].states, **other})
     with pytest.raises(CorruptError, match="replicas of one tensor differ"):
         reshard(replace(source, parameters={**source.parameters, name: odd}), tmp_path / "odd", zero=0)
@@ -367,7 +367,7 @@ def test_ranks_that_were_not_there_go_on_with_anothers_random_states_and_that_is
 
 def bare(source: Checkpoint) -> dict[str, Any]:
     held = {name: p for name, p in source.parameters.items() if p.role != "extra"}
-    return {name: replace(p, states={"param": p.states["param"]}, values={}) for name, p in held.items()}
+    return {name: replace(p, states={"model": p.states["model"]}, values={}) for name, p in held.items()}
 
 
 def test_a_loss_scaler_is_kept_by_however_many_optimizers_there_are(tmp_path: Path) -> None:

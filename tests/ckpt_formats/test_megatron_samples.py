@@ -9,6 +9,7 @@ from safetensors import safe_open
 from ckpt.findings import find_problems
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
@@ -29,7 +30,7 @@ def sample(request: pytest.FixtureRequest) -> Path:
 def assert_is_the_truth(actual: Checkpoint, sample: Path) -> None:
     with safe_open(sample / "truth.safetensors", "np") as file:
         expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    held = {f"{p.name}/{state}": tensor for p, state, tensor in actual.tensors() if p.role != "extra"}
+    held = {f"{p.name}/{to_stored(state)}": tensor for p, state, tensor in actual.tensors() if p.role != "extra"}
     assert held.keys() == expected.keys()
     for key, array in expected.items():
         got = read(held[key])

@@ -136,7 +136,7 @@ def trained(config: Mapping[str, Any]) -> Checkpoint:
     parameters = []
     for i, name in enumerate(names):
         shape = shape_of(name, model)
-        states = {"param": array(BF16, shape, i), **{s: array(F32, shape, i) for s in ("fp32", "exp_avg")}}
+        states = {"model": array(BF16, shape, i), **{s: array(F32, shape, i) for s in ("master", "exp_avg")}}
         states["exp_avg_sq"] = array(F32, shape, i + 1000)
         parameters.append(parameter(name, states | {"count": np.array(3, np.int64)}, step=7))
     flat = [p.name for p in parameters if len(p.weight.shape) == 1]
@@ -232,7 +232,7 @@ def test_the_oldest_files_have_queries_keys_and_values_in_another_order(version:
     parameters = []
     for kind, values in stored.items():
         rows = values.reshape(-1, *values.shape[3:])
-        parameters.append(parameter(f"{name}.{kind}", {"param": rows, "exp_avg": rows}))
+        parameters.append(parameter(f"{name}.{kind}", {"model": rows, "exp_avg": rows}))
     arguments = updated(None, {"num_attention_heads": heads, "max_position_embeddings": 1})
     source = checkpoint(parameters, (), {ARGUMENTS: arguments, "checkpoint_version": version})
     converted = to_core(source)
@@ -337,12 +337,12 @@ TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = 
 def with_stranger() -> Checkpoint:
     source = trained(CONFIGURATION)
     return replace(
-        source, parameters={**source.parameters, "adapter": parameter("adapter", {"param": array(F32, (2,))})}
+        source, parameters={**source.parameters, "adapter": parameter("adapter", {"model": array(F32, (2,))})}
     )
 
 
 def _without_moments(one: Parameter) -> Parameter:
-    return replace(one, states={"param": one.weight})
+    return replace(one, states={"model": one.weight})
 
 
 def _factored(one: Parameter) -> Parameter:
@@ -366,7 +366,7 @@ def in_megatron(**changes: Value) -> Checkpoint:
 
 def plus(**names: tuple[int, ...]) -> Checkpoint:
     converted = in_megatron()
-    more = {name: parameter(name, {"param": array(F32, shape)}) for name, shape in names.items()}
+    more = {name: parameter(name, {"model": array(F32, shape)}) for name, shape in names.items()}
     return replace(converted, parameters={**converted.parameters, **more})
 
 
@@ -616,7 +616,7 @@ def test_weights_alone_and_rounded_keep_their_configuration(megatron: Path, tmp_
 
 def test_family_is_found_by_weights_alone() -> None:
     original = in_megatron()
-    state = parameter("rng_state/0", {"param": array(F32, (3,))}, "extra")
+    state = parameter("rng_state/0", {"model": array(F32, (3,))}, "extra")
     converted = to_hf(replace(original, parameters={**original.parameters, state.name: state}))
     assert converted.extras[CONFIG]["model_type"] == "llama"
 
@@ -764,4 +764,4 @@ def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
     ],
 )
 def test_names_tell_whose_they_are(name: str, whose: str | None) -> None:
-    assert naming_of(checkpoint([parameter(name, {"param": array(F32, (2, 2))})])) == whose
+    assert naming_of(checkpoint([parameter(name, {"model": array(F32, (2, 2))})])) == whose

@@ -47,7 +47,7 @@ def rewrite(folder: Path, change: Callable[[Entries], object]) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     values = np.arange(6, dtype=np.float32)
-    source = checkpoint([parameter("v", {"fp32": values}), parameter("w", {"fp32": values + 1, "exp_avg": values})])
+    source = checkpoint([parameter("v", {"master": values}), parameter("w", {"master": values + 1, "exp_avg": values})])
     save(source, tmp_path / "saved", Universal(), resources=TWO)
     return tmp_path / "saved"
 
@@ -82,7 +82,7 @@ def test_a_header_that_disagrees_is_named(
 def test_header_of_a_shared_pack_is_compared_with_each_member_that_names_it(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((200, 200)).astype(np.float32)
     for step in (1, 2):
-        source = checkpoint([parameter("v", {"fp32": values})], origin=Origin("held", None, step))
+        source = checkpoint([parameter("v", {"master": values})], origin=Origin("held", None, step))
         append(tmp_path / "run", source, None, DeltaPolicy(base_every=1), TWO)
     base, user = (tmp_path / "run" / f"step-{step:010d}" for step in (1, 2))
     assert verify_chain(tmp_path / "run", TWO).findings == ()

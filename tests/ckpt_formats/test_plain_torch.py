@@ -490,7 +490,7 @@ OURS_DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("kind", OURS_DAMAGED)
 def test_a_file_in_our_form_that_contradicts_itself_is_corrupt(kind: str, tmp_path: Path) -> None:
-    one = parameter("w", {"param": np.ones(2, np.float32), "exp_avg": np.ones(2, np.float32)}, step=1)
+    one = parameter("w", {"model": np.ones(2, np.float32), "exp_avg": np.ones(2, np.float32)}, step=1)
     save(checkpoint([one], (Group({}, ("w",)),)), tmp_path / "ours.pt", Torch(), resources=EFFORT)
     root = load(tmp_path / "ours.pt")
     torch.save(root, tmp_path / "same.pt")

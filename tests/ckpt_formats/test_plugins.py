@@ -51,7 +51,7 @@ def npy(packages: Path) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of safetensors."""
     path = tmp_path_factory.mktemp("small") / "small.safetensors"
-    ckpt.save(checkpoint([parameter(name, {"param": array}) for name, array in SMALL.items()]), path)
+    ckpt.save(checkpoint([parameter(name, {"model": array}) for name, array in SMALL.items()]), path)
     return path
 
 

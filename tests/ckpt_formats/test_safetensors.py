@@ -109,16 +109,16 @@ def test_safetensors_target_has_the_tensors_of_the_model_and_notes_name_the_rest
     reopened = write(source, tmp_path / "target")
     assert {n for n, _ in contents(reopened)} == {n for n, p in source.parameters.items() if p.role != "extra"}
     assert {n: v for (n, _), v in contents(reopened).items()} == {
-        n: v for (n, s), v in contents(source).items() if s == "param" and source.parameters[n].role != "extra"
+        n: v for (n, s), v in contents(source).items() if s == "model" and source.parameters[n].role != "extra"
     }
     lost = " ".join(map(str, Safetensors().plan(source).dropped))
-    assert all(word in lost for word in ("fp32", "exp_avg", "epoch", "note", "nested"))
+    assert all(word in lost for word in ("master", "exp_avg", "epoch", "note", "nested"))
     assert Safetensors().plan(reopened).dropped == ()
 
 
 def test_masters_stand_in_where_there_is_no_copy(tmp_path: Path) -> None:
     master = array(np.dtype("f4"), (3,))
-    reopened = write(checkpoint([parameter("w", {"fp32": master, "exp_avg": master * 0})]), tmp_path / "target")
+    reopened = write(checkpoint([parameter("w", {"master": master, "exp_avg": master * 0})]), tmp_path / "target")
     assert read(reopened.parameters["w"].states[MODEL]).tobytes() == master.tobytes()
 
 

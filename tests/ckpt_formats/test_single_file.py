@@ -22,6 +22,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import FileBlob, read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -37,7 +38,7 @@ ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
 def source() -> Checkpoint:
     """States of all kinds in several packs, some with lengths that are no multiple of 8."""
     odd = [
-        parameter(f"odd{i}", {"param": array(np.dtype("float32"), (3, 5 + i)), "exp_avg": np.ones(3, np.int8)})
+        parameter(f"odd{i}", {"model": array(np.dtype("float32"), (3, 5 + i)), "exp_avg": np.ones(3, np.int8)})
         for i in range(4)
     ]
     return checkpoint([*everything().parameters.values(), *odd], extras={"epoch": 2})
@@ -78,7 +79,7 @@ def test_any_reader_of_safetensors_sees_its_plain_states(tmp_path: Path) -> None
     save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=200), resources=EFFORT)
     one = open_checkpoint(tmp_path / "one.ucp")
     plain = {
-        f"{name}/{state}": tensor
+        f"{name}/{to_stored(state)}": tensor
         for name, one in one.parameters.items()
         for state, tensor in one.states.items()
         if isinstance(tensor.fragments[0].blob, FileBlob)
@@ -131,7 +132,7 @@ def test_a_state_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "one.ucp"
     values = np.arange(3, dtype=np.float32)
-    save(checkpoint([parameter("w", {"param": values, "exp_avg": values})]), path, Universal(), resources=EFFORT)
+    save(checkpoint([parameter("w", {"model": values, "exp_avg": values})]), path, Universal(), resources=EFFORT)
     nbytes, last = path.stat().st_size, last_entries(path)
     header = 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
     for byte in [*range(250), *range(header - 8, nbytes)]:

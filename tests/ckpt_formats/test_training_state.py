@@ -67,7 +67,7 @@ def test_training_state_has_masters_counters_and_groups_without_a_record(keys: S
     del tree[KEY]
     model = tree if keys.model is None else tree[keys.model]
     assert contents(checkpoint_of(model["layers.0.w"])) == contents(
-        checkpoint_of(source.parameters["layers.0.w"].states["fp32"])
+        checkpoint_of(source.parameters["layers.0.w"].states["master"])
     )
     assert model["head.w"] is model["layers.0.w"]
     optimizer = tree[str(keys.optimizer)]
@@ -82,7 +82,7 @@ def test_training_state_has_masters_counters_and_groups_without_a_record(keys: S
 def checkpoint_of(one: Tensor) -> Checkpoint:
     from ckpt_formats.core.checkpoint import Parameter
 
-    return checkpoint([Parameter("one", "parameter", {"param": one})])
+    return checkpoint([Parameter("one", "parameter", {"model": one})])
 
 
 def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
@@ -97,9 +97,9 @@ def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
     }
     state = training_state({**values, "optimizer": optimizer, "train_state": {"step": 9}}, WHERE)
     assert {name: set(p.states) for name, p in state.parameters.items()} == {
-        "a": {"param", "exp_avg"},
-        "a.b": {"param", "inner.exp_avg"},
-        "a.b.c": {"param", "exp_avg"},
+        "a": {"model", "exp_avg"},
+        "a.b": {"model", "inner.exp_avg"},
+        "a.b.c": {"model", "exp_avg"},
     }
     assert [group.names for group in state.groups] == [("a", "a.b.c"), ("a.b",)]
     assert (state.step, state.keys) == (9, StateKeys(None, "optimizer", True))
@@ -108,7 +108,7 @@ def test_a_flat_optimizer_takes_the_longest_name_that_the_model_has() -> None:
 def test_a_flat_optimizer_of_states_alone_needs_no_groups_to_be_one() -> None:
     optimizer = {"state.a.b.exp_avg": tensor(array(F32, (2,), 3)), "state.a.b.exp_avg_sq": tensor(array(F32, (2,), 4))}
     state = training_state({"model": {"a.b": tensor(array(F32, (2,)))}, "optimizer": optimizer}, WHERE)
-    assert set(state.parameters["a.b"].states) == {"param", "exp_avg", "exp_avg_sq"}
+    assert set(state.parameters["a.b"].states) == {"model", "exp_avg", "exp_avg_sq"}
     assert state.extras == {}
 
 
@@ -157,7 +157,7 @@ def test_scripts_find_what_they_saved_beside_model_and_optimizer() -> None:
     "clash", [{"a": {"b": {"c": 1}, "b.c": 2}}, {"a": {"b": 1}, "a.b": 2}, {"model": 1}, {"model.w": 1}], ids=str
 )
 def test_names_that_clash_when_flattened_are_carried_in_the_record(clash: dict[str, Any]) -> None:
-    w = parameter("w", {"param": array(F32, (2,))})
+    w = parameter("w", {"model": array(F32, (2,))})
     source = checkpoint([w], extras=clash)
     tree = state_tree(source, STYLES["nested"])
     names = [name for name, _, _ in flattened(tree)]
@@ -220,7 +220,7 @@ def test_a_damaged_record_is_an_error(broken: str) -> None:
 
 
 def test_options_are_added_for_adam_of_other_engines_alone() -> None:
-    moments = {"param": array(F32, (2,)), "exp_avg": array(F32, (2,)), "exp_avg_sq": array(F32, (2,))}
+    moments = {"model": array(F32, (2,)), "exp_avg": array(F32, (2,)), "exp_avg_sq": array(F32, (2,))}
     from ckpt_formats.core.checkpoint import Group
     from held import parameter
 

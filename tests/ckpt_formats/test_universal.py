@@ -26,6 +26,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry.opening import open_checkpoint
@@ -72,13 +73,13 @@ plain_values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), n
 def parameters(draw: st.DrawFn, name: str) -> Parameter:
     role = draw(st.sampled_from(["parameter", "frozen", "buffer", "extra"]))
     states = draw(
-        st.dictionaries(st.sampled_from(["fp32", "param", "exp_avg", "a b", "é"]), arrays(), min_size=1, max_size=3)
+        st.dictionaries(st.sampled_from(["master", "model", "exp_avg", "a b", "é"]), arrays(), min_size=1, max_size=3)
     )
-    if "fp32" in states and draw(st.booleans()):
+    if "master" in states and draw(st.booleans()):
         dtype = DTYPES[draw(st.sampled_from(["bfloat16", "float16", "float8_e4m3fn", "float32"]))]
-        if states["fp32"].dtype.name in ("float32", "float64"):
+        if states["master"].dtype.name in ("float32", "float64"):
             with np.errstate(all="ignore"):
-                states["param"] = states["fp32"].astype(dtype)
+                states["model"] = states["master"].astype(dtype)
     values = draw(st.dictionaries(names, plain_values, max_size=2))
     return replace(parameter(name, states, role), values=values)
 
@@ -115,7 +116,7 @@ def test_every_file_is_safetensors_or_json_with_the_right_values(source: Checkpo
     with folder() as at:
         reopened = write(source, at / "target")
         stored = {
-            f"{name}/{state}": tensor
+            f"{name}/{to_stored(state)}": tensor
             for name, state, tensor in (
                 (p.name, s, t) for p in reopened.parameters.values() for s, t in p.states.items()
             )
@@ -139,10 +140,10 @@ def test_a_copy_with_a_nan_is_stored_since_machines_round_those_differently(tmp_
     master = np.array([1.0, np.nan, 2.0], np.float32)
     lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES["bfloat16"]))
     reopened = write(
-        checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})]), tmp_path / "made"
+        checkpoint([Parameter("w", "parameter", {"master": tensor(master), "model": lazy})]), tmp_path / "made"
     )
     assert set(load_file(tmp_path / "made" / PACK)) == {"w/fp32", "w/param"}
-    assert read(reopened.parameters["w"].states["param"]).tobytes() == master.astype(DTYPES["bfloat16"]).tobytes()
+    assert read(reopened.parameters["w"].states["model"]).tobytes() == master.astype(DTYPES["bfloat16"]).tobytes()
 
 
 @given(arrays([DTYPES["float32"]]), st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]))
@@ -151,19 +152,19 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
     with np.errstate(all="ignore"):
         rounded = master.astype(DTYPES[name])
     with folder() as at:
-        reopened = write(checkpoint([parameter("w", {"param": rounded, "fp32": master})]), at / "derived")
-        assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, DerivedBlob)
+        reopened = write(checkpoint([parameter("w", {"model": rounded, "master": master})]), at / "derived")
+        assert isinstance(reopened.parameters["w"].states["model"].fragments[0].blob, DerivedBlob)
         assert set(load_file(at / "derived" / PACK)) == {"w/fp32"}
         lazy = Tensor.of(DerivedBlob(Rounded(), tensor(master), DTYPES[name]))
-        source = checkpoint([Parameter("w", "parameter", {"fp32": tensor(master), "param": lazy})])
+        source = checkpoint([Parameter("w", "parameter", {"master": tensor(master), "model": lazy})])
         assert contents(write(source, at / "lazy")) == contents(reopened)
 
 
 def test_a_copy_in_integers_is_stored_though_it_has_the_masters_values(tmp_path: Path) -> None:
     values = np.array([1.0, -2.0, 3.0], np.float32)
-    source = checkpoint([parameter("w", {"param": values.astype(np.int8), "fp32": values})])
+    source = checkpoint([parameter("w", {"model": values.astype(np.int8), "master": values})])
     reopened = write(source, tmp_path / "target")
-    assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, FileBlob)
+    assert isinstance(reopened.parameters["w"].states["model"].fragments[0].blob, FileBlob)
     assert contents(reopened) == contents(source)
 
 
@@ -185,7 +186,7 @@ LOST = TensorName("lost")
 def test_extras_that_name_a_tensor_which_is_not_there_are_damage(value: Value, tmp_path: Path) -> None:
     with suppress(CkptError):
         write(
-            checkpoint([parameter("w", {"param": np.ones(2, np.float32)})], extras={"rng": value}), tmp_path / "target"
+            checkpoint([parameter("w", {"model": np.ones(2, np.float32)})], extras={"rng": value}), tmp_path / "target"
         )
     with pytest.raises(CorruptError, match="lost"):
         Universal().read(tmp_path / "target", ReadOptions())
@@ -206,10 +207,10 @@ def test_a_copy_that_differs_in_one_bit_is_stored(data: st.DataObject) -> None:
     flat = differing.reshape(-1).view(np.uint8)
     bit = data.draw(st.integers(0, 8 * flat.size - 1))
     flat[bit // 8] ^= 1 << bit % 8
-    source = checkpoint([parameter("w", {"fp32": master, "param": differing})])
+    source = checkpoint([parameter("w", {"master": master, "model": differing})])
     with folder() as at:
         reopened = write(source, at / "target", Execution(1, 1))
-        assert isinstance(reopened.parameters["w"].states["param"].fragments[0].blob, FileBlob)
+        assert isinstance(reopened.parameters["w"].states["model"].fragments[0].blob, FileBlob)
         assert contents(reopened) == contents(source)
 
 
@@ -218,7 +219,7 @@ def test_a_copy_that_differs_only_at_its_end_is_stored_whole(tmp_path: Path) -> 
     master = np.arange(100_000, dtype=np.float32)
     differing = master.astype(DTYPES["bfloat16"])
     differing[-1] = 1
-    source = checkpoint([parameter("w", {"fp32": master, "param": differing, "exp_avg": master})])
+    source = checkpoint([parameter("w", {"master": master, "model": differing, "exp_avg": master})])
     reopened = write(source, tmp_path / "target", Execution(1, 1))
     assert contents(reopened) == contents(source)
     assert find_problems(reopened, EFFORT)[0].kind == "copy"
@@ -241,7 +242,7 @@ def test_names_of_parameters_are_no_names_of_files(tmp_path: Path) -> None:
         "con",
         "é\u202e",
     ]
-    source = checkpoint([parameter(name, {"param": np.float32(i).reshape(())}) for i, name in enumerate(tricky)])
+    source = checkpoint([parameter(name, {"model": np.float32(i).reshape(())}) for i, name in enumerate(tricky)])
     assert_same(write(source, tmp_path / "target"), source)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {f"target/{name}" for name in (manifest.NAME, manifest.INDEX, PACK)}
@@ -250,7 +251,7 @@ def test_names_of_parameters_are_no_names_of_files(tmp_path: Path) -> None:
 
 def test_names_that_are_equal_in_a_pack_belong_to_different_states(tmp_path: Path) -> None:
     """The parameter and its state are joined in the header of a pack, which only other programs read."""
-    names = [("a", "b/c"), ("a/b", "c"), ("a/b/c_", "x"), ("\ud800", "param"), ("", "__metadata__"), ("d", "\ud800")]
+    names = [("a", "b/c"), ("a/b", "c"), ("a/b/c_", "x"), ("\ud800", "model"), ("", "__metadata__"), ("d", "\ud800")]
     states: dict[str, dict[str, np.ndarray]] = {}
     for i, (name, state) in enumerate(names):
         states[name] = {state: np.full(2, i)}
@@ -263,7 +264,7 @@ def test_names_that_are_equal_in_a_pack_belong_to_different_states(tmp_path: Pat
 
 
 def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: Path) -> None:
-    source = checkpoint([parameter("w\ud800", {"param": np.arange(3.0)})])
+    source = checkpoint([parameter("w\ud800", {"model": np.arange(3.0)})])
     reopened = write(source, tmp_path / "target")
     assert_same(reopened, source)
     (values,) = load_file(tmp_path / "target" / PACK).values()
@@ -273,7 +274,7 @@ def test_a_name_with_half_a_character_leaves_a_valid_safetensors_file(tmp_path: 
 @pytest.mark.parametrize(
     "bad",
     [
-        parameter("w", {"param": np.zeros(2, np.complex128)}),
+        parameter("w", {"model": np.zeros(2, np.complex128)}),
     ],
     ids=["complex128"],
 )
@@ -302,7 +303,7 @@ CHANGES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
             "alone": parameter(
                 "alone",
                 {
-                    "param": _flipped(read(c.parameters["alone"].states["param"])),
+                    "model": _flipped(read(c.parameters["alone"].states["model"])),
                     "exp_avg": read(c.parameters["alone"].states["exp_avg"]),
                 },
                 step=3,
@@ -325,15 +326,15 @@ CHANGES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
         parameters={
             **c.parameters,
             "layers.1.w": replace(
-                c.parameters["layers.1.w"], states={"fp32": c.parameters["layers.1.w"].states["fp32"]}
+                c.parameters["layers.1.w"], states={"master": c.parameters["layers.1.w"].states["master"]}
             ),
         },
     ),
     "a shape": lambda c: replace(
-        c, parameters={**c.parameters, "empty": parameter("empty", {"param": np.zeros((4, 0), np.float32)}, "buffer")}
+        c, parameters={**c.parameters, "empty": parameter("empty", {"model": np.zeros((4, 0), np.float32)}, "buffer")}
     ),
     "a type": lambda c: replace(
-        c, parameters={**c.parameters, "empty": parameter("empty", {"param": np.zeros((0, 4), np.float16)}, "buffer")}
+        c, parameters={**c.parameters, "empty": parameter("empty", {"model": np.zeros((0, 4), np.float16)}, "buffer")}
     ),
     "a value": lambda c: replace(
         c, parameters={**c.parameters, "alone": replace(c.parameters["alone"], values={"step": 4})}
@@ -369,7 +370,7 @@ def test_the_content_id_changes_with_everything_that_is_content(kind: str, tmp_p
 @pytest.mark.slow
 def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     """Every bit flipped, byte removed or doubled, end cut off; in the first line every byte put for every other."""
-    write(checkpoint([parameter("w", {"param": np.zeros(1, np.int8)})]), tmp_path / "target")
+    write(checkpoint([parameter("w", {"model": np.zeros(1, np.int8)})]), tmp_path / "target")
     path = tmp_path / "target" / manifest.NAME
     good = path.read_bytes()
     first = good.index(b"\n") + 1
@@ -399,9 +400,10 @@ def test_a_flipped_bit_of_any_byte_of_a_pack_is_found_and_never_copied(tmp_path:
     source = checkpoint(
         [
             parameter(
-                "w", {"fp32": master, "param": master.astype(DTYPES["bfloat16"]), "exp_avg": master.astype(np.float16)}
+                "w",
+                {"master": master, "model": master.astype(DTYPES["bfloat16"]), "exp_avg": master.astype(np.float16)},
             ),
-            parameter("other", {"fp32": master, "param": np.zeros(3, np.float16)}),
+            parameter("other", {"master": master, "model": np.zeros(3, np.float16)}),
         ]
     )
     reopened = write(source, tmp_path / "target")
@@ -654,7 +656,7 @@ COLUMNS: dict[str, Refusal] = {
         f"a shape of {values!r}": (
             sizes("fp32", *values),
             CorruptError,
-            "`w` fp32|length of column|`w` param|64 dimensions",
+            "`w` master|length of column|`w` model|64 dimensions",
         )
         for values in [
             *(
@@ -683,7 +685,7 @@ COLUMNS: dict[str, Refusal] = {
     ),
     "a codec of a plain state": (number("state.codec", FP32, 1), CorruptError, "codec"),
     "a derived state without a codec": (number("state.codec", PARAM, 0), CorruptError, "codec"),
-    "a derived state with bytes": (number("state.nbytes", PARAM, 6), CorruptError, "`w` param"),
+    "a derived state with bytes": (number("state.nbytes", PARAM, 6), CorruptError, "`w` model"),
     "a derived state without a base": (codec(*PARAM, {"name": "rounded"}), CorruptError, "base"),
     "a plain state in a delta": (number("state.storage", FP32, 3), CorruptError, "bytes without use"),
     "a plain state that is coded": (
@@ -711,8 +713,8 @@ def _add(item: Any, value: int, key: Any = 0) -> None:
 
 def small() -> Checkpoint:
     master = np.arange(3, dtype=np.float32)
-    states = {"fp32": master, "param": master.astype(DTYPES["bfloat16"]), "exp_avg": master}
-    return checkpoint([parameter("w", states), parameter("other", {"param": master})], extras={"a": 1})
+    states = {"master": master, "model": master.astype(DTYPES["bfloat16"]), "exp_avg": master}
+    return checkpoint([parameter("w", states), parameter("other", {"model": master})], extras={"a": 1})
 
 
 @pytest.fixture(scope="module")
@@ -800,8 +802,8 @@ def test_read_takes_the_requested_values_only(shape: tuple[int, ...]) -> None:
 def test_a_known_tensor_gives_parts_of_its_chunks(dtype: str) -> None:
     values = np.arange(60, dtype=dtype).reshape(6, 10)
     digest = xxhash.xxh3_128_digest(values.tobytes())
-    known = KnownBlob.whole(KnownTensor(tensor(values), digest, "w", "param", "here"))
+    known = KnownBlob.whole(KnownTensor(tensor(values), digest, "w", "model", "here"))
     assert np.array_equal(read(known.crop(Box((1, 2), (4, 9)))), values[1:4, 2:9])
-    other = KnownBlob.whole(KnownTensor(tensor(values + 1), digest, "w", "param", "here"))
-    with pytest.raises(CorruptError, match="chunk 0 of 1 of its state `param` is not that of the chain"):
+    other = KnownBlob.whole(KnownTensor(tensor(values + 1), digest, "w", "model", "here"))
+    with pytest.raises(CorruptError, match="chunk 0 of 1 of its state `model` is not that of the chain"):
         read(other.crop(Box((1, 2), (4, 9))))

@@ -255,8 +255,8 @@ def test_prover_names_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
             train(net, optimizer)
     verified = ckpt("verify", tmp_path / "run.chain", "--replay")
     assert verified.code == 20
-    assert "step 22: 'param' of `up.weight`" in verified.out
-    assert "step 22: 'param' of `up.weight`" in ckpt("log", tmp_path / "run.chain").out
+    assert "step 22: the weight of `up.weight`" in verified.out
+    assert "step 22: the weight of `up.weight`" in ckpt("log", tmp_path / "run.chain").out
     assert ckpt("restore", tmp_path / "run.chain", tmp_path / "good", "--step", 16).code == 0
     assert ckpt("restore", tmp_path / "run.chain", tmp_path / "bad", "--step", 22).code == 20
     assert not (tmp_path / "bad").exists()
@@ -284,7 +284,7 @@ def test_rounded_gradients_are_called_approximate_everywhere(codec: str, near: f
     assert "approximate" in done.err
     assert "exact: every bit" not in done.out
     restored = open_checkpoint(tmp_path / "out")
-    assert restored.errors.keys() >= {("up.weight", state) for state in ("param", "exp_avg", "exp_avg_sq")}
+    assert restored.errors.keys() >= {("up.weight", state) for state in ("model", "exp_avg", "exp_avg_sq")}
     error = torch.from_numpy(read(restored.parameters["up.weight"].weight)) - last["up.weight"]
     assert 0 < error.norm() < near * (last["up.weight"] - first["up.weight"]).norm()
     assert ckpt("compact", tmp_path / "run.chain", "--gradients", "last:0").code == 0

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
@@ -32,7 +33,7 @@ def test_every_step_of_the_golden_log_is_that_of_the_run(step: int) -> None:
     checkpoint = states.open_state(RUN, index.load(RUN / index.NAME), step)
     hashes = {
         name: {
-            state: xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
+            to_stored(state): xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
             for state, tensor in parameter.states.items()
             if state != "step"
         }
@@ -103,8 +104,8 @@ def _segments(run: Path) -> list[Segment]:
 
 def _digest(parameter: Parameter) -> str:
     """As `make_recording_2.digest` computes it."""
-    content = {name: read(one) for name, one in sorted(parameter.states.items()) if name != "step"}
-    return _hash(*(values for name, values in content.items() if name == "param" or values.any()))
+    content = {to_stored(name): read(one) for name, one in parameter.states.items() if name != "step"}
+    return _hash(*(values for name, values in sorted(content.items()) if name == "param" or values.any()))
 
 
 def _hash(*arrays: Any) -> str:

@@ -26,7 +26,7 @@ def truth_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Truth:
     moments = {
         (names[p], key): content(value) for p, of in optimizer.state.items() for key, value in of.items() if value.dim()
     }
-    return {(name, "param"): content(parameter) for parameter, name in names.items()} | moments
+    return {(name, "model"): content(parameter) for parameter, name in names.items()} | moments
 
 
 def assert_restored(chain: Path, truths: list[Truth]) -> None:

@@ -218,7 +218,7 @@ def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, t
         train(model, optimizer, range(1))
         recorder.note(held=notes)
     state = state_at(tmp_path / "run.chain", 1)
-    assert state.parameters["held/halves/0"].states["param"].dtype.name == "bfloat16"
+    assert state.parameters["held/halves/0"].states["model"].dtype.name == "bfloat16"
     assert ckpt("restore", tmp_path / "run.chain", tmp_path / "state.pt", "--to", "torch").code == 0
     held = resume(tmp_path / "state.pt", model, optimizer).notes["held"]
     (halves, (empty,)), array = held["halves"], held["array"]

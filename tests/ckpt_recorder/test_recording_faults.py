@@ -59,7 +59,7 @@ class Run:
         """The restored state is that of the run."""
         checkpoint = states.open_state(chain, index.load(chain / index.NAME), step)
         kept = {
-            name if state == "param" else f"{name}.{state}": read(tensor).tobytes()
+            name if state == "model" else f"{name}.{state}": read(tensor).tobytes()
             for name, parameter in checkpoint.parameters.items()
             for state, tensor in parameter.states.items()
         }
@@ -566,7 +566,7 @@ def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
             for parameter in run.net.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1 + step)
             (adam, sgd)[step % 2].step()
-            kept = {(name, "param"): tensor.detach().numpy().tobytes() for name, tensor in run.net.named_parameters()}
+            kept = {(name, "model"): tensor.detach().numpy().tobytes() for name, tensor in run.net.named_parameters()}
             for name, parameter in run.net.named_parameters():
                 for optimizer in (adam, sgd):
                     for state, values in optimizer.state.get(parameter, {}).items():

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-STATES = {"param": "fp32", "fp32_param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+STATES = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -14,7 +14,7 @@ NORMS = {
 
 
 def read_truth(file: Path) -> dict[tuple[str, str], Any]:
-    """{(name, state): whole tensor}; the state `param` is the model's own."""
+    """{(name, state): whole tensor}; the state `model` is the model's own."""
     import torch
 
     truth = {}
@@ -22,7 +22,7 @@ def read_truth(file: Path) -> dict[tuple[str, str], Any]:
         if not isinstance(tensor, torch.Tensor):
             continue
         match = re.fullmatch(r"optimizer\.state\.([a-z0-9_]+)\.(.*)", key)
-        state, name = (STATES[match[1]], match[2]) if match else ("param", key)
+        state, name = (STATES[match[1]], match[2]) if match else ("model", key)
         name = name.removeprefix("module.")
         for fused, norm in NORMS.items():
             name = name.replace(fused, norm)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
     good = np.linspace(1, 2, 64, dtype=np.float32).reshape(8, 8)
     for name, values in (("bad", spoiled()), ("good", good)):
-        parameters = [parameter("w", {"param": values}), parameter("x", {"param": good * (1 + (name == "bad"))})]
+        parameters = [parameter("w", {"model": values}), parameter("x", {"model": good * (1 + (name == "bad"))})]
         source = checkpoint(parameters)
         for ending in (".safetensors", ".pt"):
             save(source, folder / f"{name}{ending}")
@@ -41,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["bad.safetensors", "bad.pt", "bad"])
 def test_verify_names_the_tensors_with_nan_and_infinity(name: str, folder: Path) -> None:
-    assert find_not_finite(library.open(folder / name)) == [NotFinite("w", "param", 1, 1)]
+    assert find_not_finite(library.open(folder / name)) == [NotFinite("w", "model", 1, 1)]
     ran = ckpt("verify", folder / name, "--values")
     assert ran.code == 0
-    assert "note: 2 values are NaN or infinite: w param (1 NaN, 1 infinite)" in ran.err
+    assert "note: 2 values are NaN or infinite: w model (1 NaN, 1 infinite)" in ran.err
     assert "2 values are NaN or infinite (" in ran.out
     rows = json.loads(ckpt("verify", folder / name, "--values", "--json").out)["not_finite"]
-    assert rows == [{"tensor": "w", "state": "param", "nan": 1, "infinite": 1}]
+    assert rows == [{"tensor": "w", "state": "model", "nan": 1, "infinite": 1}]
     assert "no value is NaN or infinite" in ckpt("verify", folder / name.replace("bad", "good"), "--values").out
 
 
@@ -58,7 +58,7 @@ def test_verify_names_nan_and_infinity_by_default_where_there_are_checksums(
     if name == "coded":
         values = np.tile(spoiled(), (64, 1))
         values[8:] = 1
-        source = checkpoint([parameter("w", {"param": values})])
+        source = checkpoint([parameter("w", {"model": values})])
         save(source, folder / name, library.Universal(codec="planes"))
         assert uses_codecs(library.open(folder / name))
     if name.startswith("sealed"):
@@ -67,13 +67,13 @@ def test_verify_names_nan_and_infinity_by_default_where_there_are_checksums(
         library.seal(folder / name)
     ran = ckpt("verify", folder / name)
     assert ran.code == 0
-    assert "note: 2 values are NaN or infinite: w param (1 NaN, 1 infinite)" in ran.err
+    assert "note: 2 values are NaN or infinite: w model (1 NaN, 1 infinite)" in ran.err
     assert ran.out.startswith("ok: ")
     assert "; 2 values are NaN or infinite (" in ran.out
     rows = json.loads(ckpt("verify", folder / name, "--json").out)["not_finite"]
-    assert rows == [{"tensor": "w", "state": "param", "nan": 1, "infinite": 1}]
+    assert rows == [{"tensor": "w", "state": "model", "nan": 1, "infinite": 1}]
     (note,) = library.verify(library.open(folder / name)).notes
-    assert note.names == ("w param (1 NaN, 1 infinite)",)
+    assert note.names == ("w model (1 NaN, 1 infinite)",)
 
 
 def test_verify_of_a_chain_names_the_first_step_with_nan_or_infinity(tmp_path: Path) -> None:
@@ -84,15 +84,15 @@ def test_verify_of_a_chain_names_the_first_step_with_nan_or_infinity(tmp_path: P
         w, v = w + np.float32(1e-3), v + np.float32(1e-3)
         w[0, 0] = np.nan if step > 1 else w[0, 0]
         v[: max(0, step - 2), 1] = -np.inf
-        chain.append(checkpoint([parameter("w", {"param": w}), parameter("v", {"param": v})]), step=step)
+        chain.append(checkpoint([parameter("w", {"model": w}), parameter("v", {"model": v})]), step=step)
     assert [member.kind for member in chain.index.members] == ["base", "delta", "delta"]
     ran = json.loads(ckpt("verify", tmp_path / "chain", "--json").out)
     rows = [tuple(row.values()) for row in ran["not_finite"]]
-    assert rows == [(2, "w", "param", 1, 0), (3, "v", "param", 0, 1)]
+    assert rows == [(2, "w", "model", 1, 0), (3, "v", "model", 0, 1)]
     assert ran["ok"]
     (note,) = ran["notes"]
     assert note["text"] == "2 tensors have NaN or infinity, first at"
-    assert note["names"] == ["step 2: w param (1 NaN, 0 infinite)", "step 3: v param (0 NaN, 1 infinite)"]
+    assert note["names"] == ["step 2: w model (1 NaN, 0 infinite)", "step 3: v model (0 NaN, 1 infinite)"]
 
 
 def test_verify_lists_no_value_that_is_finite_or_was_not_read(folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_diff_puts_nan_first_and_in_its_last_line(folder: Path) -> None:
     ran = ckpt("diff", folder / "good.safetensors", folder / "bad.safetensors")
     lines = ran.out.splitlines()
     assert lines[1].split()[1:5] == ["%", "-", "-", "-"]
-    assert lines[1].endswith("(2 not finite)  w weight")
+    assert lines[1].endswith("(2 not finite)  w model")
     assert "2 NaN or infinite in 1 tensors" in lines[-1]
     rows = json.loads(ckpt("diff", folder / "good.safetensors", folder / "bad.safetensors", "--json").out)["tensors"]
     (row,) = [row for row in rows if row["name"] == "w"]

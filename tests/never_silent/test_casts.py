@@ -42,11 +42,11 @@ def large() -> Any:
 
 
 def model(**more: Any) -> Checkpoint:
-    return checkpoint([parameter("w", {"param": large()}), parameter("b", {"param": np.ones(40, np.float32)}, **more)])
+    return checkpoint([parameter("w", {"model": large()}), parameter("b", {"model": np.ones(40, np.float32)}, **more)])
 
 
 def trained() -> Checkpoint:
-    states = {"fp32": large(), "exp_avg": np.zeros((600, 40), F32), "exp_avg_sq": np.zeros((600, 40), F32)}
+    states = {"master": large(), "exp_avg": np.zeros((600, 40), F32), "exp_avg_sq": np.zeros((600, 40), F32)}
     return checkpoint([parameter("w", states, step=3)], groups=(Group({"lr": 0.1}, ("w",)),), origin=Origin("held"))
 
 
@@ -142,7 +142,7 @@ def test_counts_are_kept_in_the_journal() -> None:
 def test_shards_say_their_own_counts_and_the_last_one_all(tmp_path: Path) -> None:
     values = np.ones((600, 40), np.float32)
     values[5, :3] = values[595, :4] = 1e5
-    path = save(checkpoint([parameter("w", {"param": values})]), tmp_path / "source.safetensors").target
+    path = save(checkpoint([parameter("w", {"model": values})]), tmp_path / "source.safetensors").target
     job = Job(open_checkpoint(path).cast("fp16"), tmp_path / "t", DCP(dp=2))
     first, last = (job.run(resources=Execution(workers=1, shard=Shard(number, 2))) for number in range(2))
     assert first.status == "pending"
@@ -157,14 +157,14 @@ def test_an_average_says_what_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_merge_says_what_is_not_finite(tmp_path: Path) -> None:
-    base = checkpoint([parameter("m.q.weight", {"param": np.ones((4, 6), np.float32)})])
+    base = checkpoint([parameter("m.q.weight", {"model": np.ones((4, 6), np.float32)})])
     a, b = np.ones((2, 6), np.float32), np.ones((4, 2), np.float32)
     a[0, 1] = np.nan
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
     lora = checkpoint(
         [
-            parameter("base_model.model.m.q.lora_A.weight", {"param": a}),
-            parameter("base_model.model.m.q.lora_B.weight", {"param": b}),
+            parameter("base_model.model.m.q.lora_A.weight", {"model": a}),
+            parameter("base_model.model.m.q.lora_B.weight", {"model": b}),
         ],
         extras={"hf/adapter_config.json": config},
     )

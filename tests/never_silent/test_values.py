@@ -498,7 +498,7 @@ def test_a_type_that_safetensors_lacks_is_refused_by_the_names_of_tensor_and_sta
     path = saved(tmp_path, {"layer.w": torch.ones(2, dtype=torch.complex128)})
     ran = ckpt("convert", path, tmp_path / "target")
     assert ran.code == UNSUPPORTED
-    assert all(word in ran.err for word in ("layer.w", "param", "complex128", "--skip"))
+    assert all(word in ran.err for word in ("layer.w", "model", "complex128", "--skip"))
     assert ckpt("convert", path, tmp_path / "target.pt", "--to", "torch").code == 0
 
 
@@ -536,7 +536,7 @@ def test_an_unknown_element_type_is_named_with_its_tensor(tmp_path: Path) -> Non
 
 def test_a_master_that_is_not_rounded_to_its_copy_is_no_fault(tmp_path: Path) -> None:
     """8-bit floats that are scales have no place among those that are values."""
-    states = {"fp32": np.ones(3, DTYPES["float8_e4m3fn"]), "param": np.ones(3, DTYPES["float8_e8m0fnu"])}
+    states = {"master": np.ones(3, DTYPES["float8_e4m3fn"]), "model": np.ones(3, DTYPES["float8_e8m0fnu"])}
     save(checkpoint([parameter("w", states)]), tmp_path / "target", Universal(), resources=Execution(1, 1 << 20))
     assert ckpt("verify", tmp_path / "target").code == 0
 

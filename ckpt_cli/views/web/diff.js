@@ -5,7 +5,7 @@ const MOST = 2000; // layers, chips or histograms that are drawn
 const PROFILE = 42; // height of the bars above the heat map
 const COMPARED = new Set(["equal", "changed", "retyped"]);
 const STATES = {
-  weight: "weights", param: "model's copies", exp_avg: "first moments", exp_avg_sq: "second moments",
+  model: "weights", master: "master weights", exp_avg: "first moments", exp_avg_sq: "second moments",
   momentum_buffer: "momenta", max_exp_avg_sq: "largest second moments",
 };
 const MEASURES = {

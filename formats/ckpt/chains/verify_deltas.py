@@ -158,9 +158,10 @@ def _checks(checkpoint: Checkpoint) -> list[tuple[StoredDelta, _Check]]:
     checks_of: list[tuple[StoredDelta, _Check]] = []
     sizes: dict[str, tuple[StoredDelta, int]] = {}
     for name, state in checkpoint.digests:
-        delta = stored_delta(_blob(checkpoint.parameters[name].states[state]))
+        tensor = checkpoint.parameters[name].states[state]
+        delta = stored_delta(_blob(tensor))
         if delta is not None:
-            sizes[name] = delta, sizes.get(name, (delta, 0))[1] + delta.form[state].itemsize
+            sizes[name] = delta, sizes.get(name, (delta, 0))[1] + tensor.dtype.itemsize
     checks_of += [(delta, _ValuesCheck(name, nbytes)) for name, (delta, nbytes) in sizes.items()]
     for parameter in checkpoint.parameters.values():
         every = (stored_delta(_blob(tensor)) for tensor in parameter.states.values())

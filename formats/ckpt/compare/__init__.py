@@ -46,10 +46,9 @@ def diff(
 ) -> Diff:
     """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
 
-    `only` and `skip` are patterns of names, `states` names of states (`weight`, `exp_avg`, ...). With `tensors_only`,
-    extras, counters and the optimizer's options are left out. Raises `NoMatchError` for a pattern that matches
-    nothing,
-    `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
+    `only` and `skip` are patterns of names, `states` names of states (`model`, `master`, `exp_avg`, ...). With
+    `tensors_only`, extras, counters and the optimizer's options are left out. Raises `NoMatchError` for a pattern that
+    matches nothing, `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
     """
     a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
     return diff_selected(a, b, states, tensors_only, resources or Resources.of_machine(), progress)

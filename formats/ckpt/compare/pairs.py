@@ -1,19 +1,21 @@
 """Pairs of tensors, one of each checkpoint, and their comparison.
 
 Tensors are paired by parameter and state. What the optimizer updates is one
-state, the `weight`, whether a checkpoint calls it master or parameter; the copy
-that a model computes with is a state of its own where there is a master too.
+state: the `master` where either checkpoint has one, else the `model`. So a
+checkpoint with masters is compared with one that has these weights alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
+import numpy as np
+
 from ckpt.compare.sums import DiffSums, changed_codes, diff_sums
-from ckpt.compare.tables import WEIGHT, Key, TablePairs, TableTensors
+from ckpt.compare.tables import Key, TablePairs, TableTensors
 from ckpt.compare.values import values
 from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
@@ -26,6 +28,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.quantised import parts_of, quantised_weights
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.state_names import renamed
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
@@ -104,12 +107,13 @@ class Diff(Checked):
 
 def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:
     """The tensors of both, all or those of some states. Raises `NoMatchError` for a state that neither has."""
-    first_tensors, second_tensors = _tensors(first), _tensors(second)
+    mastered = _mastered(first) | _mastered(second)
+    first_tensors, second_tensors = _tensors(first, mastered), _tensors(second, mastered)
     known = {state for _, state in (*first_tensors, *second_tensors)}
     for state in states:
         if state not in known:
             hint = f"There are: {', '.join(map(printable, sorted(known)))}."
-            raise NoMatchError(f"no tensor has the state `{printable(state)}`", hint=hint)
+            raise NoMatchError(renamed(state) or f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
         first_tensors, second_tensors = (_of_states(tensors, states) for tensors in (first_tensors, second_tensors))
     return TensorPairs(first, second, first_tensors, second_tensors)
@@ -169,16 +173,29 @@ def compare(
     return Diff(tuple(pairs), tuple(values(both.first, both.second)), same_step)
 
 
-def _tensors(source: Checkpoint) -> Mapping[Key, Tensor]:
-    """Every tensor by parameter and state, under names that do not depend on the engine; tied ones by each name."""
+def _mastered(source: Checkpoint) -> set[str]:
+    """The names of the parameters that have a master, with their aliases."""
     if isinstance(source.parameters, TabulatedParameters):
-        return TableTensors.of(source.parameters, source.aliases)
+        table = source.parameters.table
+        names = {table.names[number] for number in np.flatnonzero(table.rows_named(MASTER) >= 0).tolist()}
+    else:
+        names = {name for name, parameter in source.parameters.items() if MASTER in parameter.states}
+    return names | {alias for alias, name in source.aliases.items() if name in names}
+
+
+def _tensors(source: Checkpoint, mastered: Set[str]) -> Mapping[Key, Tensor]:
+    """Every tensor by parameter and state, under names that do not depend on the engine; tied ones by each name.
+
+    `mastered`: the names for which the tensor that the optimizer updates is called the master.
+    """
+    if isinstance(source.parameters, TabulatedParameters):
+        return TableTensors.of(source.parameters, source.aliases, mastered)
     tensors: dict[Key, Tensor] = {}
     for name, parameter in source.parameters.items():
-        tensors |= {(name, state): tensor for state, tensor in _states(parameter)}
+        tensors |= {(name, state): tensor for state, tensor in _states(parameter, name in mastered)}
     for alias, name in source.aliases.items():
         if name in source.parameters:
-            tensors[alias, WEIGHT] = _weight(source.parameters[name])
+            tensors[alias, MASTER if alias in mastered else MODEL] = _weight(source.parameters[name])
     return tensors
 
 
@@ -188,8 +205,8 @@ def _of_states(tensors: Mapping[Key, Tensor], states: Sequence[str]) -> Mapping[
     return {key: tensor for key, tensor in tensors.items() if key[1] in states}
 
 
-def _states(parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
-    yield WEIGHT, _weight(parameter)
+def _states(parameter: Parameter, mastered: bool) -> Iterator[tuple[str, Tensor]]:
+    yield MASTER if mastered else MODEL, _weight(parameter)
     if MASTER in parameter.states and MODEL in parameter.states:
         yield MODEL, parameter.states[MODEL]
     for state, tensor in parameter.states.items():

@@ -1,6 +1,6 @@
 """Tensors of checkpoints that have tables of their states: they are paired, and found equal, in columns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,6 @@ from ckpt_formats.core.tensor import Array, Tensor
 Key = tuple[str, str]
 """A parameter and a state."""
 
-WEIGHT = "weight"
-
 
 @dataclass(frozen=True, eq=False)
 class TableTensors(Mapping[Key, Tensor]):
@@ -29,8 +27,13 @@ class TableTensors(Mapping[Key, Tensor]):
     """The row of each in the table."""
 
     @classmethod
-    def of(cls, parameters: TabulatedParameters, aliases: Mapping[str, str]) -> "TableTensors":
-        """All tensors but counters; what the optimizer updates is the weight. Tied ones by each name."""
+    def of(
+        cls, parameters: TabulatedParameters, aliases: Mapping[str, str], mastered: Set[str] = frozenset()
+    ) -> "TableTensors":
+        """All tensors but counters, tied ones by each name.
+
+        `mastered`: the names for which the tensor that the optimizer updates is called the master, else the model.
+        """
         table, rows = parameters.table, dict[Key, int]()
         master, copy = table.rows_named(MASTER), table.rows_named(MODEL)
         weights = np.where(master >= 0, master, table.weight).tolist()
@@ -39,7 +42,7 @@ class TableTensors(Mapping[Key, Tensor]):
         counters = [name == "step" for name in table.states]
         states, ranks, first = table.state.tolist(), table.rank.tolist(), table.first.tolist()
         for number, name in enumerate(table.names):
-            rows[name, WEIGHT] = weights[number]
+            rows[name, MASTER if name in mastered else MODEL] = weights[number]
             if copies[number] >= 0:
                 rows[name, MODEL] = copies[number]
             for row in range(first[number], first[number + 1]):
@@ -48,7 +51,11 @@ class TableTensors(Mapping[Key, Tensor]):
                     rows[name, table.states[state]] = row
         if aliases:
             numbers = {name: number for number, name in enumerate(table.names)}
-            rows |= {(alias, WEIGHT): weights[numbers[name]] for alias, name in aliases.items() if name in numbers}
+            rows |= {
+                (alias, MASTER if alias in mastered else MODEL): weights[numbers[name]]
+                for alias, name in aliases.items()
+                if name in numbers
+            }
         return cls(parameters, rows)
 
     def of_states(self, states: Sequence[str]) -> "TableTensors":

@@ -17,6 +17,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Blob, Tensor
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.universal.gradients.parts import MAX_PARTS
@@ -57,7 +58,10 @@ def dump(checkpoint: Checkpoint, part: PartOfState | None = None) -> bytes:
             [
                 parameter.name,
                 parameter.role,
-                [[state, tensor.dtype.name, list(tensor.shape)] for state, tensor in parameter.states.items()],
+                [
+                    [to_stored(state), tensor.dtype.name, list(tensor.shape)]
+                    for state, tensor in parameter.states.items()
+                ],
                 encode(dict(parameter.values)),
             ]
             for parameter in checkpoint.parameters.values()
@@ -67,7 +71,7 @@ def dump(checkpoint: Checkpoint, part: PartOfState | None = None) -> bytes:
         "aliases": dict(checkpoint.aliases),
         "notices": [[one.text, list(one.names), int(one.weight)] for one in checkpoint.notices],
         "suspicions": list(checkpoint.suspicions),
-        "errors": [[name, state, encode(dict(error))] for (name, state), error in checkpoint.errors.items()],
+        "errors": [[name, to_stored(state), encode(dict(error))] for (name, state), error in checkpoint.errors.items()],
         "original": None if original is None else [original.format, original.file],
         "part": None if part is None else asdict(part),
     }
@@ -148,11 +152,11 @@ def _parameters(rows: Any, check: FieldReader, make_blob: MakeBlob) -> dict[str,
         tensors: dict[str, Tensor] = {}
         for one in states:
             state, dtype, shape = _row(one, 3, check, "parameters: states")
-            check.true(isinstance(state, str) and state not in tensors, "parameters: a state")
+            check.true(isinstance(state, str) and from_stored(state) not in tensors, "parameters: a state")
             check.true(isinstance(dtype, str) and dtype in DTYPES, "parameters: a type")
             sizes = isinstance(shape, list) and len(shape) <= MAX_AXES and all(map(is_natural, shape))
             check.true(sizes and prod(max(n, 1) for n in shape) <= MAX_STEPPED_ELEMENTS, "parameters: a shape")
-            tensors[state] = Tensor.of(make_blob(number, tuple(shape), DTYPES[dtype]))
+            tensors[from_stored(state)] = Tensor.of(make_blob(number, tuple(shape), DTYPES[dtype]))
             number += 1
         parameters[name] = Parameter(name, _ROLES[role], tensors, _mapping(values, check, "parameters: values"))
     return parameters
@@ -174,4 +178,4 @@ def _notice(row: Any, check: FieldReader) -> Notice:
 def _error(row: Any, check: FieldReader) -> tuple[tuple[str, str], dict[str, Value]]:
     name, state, figures = _row(row, 3, check, "errors")
     check.true(isinstance(name, str) and isinstance(state, str), "errors")
-    return (name, state), _mapping(figures, check, "errors")
+    return (name, from_stored(state)), _mapping(figures, check, "errors")

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import CorruptError, at_tensor
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, at_tensor
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import ShortRepr, cut, short_repr
+from ckpt_formats.core.state_names import MASTER as MASTER
+from ckpt_formats.core.state_names import MODEL as MODEL
+from ckpt_formats.core.state_names import STORED_MASTER, STORED_MODEL, States, renamed
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
@@ -31,17 +34,12 @@ OLDER = "older"
 OLDEST_STEP = "oldest_step"
 """In error figures: the earliest of these steps."""
 
-MASTER = "fp32"
-"""The state that the optimizer updates. It is float32 in nearly all runs, hence its name."""
-MODEL = "param"
-"""The state that the model computes with."""
-
 
 @dataclass(frozen=True)
 class Parameter(Checked):
     """One named tensor of the model, with its optimizer states.
 
-    `states` maps `fp32` (the master), `param` (the model's copy), and the
+    `states` maps `master` (what the optimizer updates), `model` (what the model computes with), and the
     optimizer's own names (`exp_avg`, ...) to tensors. `values` has the states
     that are plain numbers, such as `step`. A tensor that belongs to no module,
     such as a saved RNG state, has the role `extra`.
@@ -54,9 +52,16 @@ class Parameter(Checked):
 
     def __post_init__(self) -> None:
         # A checkpoint has hundreds of thousands: nearly all pass here.
-        usual = type(self.name) is str and type(self.states) is dict and type(self.values) is dict
+        states, usual = self.states, type(self.name) is str and type(self.values) is dict
+        if type(states) is dict:
+            object.__setattr__(self, "states", States(states))
+        elif type(states) is not States:
+            usual = False
         if not (usual and type(self.role) is str and self.role in _ROLES):
             super().__post_init__()
+        if STORED_MODEL in states or STORED_MASTER in states:
+            stored = STORED_MODEL if STORED_MODEL in states else STORED_MASTER
+            raise InvalidArgumentError(f"`{printable(self.name)}`: {renamed(stored)}")
 
     @property
     def nbytes(self) -> int:

@@ -33,6 +33,7 @@ from ckpt_formats.core.checkpoint import (
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsupportedError, flaw
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_names import STORED_MASTER, from_stored, to_stored
 from ckpt_formats.core.tensor import DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
@@ -118,8 +119,10 @@ def _tree(source: Checkpoint) -> dict[str, Value]:
         if parameter.role == "extra":
             continue
         model[name] = _weight(parameter)
-        masters = {MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
-        other_states = unshare_states({s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)})
+        masters = {STORED_MASTER: parameter.states[MASTER]} if MASTER in parameter.states else {}
+        other_states = unshare_states(
+            {to_stored(s): t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
+        )
         if clashing := sorted(parameter.values.keys() & (masters.keys() | other_states.keys())):
             raise UnsupportedError(
                 f"`{printable(name)}` has a state and a value that are both called `{printable(clashing[0])}`"
@@ -225,7 +228,12 @@ def _read_recorded(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
             tensors = {key: value for key, value in items.items() if key not in value_names}
             states = {key: tensor_of(value) for key, value in tensors.items() if isinstance(value, TensorRef)}
             values = {key: restore(value) for key, value in items.items() if key not in states}
-            parameters[name] = Parameter(name, _ROLES[role], {**states, MODEL: tensor_of(weight)}, values)
+            parameters[name] = Parameter(
+                name,
+                _ROLES[role],
+                {**{from_stored(key): state for key, state in states.items()}, MODEL: tensor_of(weight)},
+                values,
+            )
         groups = tuple(
             Group({key: restore(value) for key, value in group.items() if key != "params"}, tuple(group["params"]))
             for group in optimizer["param_groups"]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Group
+from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_names import from_stored, is_reserved
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -25,7 +26,6 @@ from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_
 T = TypeVar("T")
 
 _TEXT = frozenset((str,))
-RESERVED_STATES = frozenset((MASTER, MODEL))
 """Names that an optimizer may use for a state, but that mean the weights in a checkpoint."""
 
 
@@ -316,8 +316,8 @@ def _add(
         own = state if _TEXT.issuperset(map(type, state)) else {str(k): v for k, v in state.items()}
         if len(own) < len(state):
             raise _CannotMatch("two of its states have names that differ only in their type")
-        tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and k not in RESERVED_STATES}
-        states[titles[key]] = tensors
+        tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and not is_reserved(k)}
+        states[titles[key]] = {from_stored(k): tensor for k, tensor in tensors.items()}
         values[titles[key]] = {k: v for k, v in own.items() if k not in tensors}
     for i, group in enumerate(keyed.groups):
         if len(set(map(str, group))) < len(group):
@@ -343,14 +343,14 @@ def _unusual_states(
     for key, state in keyed.states.items():
         full_shape = shapes.get(titles[key])
         for name, leaf in state.items():
-            if isinstance(leaf, Leaf) and str(name) in RESERVED_STATES:
+            if isinstance(leaf, Leaf) and is_reserved(str(name)):
                 reserved.append(f"{titles[key]}.{name}")
             elif isinstance(leaf, Leaf) and full_shape is not None and _has_other_shape(str(name), leaf, full_shape):
                 odd.append(f"{titles[key]}.{name}")
     if odd:
         yield Notice("states of the optimizer have another shape than their parameter", tuple(odd), Weight.UNSURE)
     if reserved:
-        text = "states of the optimizer have names that mean weights in ckpt; they are carried as values"
+        text = "states of the optimizer have names that mean weights in files of ckpt; they are carried as values"
         yield Notice(text, tuple(reserved), Weight.INFO)
 
 

@@ -17,6 +17,7 @@ from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, flaw
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import DerivedBlob, Fragment, Tensor
 from ckpt_formats.core.values import Value, is_natural, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
@@ -100,7 +101,7 @@ def with_record(state: TrainingState, entry: Mapping[str, Value], where: Path) -
 def _with_values(parameter: Parameter, values: Mapping[str, Value]) -> Parameter:
     """The parameter with plain values in the place of the tensors that replaced them."""
     weights = (MASTER, MODEL)
-    states = {state: t for state, t in parameter.states.items() if state in weights or state not in values}
+    states = {state: t for state, t in parameter.states.items() if state in weights or to_stored(state) not in values}
     return Parameter(parameter.name, parameter.role, states, values)
 
 

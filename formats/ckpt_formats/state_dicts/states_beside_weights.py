@@ -15,6 +15,7 @@ from ckpt_formats.containers.safetensors_shards import OPTIMIZER_KEY
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 
@@ -36,9 +37,10 @@ def as_weights(source: Checkpoint) -> Iterator[Parameter]:
         for state, tensor in parameter.states.items():
             if tensor is parameter.weight:
                 continue
-            if "." in state:
+            stored = to_stored(state)
+            if "." in stored:
                 raise UnsupportedError(f"the state `{printable(state)}` has a name with a dot", where=source.path)
-            yield Parameter(f"{PREFIX}{state}.{name}", "parameter", {MODEL: tensor})
+            yield Parameter(f"{PREFIX}{stored}.{name}", "parameter", {MODEL: tensor})
 
 
 def metadata_of(source: Checkpoint) -> dict[str, str]:
@@ -65,7 +67,8 @@ def parameters_of(
             states.setdefault(key, {})[MODEL] = tensor
     for key, tensor in tensors.items():
         if key.startswith(PREFIX):
-            state, _, name = key.removeprefix(PREFIX).partition(".")
+            stored, _, name = key.removeprefix(PREFIX).partition(".")
+            state = from_stored(stored)
             if name not in states or state in states[name]:
                 raise CorruptError(f"`{printable(key)}` is a state of no parameter in the file", where=path)
             states[name][state] = tensor

@@ -17,6 +17,7 @@ from ckpt_formats.containers.torchfile import StorageView
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Fragment, Tensor, c_strides, from_fragments
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.core.views import permuted
@@ -48,8 +49,9 @@ def names_by_place(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], l
     aliases: list[str] = []
     for parameter in parameters:
         for state, tensor in parameter.states.items():
-            name, at = f"{state}/{parameter.name}", place(tensor)
-            if state and "/" not in state and at != NOWHERE and names.setdefault(at, name) != name:
+            stored, at = to_stored(state), place(tensor)
+            name = f"{stored}/{parameter.name}"
+            if stored and "/" not in stored and at != NOWHERE and names.setdefault(at, name) != name:
                 aliases.append(name)
     return names, aliases
 
@@ -99,7 +101,9 @@ class StorageLayout:
     @property
     def is_all(self) -> bool:
         """True if every tensor of the checkpoint was requested."""
-        return self._requested >= {f"{state}/{parameter.name}" for parameter, state, _ in self._source.tensors()}
+        return self._requested >= {
+            f"{to_stored(state)}/{parameter.name}" for parameter, state, _ in self._source.tensors()
+        }
 
     def view(
         self,
@@ -134,12 +138,12 @@ class StorageLayout:
         return self._bases[key]
 
     def _tensor(self, name: str) -> Tensor:
-        state, _, parameter = name.partition("/")
-        stored = self._source.parameters.get(parameter)
-        if stored is None or state not in stored.states:
+        stored, _, owner = name.partition("/")
+        parameter, state = self._source.parameters.get(owner), from_stored(stored)
+        if parameter is None or state not in parameter.states:
             raise TensorChanged
         self._requested.add(name)
-        return stored.states[state]
+        return parameter.states[state]
 
 
 def _runs(named: Mapping[Place, str]) -> list[_StorageRun]:

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Parameter
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import Record, TensorName, Value, tensor_names
 from ckpt_formats.state_dicts.extras import tensors_for_names
@@ -77,7 +78,9 @@ def _trained_tensor(parameter: Parameter) -> Tensor:
 
 def _states(parameter: Parameter) -> dict[str, Value]:
     """The states of a parameter. Step counters become tensors too, because PyTorch loads into tensors."""
-    states: dict[str, Value] = {s: replace(t) for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
+    states: dict[str, Value] = {
+        to_stored(s): replace(t) for s, t in parameter.states.items() if s not in (MASTER, MODEL)
+    }
     for key, value in parameter.values.items():
         counts = key == "step" and type(value) in (int, float)
         states[key] = Tensor.of(ArrayBlob(np.asarray(value, np.float32))) if counts else value

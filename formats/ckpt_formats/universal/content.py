@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.index import Index
@@ -17,14 +18,15 @@ from ckpt_formats.universal.index import Index
 def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str], extras: Mapping[str, Value]) -> str:
     """The content id. Equal for equal names, types, shapes, values and extras.
 
-    It is computed over columns in the order of names, so that a million states take less than a second.
+    It is computed over columns in the order of names, as they are stored, so that a million states take less than a
+    second.
     """
     columns, tables = index.columns, index.tables
     encoded = index.encoded_names()
     order = sorted(range(len(encoded)), key=encoded.__getitem__)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    states, state_names = _sorted(columns["state.name"], tables.states)
+    states, state_names = _sorted(columns["state.name"], list(map(to_stored, tables.states)))
     dtypes, dtype_names = _sorted(columns["state.dtype"], tables.dtypes)
     values, value_texts = _sorted(columns["parameter.values"], [canonical(encode(dict(one))) for one in tables.values])
     rows = np.lexsort((states, rank[columns["state.parameter"]]))

@@ -12,6 +12,7 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.state_names import STORED_MODEL, from_stored, to_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.check_index import MAX_DELTA_CHUNK_NBYTES
@@ -34,7 +35,7 @@ class DeltaBase:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """How a parameter is to be stored as a delta."""
+    """How a parameter is to be stored as a delta. States have their stored names here, which codecs know."""
 
     after: Mapping[str, Tensor]
     """The states that go in, as vectors."""
@@ -106,7 +107,7 @@ def plan_delta(
             continue
         elements = sum(plan.chunking.box(index).size for index in samples)
         alone = sum(
-            elements * tensor.dtype.itemsize * _alone(parameter, state, coding, transfer)
+            elements * tensor.dtype.itemsize * _alone(parameter, from_stored(state), coding, transfer)
             for state, tensor in plan.after.items()
         )
         return plan if coded + ROW_NBYTES * len(samples) < alone else None
@@ -118,7 +119,7 @@ def predicted_ratio(
 ) -> float:
     """Bytes for each raw one that a parameter would take, by the chunk that holds element `at`, and two more."""
     plan = None if against is None else plan_delta(parameter, against, coding, transfer)
-    inside = () if plan is None else tuple(plan.after)
+    inside = () if plan is None else tuple(map(from_stored, plan.after))
     stored = 0.0
     if plan is not None:
         index = at // plan.chunking.chunk_size
@@ -144,12 +145,12 @@ def _drafts(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> Ite
     """The ways to store a parameter as a delta, the best first, with a codec that is yet to be fitted."""
     shape = parameter.weight.shape
     chunking = Chunking.default(shape)
-    states = {state: flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
+    states = {to_stored(state): flat(tensor) for state, tensor in parameter.states.items() if tensor.shape == shape}
     nbytes = chunking.chunk_size * sum(tensor.dtype.itemsize for tensor in states.values())
     if not prod(shape) or nbytes > MAX_DELTA_CHUNK_NBYTES or parameter.role == "extra":
         return
     if ModelCopy.of(parameter) is not None and _is_rounded(parameter, chunking, transfer):
-        states.pop(MODEL, None)
+        states.pop(STORED_MODEL, None)
     floats = {state: tensor for state, tensor in states.items() if is_float(tensor.dtype)}
     # What a lossy codec is given it may change: integers, truth values and counts are no matter of degree.
     degrees = {state: tensor for state, tensor in floats.items() if state != _COUNT}
@@ -190,7 +191,7 @@ def _copied(change: StatePair) -> StatePair:
 
 
 def _before(after: Mapping[str, Tensor], shape: Shape, earlier: Parameter | None) -> dict[str, Tensor]:
-    known = {} if earlier is None else earlier.states
+    known = {} if earlier is None else {to_stored(state): tensor for state, tensor in earlier.states.items()}
     fitting = {state: known[state] for state in after if state in known}
     return {
         state: flat(tensor)

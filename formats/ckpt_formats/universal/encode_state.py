@@ -14,6 +14,7 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Array, FileBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
@@ -67,7 +68,7 @@ def choose_for(
         return None
     choices = []
     for number, codec in enumerate(_candidates(parameter, state, coding)):
-        choice = CodecChoice(codec, codec.context)
+        choice = CodecChoice(codec, _base_of(codec))
         source = _ChunkSource.of(parameter, state, choice)
         try:
             for position, index in enumerate(indices):
@@ -124,14 +125,20 @@ def flat(tensor: Tensor) -> Tensor:
 def _candidates(parameter: Parameter, state: str, coding: EncodingOptions) -> Iterator[Codec]:
     tensor = parameter.states[state]
     own = () if coding.codec is None else (from_config(dict(coding.codec)),)
-    for codec in (*own, *candidate_codecs(parameter.role, state, tensor.dtype, coding.level)):
+    for codec in (*own, *candidate_codecs(parameter.role, to_stored(state), tensor.dtype, coding.level)):
         if not codec.lossless:
             raise InvalidArgumentError(
                 f"codec {codec.name} would change the values", where=f"tensor {printable(parameter.name)}"
             )
-        base = None if codec.context is None else parameter.states.get(codec.context)
-        if codec.context is None or (base is not None and base is not tensor and base.shape == tensor.shape):
+        name = _base_of(codec)
+        base = None if name is None else parameter.states.get(name)
+        if name is None or (base is not None and base is not tensor and base.shape == tensor.shape):
             yield codec
+
+
+def _base_of(codec: Codec) -> str | None:
+    """The state of the same parameter that a codec needs to decode, which codecs know by its stored name."""
+    return None if codec.context is None else from_stored(codec.context)
 
 
 @dataclass(frozen=True)

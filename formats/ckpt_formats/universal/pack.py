@@ -18,6 +18,7 @@ from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import UnsupportedError, at_tensor
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import STORED_MODEL
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer, as_bytes
@@ -197,7 +198,7 @@ def _begin(
 def _as_delta(
     out: PackFile, parameter: Parameter, plan: DeltaPlan, coding: EncodingOptions, transfer: Transfer
 ) -> _Draft:
-    copy = None if MODEL in plan.after else ModelCopy.of(parameter)
+    copy = None if STORED_MODEL in plan.after else ModelCopy.of(parameter)
     where = f"tensor {printable(parameter.name)}"
     delta, written = write_delta(out, plan, copy, coding.check, transfer, where)
     return _Draft(parameter, copy, delta, written)

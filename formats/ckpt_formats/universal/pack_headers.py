@@ -15,6 +15,7 @@ from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Contradiction, Reader
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.index import CODED, DERIVED
 from ckpt_formats.universal.manifest import VERSION, Manifest
@@ -33,7 +34,7 @@ class SlotNames:
 
     def add(self, parameter: str, state: str) -> str:
         """The name of a state."""
-        text = f"{parameter}/{state}"
+        text = f"{parameter}/{to_stored(state)}"
         if not text.isascii():
             text = text.encode("utf-8", "backslashreplace").decode()
         while text in self.used:

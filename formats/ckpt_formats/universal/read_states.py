@@ -13,6 +13,7 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Leaves, Seal
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
@@ -39,8 +40,8 @@ def read_parameter(files: PackFiles, entry: ParameterEntry, parent: Parameter | 
     replay = None if entry.delta is None else _replay(files, entry, entry.delta, parent)
     blobs: dict[str, Blob] = {}
     for name, state in sorted(entry.states.items(), key=lambda item: item[1].base is not None):
-        if replay is not None and name in replay.form:
-            blobs[name] = DeltaBlob.whole(replay, name)
+        if replay is not None and to_stored(name) in replay.form:
+            blobs[name] = DeltaBlob.whole(replay, to_stored(name))
         else:
             blobs[name] = _blob(files, entry, name, state, None if state.base is None else blobs[state.base])
     states = {name: Tensor.of(blobs[name]) for name in entry.states}
@@ -126,13 +127,15 @@ def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: 
 
     codec = _codec(files, entry, lambda: delta_from_config(dict(delta.codec)))
     shape = entry.states[delta.states[0]].shape
-    form = {name: DTYPES[entry.states[name].dtype] for name in delta.states}
+    form = {to_stored(name): DTYPES[entry.states[name].dtype] for name in delta.states}
     store = _delta_store(files, entry, delta)
-    parent_states = {name: _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
+    parent_states = {to_stored(name): _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
     for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
-            raise CorruptError(f"`{entry.name}`: {name!r} has another shape or type in the parent", where=store.path)
-    digests = {name: entry.states[name].digests for name in delta.states}
+            raise CorruptError(
+                f"`{entry.name}`: {from_stored(name)!r} has another shape or type in the parent", where=store.path
+            )
+    digests = {to_stored(name): entry.states[name].digests for name in delta.states}
     return StoredDelta(store, shape, form, digests, codec, parent_states)
 
 

@@ -20,6 +20,7 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
 
@@ -32,7 +33,10 @@ StateArrays = dict[str, Array]
 
 @dataclass(frozen=True, eq=False)
 class StoredDelta:
-    """Some states of one parameter at one step, coded together against those of the step before."""
+    """Some states of one parameter at one step, coded together against those of the step before.
+
+    States have their stored names here, which codecs know.
+    """
 
     stored: ChunkStore
     shape: Shape
@@ -107,10 +111,14 @@ class StoredDelta:
         for state, dtype in self.form.items():
             values = decoded.get(state)
             if values is None or values.shape != form or values.dtype != dtype:
-                raise self.stored.corrupt(index, self.codec.name, f"`{state}` did not come out in its shape and type")
+                raise self.stored.corrupt(
+                    index, self.codec.name, f"`{from_stored(state)}` did not come out in its shape and type"
+                )
             states[state] = np.ascontiguousarray(values).reshape(-1)
             if not is_digest(states[state], self.digests[state], index):
-                raise self.stored.corrupt(index, self.codec.name, f"the values of `{state}` do not fit their checksum")
+                raise self.stored.corrupt(
+                    index, self.codec.name, f"the values of `{from_stored(state)}` do not fit their checksum"
+                )
         return states
 
 

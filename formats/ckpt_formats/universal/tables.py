@@ -12,6 +12,7 @@ from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import ErrorFigures
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 
@@ -89,16 +90,19 @@ class Tables:
         return None if text == "null" else Tables.mapping(text)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the manifest."""
+        """The fields of the manifest. They have the stored names of states."""
         return {
-            "states": list(self.states),
+            "states": list(map(to_stored, self.states)),
             "dtypes": list(self.dtypes),
-            "codecs": [{"codec": item.codec, "base": item.base} for item in self.codecs],
+            "codecs": [
+                {"codec": item.codec, "base": None if item.base is None else to_stored(item.base)}
+                for item in self.codecs
+            ],
             "deltas": [
                 {
                     "codec": json.loads(item.text),
-                    "states": list(item.states),
-                    "parent_states": list(item.parent_states),
+                    "states": list(map(to_stored, item.states)),
+                    "parent_states": list(map(to_stored, item.parent_states)),
                 }
                 for item in self.deltas
             ],
@@ -124,7 +128,7 @@ class Tables:
         ):
             check.true(items[:1] == (none,), f"{table}: the first item is not empty")
             check.true(table == "values" or none not in items[1:], f"{table}: an empty item that is not the first")
-        return cls(states, dtypes, codecs, deltas, values, errors)
+        return cls(tuple(map(from_stored, states)), dtypes, codecs, deltas, values, errors)
 
     @classmethod
     def merged(cls, tables: Sequence["Tables"]) -> "tuple[Tables, list[dict[str, Array]]]":
@@ -162,7 +166,7 @@ def _codec(item: Any, check: FieldReader) -> CodecItem:
     is_codec = isinstance(codec, dict) and isinstance(codec.get("name"), str)
     check.true(is_codec or codec is None, "an item is no codec")
     check.true(base is None or (isinstance(base, str) and is_codec), "the base of an item")
-    return CodecItem(Tables.text(codec), base)
+    return CodecItem(Tables.text(codec), None if base is None else from_stored(base))
 
 
 def _delta(item: Any, check: FieldReader) -> DeltaItem:
@@ -171,7 +175,7 @@ def _delta(item: Any, check: FieldReader) -> DeltaItem:
     own, parents = (check.texts(check.sequence(item, key), key) for key in ("states", "parent_states"))
     valid = 0 < len(own) == len(set(own)) and set(parents) <= set(own) and len(set(parents)) == len(parents)
     check.true(valid, "the states of an item")
-    return DeltaItem(Tables.text(item["codec"]), own, parents)
+    return DeltaItem(Tables.text(item["codec"]), tuple(map(from_stored, own)), tuple(map(from_stored, parents)))
 
 
 def _values(item: Any, check: FieldReader) -> Mapping[str, Value]:

@@ -9,8 +9,8 @@ from ckpt_codecs import CodecError, NotApplicable
 from ckpt_codecs.delta import StatePair
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
-from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.state_names import STORED_MASTER, from_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.universal.check_index import OVERHEAD
@@ -52,12 +52,14 @@ def write_delta(
             digests[state] += xxhash.xxh3_128_digest(as_bytes(values).data)
             if not lossless:
                 errors[state] += measured(change.after[state], values, change.before.get(state))
-        if copy is not None and copied is not None and MASTER in decoded:
-            approximate = None if lossless else decoded[MASTER].reshape(-1)
-            copy.compare(plan.chunking.box(index), change.after[MASTER].reshape(-1), transfer, copied, approximate)
+        if copy is not None and copied is not None and STORED_MASTER in decoded:
+            approximate = None if lossless else decoded[STORED_MASTER].reshape(-1)
+            copy.compare(
+                plan.chunking.box(index), change.after[STORED_MASTER].reshape(-1), transfer, copied, approximate
+            )
         chunks.add(data)
     states = {
-        state: StateEntry(
+        from_stored(state): StateEntry(
             tensor.dtype.name,
             plan.shape,
             bytes(digests[state]),
@@ -65,7 +67,8 @@ def write_delta(
         )
         for state, tensor in plan.after.items()
     }
-    names, before = tuple(plan.after), tuple(state for state in plan.after if state in plan.before)
+    names = tuple(map(from_stored, plan.after))
+    before = tuple(from_stored(state) for state in plan.after if state in plan.before)
     return DeltaEntry(plan.codec.config(), names, before, *chunks.end()), states
 
 

@@ -12,6 +12,7 @@ from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.coming_reads import requested
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.lookups import is_tensor, tensor
@@ -49,7 +50,10 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class SplitState:
-    """An optimizer's state of one group: vectors by rank, and the values that are the same on all ranks."""
+    """An optimizer's state of one group: vectors by rank, and the values that are the same on all ranks.
+
+    Tensors have the library's names of states.
+    """
 
     vectors: dict[str, list[Value]]
     scalars: dict[str, Tensor]
@@ -84,9 +88,9 @@ def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFi
         elif tensor(first, files[0].path).shape == ():
             tensors = [tensor(value, file.path) for value, file in zip(by_rank, files, strict=True)]
             _check_equal(name, tensors, files)
-            scalars[name] = tensors[0]
+            scalars[from_stored(name)] = tensors[0]
         else:
-            vectors[name] = by_rank
+            vectors[from_stored(name)] = by_rank
     return SplitState(vectors, scalars, values)
 
 

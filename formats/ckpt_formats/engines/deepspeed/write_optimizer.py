@@ -14,6 +14,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Counts
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob, read
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk, parameter_offsets, round_robin
@@ -96,7 +97,7 @@ def zero12_file(
         # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
         gather = _complete_tensors if complete else _flat
         state[g] = {
-            name: gather(group, name, low, high, ranges) if name in group.vectors else value
+            to_stored(name): gather(group, name, low, high, ranges) if name in group.vectors else value
             for name, value in group.state.items()
         }
         paddings.append(padding if stripped else target.dp * length - total)
@@ -131,7 +132,9 @@ def zero3_file(
         options[group.group]["params"].append(s)
         masters.append(_slices(group.members, MASTER, target.dp, dp_rank, ranges))
         state[s] = {
-            name: _slices(group.members, name, target.dp, dp_rank, ranges) if name in group.vectors else value
+            to_stored(name): _slices(group.members, name, target.dp, dp_rank, ranges)
+            if name in group.vectors
+            else value
             for name, value in group.state.items()
         }
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,))
@@ -163,13 +166,13 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
             offsets = parameter_offsets([p.weight.shape for p in members])
             flats.append(_concatenated(members, MASTER, offsets))
             state[g] = {
-                name: _concatenated(members, name, offsets) if name in vectors_of(members[0]) else value
+                to_stored(name): _concatenated(members, name, offsets) if name in vectors_of(members[0]) else value
                 for name, value in state_of(members).items()
             }
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
         for one in members:
-            states = unshare_states({s: t for s, t in one.states.items() if s not in (MASTER, MODEL)})
+            states = unshare_states({to_stored(s): t for s, t in one.states.items() if s not in (MASTER, MODEL)})
             if entry := {**states, **one.values}:
                 state[number] = entry
             number += 1

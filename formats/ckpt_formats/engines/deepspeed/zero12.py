@@ -14,6 +14,7 @@ from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import FileBlob, Tensor, with_replicas
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.experts import ExpertNames, expert_ranks
@@ -166,7 +167,7 @@ def _add_unplaced(
 ) -> None:
     """Record a state whose shape is not that of the parameters, such as the error feedback of 1-bit Adam."""
     for value, file in zip(values, files, strict=True):
-        optimizer.unplaced.setdefault(file.path, {})[f"{g}.{key}"] = value
+        optimizer.unplaced.setdefault(file.path, {})[f"{g}.{to_stored(key)}"] = value
 
 
 def _complete_per_rank(

@@ -9,6 +9,7 @@ from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.even_slices import even_tensor
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.lookups import get, vector
@@ -64,7 +65,7 @@ def read_sub_groups(model: TorchFile, optims: Sequence[TorchFile]) -> OptimizerS
             per_rank = tuple(vector(value, file.path) for value, file in zip(values, optims, strict=True))
             if key not in ELEMENTWISE and any(v.shape[0] != length for v in per_rank):
                 for value, file in zip(values, optims, strict=True):
-                    optimizer.unplaced.setdefault(file.path, {})[f"{s}.{key}"] = value
+                    optimizer.unplaced.setdefault(file.path, {})[f"{s}.{to_stored(key)}"] = value
             else:
                 vectors[key] = per_rank
         of_one_type = {key for key, by_rank in vectors.items() if len({v.dtype for v in by_rank}) == 1}

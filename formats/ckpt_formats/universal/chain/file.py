@@ -20,6 +20,7 @@ from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.values import is_natural
 from ckpt_formats.core.version import WRITTEN_BY
 
@@ -190,7 +191,7 @@ def dump(chain: ChainIndex) -> bytes:
             "raw_nbytes": member.raw_nbytes,
             "stored_nbytes": member.stored_nbytes,
             "time": member.time,
-            "errors": {state: encode(error) for state, error in member.errors.items()},
+            "errors": {to_stored(state): encode(error) for state, error in member.errors.items()},
             **({"shared": [asdict(one) for one in member.shared]} if member.shared else {}),
         }
         for member in chain.members
@@ -312,7 +313,7 @@ def _member(fields: Any, check: FieldReader) -> Member:
     step, raw, stored = (check.natural(fields, key) for key in ("step", "raw_nbytes", "stored_nbytes"))
     codecs = check.texts(check.sequence(fields, "codecs"), "codecs")
     stated_errors = check.mapping(fields, "errors")
-    errors = {str(state): check.values(stated_errors, state) for state in stated_errors}
+    errors = {from_stored(str(state)): check.values(stated_errors, state) for state in stated_errors}
     shared = tuple(_shared(row, step, check) for row in check.sequence(fields, "shared")) if "shared" in fields else ()
     check.true(len({one.folder for one in shared}) == len(shared), "shared: a folder twice")
     time = check.text(fields, "time")

@@ -21,6 +21,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, LoggedTensor, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
@@ -302,12 +303,13 @@ class SegmentReplay:
         shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
         if step == self.start.step:
             return CorruptError(
-                f"the state at step {step} is not the one that the run had: {state!r} of {shown} differs",
+                f"the state at step {step} is not the one that the run had: {_described(state)} of {shown} differs",
                 where=self.segment.folder,
                 hint="The log belongs to another state of this step: append that state, or record again.",
             )
         return CorruptError(
-            f"step {step}: {state!r} of {shown} differs from the run: the replay of its gradients gives other values",
+            f"step {step}: {_described(state)} of {shown} differs from the run: the replay of its gradients gives "
+            "other values",
             where=self.segment.folder,
             hint="Either the hardware of the run computed wrong results after the last fingerprint, or its optimizer "
             "rounds in another way than in the recorder's probe.",
@@ -368,7 +370,7 @@ def _runs(
 
 def _start_blobs(parameter: Parameter, states: tuple[str, ...], dtype: str) -> dict[str, Blob | None]:
     """The states of a parameter, each of `dtype`, by the names that steps use; None for a missing state."""
-    blobs: dict[str, Blob | None] = {name: parameter.states.get(name) for name in states}
+    blobs: dict[str, Blob | None] = {name: parameter.states.get(from_stored(name)) for name in states}
     blobs[WEIGHTS] = parameter.states.get(MASTER, parameter.states.get(MODEL))
     for name, blob in blobs.items():
         if blob is not None and blob.dtype != DTYPES[dtype]:
@@ -403,6 +405,11 @@ class _Cache:
                     dropped, _ = self._chunks.popitem(last=False)
                     self._pending.pop(dropped, None)
         return states
+
+
+def _described(state: str) -> str:
+    """A state, as messages name it: the weights are those that the optimizer updates, masters or not."""
+    return "the weight" if state == WEIGHTS else repr(state)
 
 
 def _nbytes(states: States) -> int:

@@ -24,6 +24,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import ArrayBlob, Blob, DerivedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, tensor_names
@@ -163,7 +164,7 @@ def _stepped_parameter(
     model, states = DTYPES[tensor.dtype], {} if before is None else before.states
     own = DTYPES[tensor.stepped]
     master = MASTER if MASTER in states or (before is None and model != own) else MODEL
-    names = {master: WEIGHTS} | {name: name for name in replay.states_of[optimizer] if name != WEIGHTS}
+    names = {master: WEIGHTS} | {from_stored(name): name for name in replay.states_of[optimizer] if name != WEIGHTS}
     counted = {name: _count_tensor(state, count) for name, state in states.items() if _is_count(name, state)}
     if before is not None:
         _check_base(replay, tensor, before, master, {*names, *counted, MODEL})
@@ -339,7 +340,7 @@ def _updated_parameter(
     states = {} if before is None else before.states
     weights, model = tensors[WEIGHTS], DTYPES[logged.dtype]
     master = MASTER if MASTER in states or weights.dtype != model else MODEL
-    current = {master: weights} | {name: tensor for name, tensor in tensors.items() if name != WEIGHTS}
+    current = {master: weights} | {from_stored(name): tensor for name, tensor in tensors.items() if name != WEIGHTS}
     if master == MASTER:
         current[MODEL] = Tensor.of(DerivedBlob(Rounded(), weights, model))
     return Parameter(logged.name, "parameter", current, values)

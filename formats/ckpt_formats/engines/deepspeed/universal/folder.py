@@ -26,7 +26,7 @@ class UniversalFolder:
     """Model files for a load at stage 3, next to those of an earlier stage, which contain the same and more."""
     optimizer: Path
     states: Mapping[str, Mapping[str, Path]]
-    """Files by parameter and state."""
+    """Files by parameter and by the stored name of the state."""
 
 
 def is_universal(path: Path) -> bool:

@@ -18,6 +18,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, is_natural
@@ -163,7 +164,7 @@ def _open(folder: UniversalFolder, trained: Mapping[str, Parameter]) -> dict[str
             )
     paths = [path for name in trained for path in folder.states.get(name, {}).values()]
     opened = dict(zip(paths, in_threads(open_file, paths), strict=True))
-    return {name: {state: opened[p] for state, p in folder.states.get(name, {}).items()} for name in trained}
+    return {name: {from_stored(file): opened[p] for file, p in folder.states.get(name, {}).items()} for name in trained}
 
 
 def _trained(

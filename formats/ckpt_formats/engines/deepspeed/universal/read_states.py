@@ -12,6 +12,7 @@ from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.state_names import STORED_MASTER
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value, kind_of
 from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, tensor, vector
@@ -24,7 +25,7 @@ def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tupl
     """
     if MASTER not in files:
         raise IncompleteError(
-            f"`{name}` has optimizer states, but no {MASTER}.pt", where=next(iter(files.values())).path
+            f"`{name}` has optimizer states, but no {STORED_MASTER}.pt", where=next(iter(files.values())).path
         )
     shape = _expert_shape(files[MASTER]) or shape
     states: dict[str, Tensor] = {}

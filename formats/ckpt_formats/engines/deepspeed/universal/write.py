@@ -15,6 +15,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, StdDict, Value, is_natural
@@ -73,7 +74,7 @@ def parts(target: WriteLayout, options: UniversalOptions) -> Iterator[FilePlan]:
         for name in group.names:
             parameter = target.parameters[name]
             for state, values in _files(target, parameter).items():
-                yield tree_part(f"{folder}/zero/{name}/{state}.pt", values, (parameter,), "optimizer")
+                yield tree_part(f"{folder}/zero/{name}/{to_stored(state)}.pt", values, (parameter,), "optimizer")
 
 
 def _dp(target: WriteLayout, options: UniversalOptions) -> int:
@@ -95,7 +96,7 @@ def _files(target: WriteLayout, parameter: Parameter) -> dict[str, Value]:
     vectors = {MASTER, *vectors_of(parameter)}
     for state, tensor in parameter.states.items():
         if state in vectors:
-            _check_name(state)
+            _check_name(to_stored(state))
             files[state] = {**entries, "param": tensor}
     scalars: dict[str, Value] = {**parameter.values}
     scalars |= {s: t for s, t in parameter.states.items() if s not in vectors and s != MODEL}

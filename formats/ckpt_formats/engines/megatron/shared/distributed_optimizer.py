@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
@@ -159,7 +160,7 @@ def _of_buffer(
         for item in buffer.items:
             place = filled.places[item.name]
             vector, start = (parts[0], starts[item.name]) if coalesced else (parts[place.bucket], place.start)
-            yield item.name, {STATES.get(state, state): reshaped(vector, start, item.shape)}
+            yield item.name, {STATES.get(state) or from_stored(state): reshaped(vector, start, item.shape)}
 
 
 def _filled(buffer: Buffer, lengths: Sequence[int], buckets: Buckets, coalesced: bool) -> BufferLayout | None:

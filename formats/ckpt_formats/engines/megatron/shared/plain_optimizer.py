@@ -13,6 +13,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
 from ckpt_formats.engines.megatron.shared.optimizer_states import (
@@ -74,7 +75,7 @@ def read_plain(
 def _put(
     optimizer: OptimizerStates, key: Key, state: Mapping[Value, Value], chunks: Sequence[ModelChunk], where: Path
 ) -> None:
-    optimizer.states[key] = {str(k): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
+    optimizer.states[key] = {from_stored(str(k)): tensor_leaf(v) for k, v in state.items() if isinstance(v, Leaf)}
     optimizer.values[key] = {str(k): v for k, v in state.items() if not isinstance(v, Leaf)}
     shape = chunks[key[0]].tensors[key[1]].shape
     for name, tensor in optimizer.states[key].items():

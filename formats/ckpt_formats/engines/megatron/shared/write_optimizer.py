@@ -11,6 +11,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -249,7 +250,7 @@ def _by_number(groups: Sequence[WrittenGroup], members: Sequence[Sequence[LocalP
             values = {key: value for key, value in parameter.values.items() if key != "step"}
             step = parameter.values.get("step")
             counted = {"step": Tensor.of(ArrayBlob(np.array(step, np.float32)))} if isinstance(step, float) else {}
-            states = {s: t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
+            states = {to_stored(s): t for s, t in parameter.states.items() if s not in (MASTER, MODEL)}
             if entry := {**unshare_states(states), **counted, **values}:
                 state[number] = entry
             number += 1

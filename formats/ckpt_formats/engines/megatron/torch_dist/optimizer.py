@@ -19,6 +19,7 @@ from ckpt_formats.core.checkpoint import MASTER
 from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Fragment, Tensor, from_fragments
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -64,13 +65,13 @@ def split_items(tensors: Mapping[str, Tensor], objects: Mapping[str, Value]) -> 
     items = SplitItems()
     for key, tensor in tensors.items():
         if match := _STATE.fullmatch(key):
-            state = MASTER if match[1] in MASTERS else match[1]
+            state = MASTER if match[1] in MASTERS else from_stored(match[1])
             name = match[2].removeprefix(WRAPPER)
             if items.states.setdefault(state, {}).setdefault(name, tensor) is not tensor:
                 raise CorruptError(f"the state `{state}` of `{printable(name)}` is stored twice")
         elif match := _BUCKET.fullmatch(key):
             group, buffer, bucket = (int(match[1] or 0), int(match[2])), int(match[3]), int(match[5])
-            state = MASTER if match[6] in MASTERS else match[6]
+            state = "param" if match[6] in MASTERS else match[6]  # as in the buffers of one file
             items.buckets.setdefault(group, {}).setdefault(buffer, {}).setdefault(state, {})[bucket] = tensor
         elif _OPTIMIZERS.match(key):
             items.other_values[key] = tensor  # of an unknown kind, but not of the model

@@ -18,6 +18,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, slab
 from ckpt_formats.core.layout import Rule, cuts, split
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import LayersBlob
@@ -109,7 +110,7 @@ class KeyedTensors:
             yield "optimizer.state.fp32_param.", parameter.states[MASTER]
         for state, tensor in parameter.states.items():
             if state not in (MODEL, MASTER, "step"):
-                yield f"optimizer.state.{state}.", tensor
+                yield f"optimizer.state.{to_stored(state)}.", tensor
 
     def _weight(self, parameter: Parameter) -> Tensor:
         plain = self.optimizer is not None and not self.target.distributed
