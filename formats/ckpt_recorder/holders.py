@@ -4,7 +4,7 @@ Ranks hold a tensor together if they have the same elements of it under the same
 tensor, ranks of a pipeline stage share those of the stage, and a shard that only one rank has is recorded by that rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -279,7 +279,13 @@ def _split(
     tensors: Sequence[RankTensors], holders: Mapping[Piece, Sequence[int]], probed: Sequence[ProbeResult]
 ) -> list[list[tuple[int, LocalPart, int]]]:
     """The parts that each rank records, with the number of vectorized elements. Large parts come first."""
-    shares = dict(_shares(holders))
+    whole = {
+        _piece(part)
+        for one in tensors
+        for number, part in one.parts
+        if probed[one.vectors[number].optimizer].threads is not None
+    }
+    shares = dict(_shares(holders, whole))
     all_parts = []
     for rank, one in enumerate(tensors):
         parts = []
@@ -299,10 +305,12 @@ def _split(
     return all_parts
 
 
-def _shares(holders: Mapping[Piece, Sequence[int]]) -> Iterator[tuple[Piece, dict[int, tuple[int, int]]]]:
+def _shares(
+    holders: Mapping[Piece, Sequence[int]], whole: Collection[Piece]
+) -> Iterator[tuple[Piece, dict[int, tuple[int, int]]]]:
     """The range of each piece that each of its holders records: an equal share of all that the same ranks hold.
 
-    A boundary may be inside a tensor.
+    A boundary may be inside a tensor, but not inside one of `whole`.
     """
     together: dict[tuple[int, ...], list[Piece]] = {}
     for piece, of in holders.items():
@@ -311,13 +319,7 @@ def _shares(holders: Mapping[Piece, Sequence[int]]) -> Iterator[tuple[Piece, dic
         ends = list(accumulate((stop - start for _, _, start, stop in pieces), initial=0))
         total = ends[-1]
         for (name, box, start, stop), at in zip(pieces, ends, strict=False):
-            yield (
-                (name, box, start, stop),
-                {
-                    rank: (
-                        min(max(start + total * turn // len(of) - at, start), stop),
-                        min(max(start + total * (turn + 1) // len(of) - at, start), stop),
-                    )
-                    for turn, rank in enumerate(of)
-                },
-            )
+            cuts = [min(max(start + total * turn // len(of) - at, start), stop) for turn in range(len(of) + 1)]
+            if (name, box, start, stop) in whole:
+                cuts = [stop if 2 * (cut - start) > stop - start else start for cut in cuts]
+            yield (name, box, start, stop), dict(zip(of, pairwise(cuts), strict=True))

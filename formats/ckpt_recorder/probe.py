@@ -4,7 +4,8 @@ Libraries round differently, and the same library rounds differently with other 
 tests each method on the machine of the run.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import pairwise
@@ -26,6 +27,8 @@ SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """The sizes of the probed tensors: near multiples of SIMD vectors, and larger than the share of one thread."""
 MATRIX = (13, 5)
 """One more shape if the optimizer steps matrices, because some optimizers treat matrices differently."""
+WHOLE = (MATRIX, (65, 31), (96, 130), (1003,))
+"""The shapes of the probed tensors that are stepped as wholes; the last one if not all of the run's are matrices."""
 STEPS = 5
 RATE = 1e-3
 """The learning rate of the probed steps: large enough that rounding differences show in the weights."""
@@ -53,6 +56,9 @@ class ProbeResult:
     """The elements in a SIMD vector of the optimizer's kernel, if it rounds the rest of a tensor in another order.
 
     1: it rounds all elements in the same order. 0: the kernel was built without vectors."""
+
+    threads: int | None = None
+    """As in `LoggedOptimizer`."""
 
     def tail(self, size: int) -> int:
         """The number of elements at the end of a tensor's memory that are not in complete SIMD vectors."""
@@ -125,12 +131,53 @@ def _plain(value: Any) -> Any:
 
 
 def probe(
-    optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Collection[str] = ("float32",)
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtypes: Collection[str] = ("float32",),
+    threads: int | None = None,
 ) -> ProbeResult:
     """The method that replays the optimizer's steps of values of these dtypes.
 
+    `threads`: the threads with which it may step whole tensors, if no method steps parts; None: it may not.
+
     Raises `UnsupportedError` if there is none, or none that takes fewer bytes than the states after each step.
     """
+    try:
+        result = _probe_parts(optimizer, device, dtypes)
+    except UnsupportedError:
+        if threads is None:
+            raise
+        return _probe_whole(optimizer, device, dtypes, threads)
+    if result.exactness == "approximate" and threads is not None:
+        with suppress(UnsupportedError):
+            return _probe_whole(optimizer, device, dtypes, threads)
+    return result
+
+
+def _probe_whole(
+    optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Collection[str], threads: int
+) -> ProbeResult:
+    """As `probe`: torch's own optimizer steps whole tensors with as many threads as the run."""
+    name, values = class_name(optimizer), 0
+    has_others = any(one.dim() != 2 for group in optimizer.param_groups for one in group["params"])
+    for dtype in sorted(dtypes):
+        trial = _trial(optimizer, device, dtype, WHOLE[: None if has_others else -1])
+        figures = _compare(trial, ProbeResult(name, TORCH, "same library", threads=threads))
+        if figures is None or figures["differing"]:
+            raise UnsupportedError(f"{name} cannot be recorded: torch steps no copies of its tensors as it does")
+        _check_gain(trial, name)
+        values += figures["values"]
+    return ProbeResult(name, TORCH, "same library", {"values": values}, threads=threads)
+
+
+def _check_gain(trial: "_Trial", name: str) -> None:
+    """Raise `UnsupportedError` if the changes of states take fewer bytes than gradients."""
+    if trial.dtype != "float32" and len(trial.states[-1][0]) < _MIN_NARROW_STATES:
+        raise UnsupportedError(f"the gradients of {name} in {trial.dtype} take no fewer bytes than its states")
+
+
+def _probe_parts(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Collection[str]) -> ProbeResult:
+    """As `probe`, for methods that step parts of tensors."""
     if any(dtype != "float32" for dtype in dtypes):
         return _probe_narrow(optimizer, device, dtypes)
     name = class_name(optimizer)
@@ -164,8 +211,7 @@ def _probe_narrow(optimizer: torch.optim.Optimizer, device: torch.device, dtypes
         figures = _compare(trial, ProbeResult(name, TORCH, "same library"))
         if figures is None or figures["differing"]:
             raise UnsupportedError(f"{name} rounds parts of {dtype} tensors in another way than full ones")
-        if len(trial.states[-1][0]) < _MIN_NARROW_STATES:
-            raise UnsupportedError(f"the gradients of {name} in {dtype} take no fewer bytes than its states")
+        _check_gain(trial, name)
         values += figures["values"]
     return ProbeResult(name, TORCH, "same library", {"values": values})
 
@@ -186,17 +232,27 @@ class _Trial:
     """Before the first step, and after each."""
     dtype: str
     """The dtype that the optimizer steps. All arrays have its values as float32."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the tensors; the arrays are flat."""
 
 
-def _trial(optimizer: torch.optim.Optimizer, device: torch.device, dtype: str = "float32") -> _Trial:
-    """Step a copy of the optimizer on random tensors. Raises `UnsupportedError` if it fails."""
+def _trial(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: str = "float32",
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> _Trial:
+    """Step a copy of the optimizer on random tensors. Raises `UnsupportedError` if it fails.
+
+    `shapes`: those of the tensors; None: vectors of many sizes.
+    """
     stepped: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator("cpu").manual_seed(5)
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
     group, known = optimizer.param_groups[0], signature(type(optimizer)).parameters
-    shapes: list[tuple[int, ...]] = [(size,) for size in SIZES]
-    if any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"]):
-        shapes.append(MATRIX)
+    if shapes is None:
+        has_matrices = any(parameter.dim() > 1 for one in optimizer.param_groups for parameter in one["params"])
+        shapes = [*((size,) for size in SIZES), *([MATRIX] if has_matrices else [])]
     weights = [torch.randn(shape, **cpu) * 0.02 for shape in shapes]
     parameters = [torch.nn.Parameter(weight.to(device, stepped)) for weight in weights]
     arguments = {key: _copy_value(value) for key, value in group.items() if key in known and key != "params"}
@@ -221,7 +277,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device, dtype: str = 
             f"{class_name(optimizer)} cannot be recorded: a copy of it failed on random tensors: {error}",
             hint=_RECORDABLE,
         ) from None
-    return _Trial(tuple(options), tuple(gradients), tuple(states), dtype)
+    return _Trial(tuple(options), tuple(gradients), tuple(states), dtype, tuple(shapes))
 
 
 def _copy_value(value: Any) -> Any:
@@ -254,7 +310,7 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
     `values` and `differing`: the number of all values after the steps, and of those with other bits. `max_abs`: the
     largest error. `relative`: the Euclidean norm of the weights' error over that of their change.
     """
-    optimizer = LoggedOptimizer(candidate.type, candidate.method, "exact", {}, ())
+    optimizer = LoggedOptimizer(candidate.type, candidate.method, "exact", {}, (), candidate.threads)
     values = differing = 0
     largest = error = learned = 0.0
     try:
@@ -265,7 +321,12 @@ def _compare(trial: _Trial, candidate: ProbeResult) -> dict[str, Any] | None:
         for number, (first, last) in enumerate(zip(trial.states[0], trial.states[-1], strict=True)):
             states = {name: first[name].copy() if name in first else np.zeros_like(last[name]) for name in names}
             for count, step in enumerate(steps, 1):
-                _apply_in_parts(step, states, trial.gradients[count - 1][number], count, candidate, trial.dtype)
+                gradients = trial.gradients[count - 1][number]
+                if candidate.threads is None:
+                    _apply_in_parts(step, states, gradients, count, candidate, trial.dtype)
+                else:
+                    shape = trial.shapes[number]
+                    step.apply({k: v.reshape(shape) for k, v in states.items()}, gradients.reshape(shape), count, 0)
             for name, expected in last.items():
                 differing += int((states[name].view(np.uint32) != expected.view(np.uint32)).sum())
                 values += expected.size

@@ -47,7 +47,6 @@ class StepProof:
 
     def difference(self) -> str | None:
         """How the method differs from what the optimizer did, in words; None if all bits are equal."""
-        threads = torch.get_num_threads()
         try:
             for one in self.tensors:
                 reason = self._difference(one)
@@ -55,13 +54,12 @@ class StepProof:
                     return f"{reason} of {self._name(one)}"
         except (CkptError, CodecError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             return f"the method {self.method.method} fails: {error}"
-        finally:
-            torch.set_num_threads(threads)  # the method of torch steps with one thread
         return None
 
     def _difference(self, before: _Before) -> str | None:
         tracked = self.run.tensors[before.number]
-        logged = LoggedOptimizer(self.method.type, self.method.method, "exact", {}, ())
+        method = self.method
+        logged = LoggedOptimizer(method.type, method.method, "exact", {}, (), method.threads)
         dtype = dtype_name(tracked.tensor.dtype)
         step = step_of(logged, self.options[tracked.group], Path(), dtype)
         state = self.run.optimizers[tracked.optimizer].state.get(tracked.tensor, {})
@@ -73,9 +71,10 @@ class StepProof:
             order = slice(None) if weights.is_contiguous() else np.array(last_in_memory(weights, size), np.int64)
             in_memory = {name: values[order] for name, values in states.items()}
             gradient = before.gradient[order]
-            for low, high in _parts_of(size, self.method):
-                part = {name: values[low:high] for name, values in in_memory.items()}
-                step.apply(part, gradient[low:high], count, self.method.vectorized(size, low, high))
+            shape = (-1,) if method.threads is None else tuple(weights.shape)
+            for low, high in _parts_of(size, method):
+                part = {name: values[low:high].reshape(shape) for name, values in in_memory.items()}
+                step.apply(part, gradient[low:high].reshape(shape), count, method.vectorized(size, low, high))
             for name, values in in_memory.items():
                 states[name][order] = values
         else:
@@ -103,7 +102,7 @@ class StepProof:
 def _parts_of(size: int, method: ProbeResult) -> tuple[tuple[int, int], ...]:
     """The parts in which a proof steps a tensor. A replay splits and joins tensors, which torch's kernels must not
     notice; the other methods are told which elements a kernel computes with vectors."""
-    middle = size // 3 if method.method == TORCH else 0
+    middle = size // 3 if method.method == TORCH and method.threads is None else 0
     return ((0, middle), (middle, size)) if middle else ((0, size),)
 
 

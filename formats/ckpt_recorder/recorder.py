@@ -48,6 +48,7 @@ from ckpt_recorder.run import (
     plain_run,
     renamed,
     stepped_dtypes,
+    threads_of_whole,
 )
 from ckpt_recorder.writer import WriterSettings
 from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
@@ -272,21 +273,25 @@ class Recorder:
 
     def _probe(self) -> list[ProbeResult]:
         numbers = range(len(self._run.optimizers))
-        everywhere = ranks.gather([stepped_dtypes(self._run, number) for number in numbers])
+        everywhere = ranks.gather(
+            [(stepped_dtypes(self._run, number), threads_of_whole(self._run, number)) for number in numbers]
+        )
         return [self._method_of(number, [own[number] for own in everywhere if number < len(own)]) for number in numbers]
 
-    def _method_of(self, number: int, dtypes: Sequence[frozenset[str] | None]) -> ProbeResult:
+    def _method_of(self, number: int, everywhere: Sequence[tuple[frozenset[str] | None, int | None]]) -> ProbeResult:
         """The method that replays the steps of an optimizer; `UPDATE` if there is none, or none that can be trusted.
 
-        `dtypes`: those that it steps on each rank.
+        `everywhere`: the dtypes that it steps on each rank, and the threads with which it steps whole tensors.
         """
+        dtypes = [own for own, _ in everywhere]
+        threads = everywhere[0][1] if len({count for _, count in everywhere}) == 1 else None
         optimizer = self._run.optimizers[number]
         name = class_name(optimizer)
         is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals() and not self._run.shares(number)
         if is_known and None not in dtypes:
             every = frozenset[str]().union(*(own for own in dtypes if own)) or {"float32"}
             with suppress(UnsupportedError):
-                result = probe(optimizer, _device(self._run, number), every)
+                result = probe(optimizer, _device(self._run, number), every, threads)
                 if result.exactness != "approximate":
                     return result
         return as_updates(optimizer)
@@ -548,10 +553,12 @@ class Recorder:
     def _begin_step(self, number: int) -> None:
         """Before the first call of a step: record what changed since the last one, and what is due."""
         optimizer = self._run.optimizers[number]
+        threads = self._probed[number].threads
         flags = [*(flags_of(group) for group in self._run.groups_of(number)), flushes_denormals()]
+        flags += [] if threads is None else [torch.get_num_threads()]
         has_new_flags = self._calls[number].flags not in (None, flags)
         is_replayed = self._probed[number].method != UPDATE
-        must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer))
+        must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer, threads is not None))
         if not self._observe("step") or must_update or has_new_flags:
             if must_update:
                 self._probed[number] = as_updates(optimizer)

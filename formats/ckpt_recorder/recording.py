@@ -46,6 +46,7 @@ def draft_layout(
     tensors: dict[str, LoggedTensor] = {}
     numbers: dict[str, int] = {}
     layouts = []
+    whole = frozenset(number for number, one in enumerate(probed) if one.threads is not None)
     for share in shares:
         for vector, part, _ in share.parts:
             is_replayed = share.vectors[vector].optimizer not in share.updated
@@ -56,9 +57,9 @@ def draft_layout(
             VectorPart(numbers[part.name], vector, part.start, part.stop, vectorized, part.box)
             for vector, part, vectorized in share.replayed
         ]
-        layouts.append(RankLayout(share.vectors, tuple(rows)))
+        layouts.append(RankLayout(share.vectors, tuple(rows), whole))
     optimizers = tuple(
-        LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups)
+        LoggedOptimizer(one.type, one.method, one.exactness, one.figures, groups, one.threads)
         for one, groups in zip(probed, _merged_groups(shares), strict=True)
     )
     aliases = {alias: name for share in shares for alias, name in share.aliases.items()}

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.universal.gradients.layout import STEPPED
+from ckpt_formats.universal.gradients.layout import MAX_WHOLE, STEPPED
 from ckpt_recorder.composite_tensors import components
 
 Names = Mapping[torch.Tensor, str]
@@ -311,15 +311,30 @@ def stepped_dtypes(run: TrackedRun, number: int) -> frozenset[str] | None:
     return frozenset(dtypes)
 
 
-def has_plain_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Is each gradient dense and of the dtype of its tensor, and none of 16 bits still scaled?"""
+def threads_of_whole(run: TrackedRun, number: int) -> int | None:
+    """The number of threads with which an optimizer steps its tensors, if the log can have each as a whole."""
+    for one in run.tensors:
+        values = local_shard(one.tensor)
+        if one.optimizer == number and one.parts:
+            is_whole = len(one.parts) == 1 and one.parts[0].size == one.parts[0].box.size == values.numel() <= MAX_WHOLE
+            if not is_whole or not values.is_contiguous() or values.device.type != "cpu":
+                return None
+    return torch.get_num_threads()
+
+
+def has_plain_gradients(optimizer: torch.optim.Optimizer, is_whole: bool) -> bool:
+    """Is each gradient dense and of the dtype of its tensor, and none of 16 bits still scaled?
+
+    `is_whole`: its tensors are stepped as wholes, for which gradients must be contiguous, too.
+    """
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
     for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         gradient = parameter.grad
         if gradient is None:
             continue
-        is_float32 = parameter.dtype == torch.float32
-        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype or (is_scaled and not is_float32):
+        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+            return False
+        if (is_scaled and parameter.dtype != torch.float32) or (is_whole and not gradient.is_contiguous()):
             return False
     return True
 

@@ -32,22 +32,28 @@ class TorchStep:
     options: Mapping[str, Value]
     dtype: str = "float32"
     """The dtype of the values that it steps: the arrays have them as float32."""
+    threads: int | None = None
+    """The number of threads with which it steps whole tensors; None: it steps parts of a tensor, with one thread."""
 
     @property
     def states(self) -> tuple[str, ...]:
         """The names of the states that the step changes, the weights first."""
-        return (WEIGHTS, *_state_names(self.class_name, _flags(self.options)))
+        return (WEIGHTS, *_state_names(self.class_name, _flags(self.options), self.threads is not None))
 
     def apply(self, states: States, gradients: Array, count: int, vectors: int) -> None:
         """Step in place; see `OptimizerStep.apply`. `states`: each (n,) float32; `gradients`: (n,) float32.
 
-        This step does not use `vectors`.
+        Whole tensors have their shapes. This step does not use `vectors`.
         """
-        with _codec_errors(self.class_name):
-            self._apply(states, gradients, count)
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(self.threads or 1)  # for this thread: several threads step chunks
+            with _codec_errors(self.class_name):
+                self._apply(states, gradients, count)
+        finally:
+            torch.set_num_threads(threads)
 
     def _apply(self, states: States, gradients: Array, count: int) -> None:
-        torch.set_num_threads(1)  # for this thread: several threads step chunks
         dtype = getattr(torch, self.dtype)
         weight = torch.nn.Parameter(torch.from_numpy(states[WEIGHTS]).to(dtype))
         optimizer = _construct(self.class_name, [weight], self.options)
@@ -63,12 +69,14 @@ class TorchStep:
                 states[name][:] = stepped.float().numpy()
 
 
-def step_of(class_name: str, options: Mapping[str, Value], dtype: str = "float32") -> TorchStep:
+def step_of(
+    class_name: str, options: Mapping[str, Value], dtype: str = "float32", threads: int | None = None
+) -> TorchStep:
     """The step of an optimizer class: the entry point. Raises `CodecError` if it cannot step parts of a tensor.
 
-    `dtype`: the name of the dtype of the values.
+    `dtype`: the name of the dtype of the values. `threads`: as in `TorchStep`.
     """
-    step = TorchStep(class_name, dict(options), dtype)
+    step = TorchStep(class_name, dict(options), dtype, threads)
     with _codec_errors(class_name):
         step.states  # noqa: B018  # constructs it
     return step
@@ -91,10 +99,11 @@ def _flags(options: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
 
 
 @cache
-def _state_names(class_name: str, options: tuple[tuple[str, Value], ...]) -> tuple[str, ...]:
-    weight = torch.nn.Parameter(torch.from_numpy(np.ones(3, np.float32)))
+def _state_names(class_name: str, options: tuple[tuple[str, Value], ...], is_whole: bool) -> tuple[str, ...]:
+    shape = (3, 3) if is_whole else (3,)  # some optimizers step matrices only
+    weight = torch.nn.Parameter(torch.from_numpy(np.ones(shape, np.float32)))
     optimizer = _construct(class_name, [weight], dict(options))
-    weight.grad = torch.from_numpy(np.ones(3, np.float32))
+    weight.grad = torch.from_numpy(np.ones(shape, np.float32))
     optimizer.step()
     names = []
     for name, value in optimizer.state[weight].items():

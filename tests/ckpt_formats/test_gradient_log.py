@@ -123,10 +123,14 @@ def some_layouts(draw: st.DrawFn) -> SegmentLayout:
                 pieces[draw(st.integers(0, world - 1))].append(VectorPart(number, 0, start, stop, whole, box))
     count = draw(st.integers(0, 1 << 40))
     options = st.dictionaries(TEXT, st.one_of(st.integers(), st.floats(allow_nan=False), TEXT), max_size=2)
+    are_whole = all(part.size == part.box.size for one in pieces for part in one)
+    threads = draw(st.one_of(st.none(), st.integers(1, 64))) if are_whole else None
     optimizer = LoggedOptimizer(
-        draw(TEXT), draw(TEXT), draw(st.sampled_from(EXACTNESS)), draw(options), (tuple(names[:1]), tuple(names[1:]))
+        *(draw(TEXT), draw(TEXT), draw(st.sampled_from(EXACTNESS)), draw(options)),
+        *((tuple(names[:1]), tuple(names[1:])), threads),
     )
-    ranks = tuple(RankLayout((OptimizerVector(0, 1, count),), tuple(one)) for one in pieces)
+    whole = frozenset[int]() if threads is None else frozenset({0})
+    ranks = tuple(RankLayout((OptimizerVector(0, 1, count),), tuple(one), whole) for one in pieces)
     return SegmentLayout(
         draw(TEXT), draw(st.integers(0, 1 << 60)), draw(TEXT), tuple(tensors), (optimizer,), ranks,
         draw(st.dictionaries(TEXT, TEXT, max_size=2)), draw(options), draw(st.none() | TEXT),
@@ -697,11 +701,32 @@ def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small:
     _refused(log.write(tmp_path / "run"), step=3)
 
 
+def test_a_tensor_that_is_stepped_as_a_whole_has_one_chunk() -> None:
+    sizes = (5, CHUNK + 3, 7, ALONE)
+    parts = tuple(VectorPart(n, n, 0, size, 0, Box.whole((size,))) for n, size in enumerate(sizes))
+    vectors = tuple(OptimizerVector(n % 2, 0, 0) for n in range(4))
+    rank = RankLayout(vectors, parts, frozenset({1}))
+    bounds = [rank.chunk_bounds(index) for index in range(rank.chunk_count)]
+    assert [stop - start for start, stop in bounds] == list(sizes)
+    assert [rank.chunk_of(start) for start, _ in bounds] == [rank.chunk_of(stop - 1) for _, stop in bounds]
+    split = RankLayout(vectors, parts, frozenset({0}))
+    assert split.chunk_count == 5
+
+
+def test_a_part_of_a_tensor_that_is_stepped_as_a_whole_is_refused(small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    log.layout = replace(log.layout, optimizers=(replace(log.layout.optimizers[0], threads=2),))
+    _refused(log.write(tmp_path / "split"), "a tensor that is stepped as a whole")
+    for number in (0, -1, 1 << 20):
+        log.layout = replace(log.layout, optimizers=(replace(log.layout.optimizers[0], threads=number),))
+        _refused(log.write(tmp_path / str(number)), "threads")
+
+
 def test_a_dtype_that_the_method_does_not_step_is_refused(small: Log, tmp_path: Path) -> None:
     log = small.copy()
     tensors = tuple(replace(one, stepped="bfloat16") for one in log.layout.tensors)
     log.layout = replace(log.layout, tensors=tensors)
-    _refused(log.write(tmp_path / "narrow"), "the method adam-fused: it steps no bfloat16")
+    _refused(log.write(tmp_path / "narrow"), "the method adam-fused: it steps parts of float32 tensors")
     log.layout = replace(log.layout, tensors=(replace(tensors[0], stepped="float64"), *tensors[1:]))
     _refused(log.write(tmp_path / "unknown"), "is stepped in an unknown dtype")
 

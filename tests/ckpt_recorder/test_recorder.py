@@ -270,15 +270,10 @@ class Halves(torch.optim.Optimizer):
                 parameter.data -= group["lr"] * parameter.grad / norm
 
 
-def _matrices(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [one for one in parameters if one.dim() == 2]
-
-
 UPDATED: dict[str, tuple[Callable[[nn.Module], nn.Module], Make]] = {
-    "bfloat16": (lambda model: model.bfloat16(), lambda p: AdamW(p, 1e-2, fused=True)),
+    "bfloat16": (lambda model: model.bfloat16(), lambda p: Sgd(p, 0.1, momentum=0.9)),
     "float64": (lambda model: model.double(), lambda p: Sgd(p, 0.1, momentum=0.9)),
     "adafactor": (lambda model: model, lambda p: torch.optim.Adafactor(p)),
-    "muon": (lambda model: model, lambda p: torch.optim.Muon(_matrices(p))),
     "nadam": (lambda model: model, lambda p: torch.optim.NAdam(p)),
     "own": (lambda model: model, lambda p: Halves(p, 0.1)),
     "sparse": (lambda model: Sparse(), lambda p: torch.optim.SparseAdam(p)),

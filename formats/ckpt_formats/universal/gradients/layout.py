@@ -32,6 +32,9 @@ CHUNK = 1 << 18
 """The maximum number of elements in a chunk."""
 ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
+MAX_WHOLE = 1 << 26
+"""The maximum number of elements of a tensor that is stepped as a whole."""
+MAX_THREADS = 1 << 12
 UPDATE = "update"
 """The method of an optimizer whose steps are not replayed: the log has the states after each step (`Kind.VALUES`)."""
 STEPPED = ("float32", "bfloat16", "float16")
@@ -107,6 +110,8 @@ class RankLayout:
 
     vectors: tuple[OptimizerVector, ...]
     parts: tuple[VectorPart, ...]
+    whole: frozenset[int] = frozenset()
+    """The optimizers that step whole tensors, which are not split into chunks."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -118,22 +123,24 @@ class RankLayout:
         return self.starts[-1]
 
     @cached_property
-    def _runs(self) -> tuple[list[int], list[int]]:
-        """The start of each run that is split into chunks, and the number of its first chunk; then the two ends."""
-        starts, first = [0], [0]
+    def _runs(self) -> tuple[list[int], list[int], list[int]]:
+        """The start of each run that is split into chunks, and the number of its first chunk; then the two ends. And
+        the number of elements in each of its chunks but the last."""
+        starts, first, sizes = [0], [0], list[int]()
 
-        def close(at: int) -> None:
+        def close(at: int, size: int = CHUNK) -> None:
             if at > starts[-1]:
-                first.append(first[-1] - (starts[-1] - at) // CHUNK)
+                first.append(first[-1] - (starts[-1] - at) // size)
                 starts.append(at)
+                sizes.append(size)
 
-        for start, stop in zip(self.starts, self.starts[1:], strict=False):
+        for part, start, stop in zip(self.parts, self.starts, self.starts[1:], strict=False):
             if stop - start >= ALONE or stop - starts[-1] > CHUNK:
                 close(start)
             if stop - start >= ALONE:
-                close(stop)
+                close(stop, stop - start if self.vectors[part.vector].optimizer in self.whole else CHUNK)
         close(self.size)
-        return starts, first
+        return starts, first, sizes
 
     @property
     def chunk_count(self) -> int:
@@ -141,16 +148,16 @@ class RankLayout:
 
     def chunk_bounds(self, index: int) -> tuple[int, int]:
         """The start and stop of a chunk in the vector."""
-        starts, first = self._runs
+        starts, first, sizes = self._runs
         run = bisect_right(first, index) - 1
-        start = starts[run] + (index - first[run]) * CHUNK
-        return start, min(start + CHUNK, starts[run + 1])
+        start = starts[run] + (index - first[run]) * sizes[run]
+        return start, min(start + sizes[run], starts[run + 1])
 
     def chunk_of(self, element: int) -> int:
         """The number of the chunk that contains an element of the vector."""
-        starts, first = self._runs
+        starts, first, sizes = self._runs
         run = bisect_right(starts, element) - 1
-        return first[run] + (element - starts[run]) // CHUNK
+        return first[run] + (element - starts[run]) // sizes[run]
 
     def ranges(self, index: int) -> Iterator[ChunkRange]:
         """The ranges of parts in a chunk, in order."""
@@ -177,6 +184,9 @@ class LoggedOptimizer:
     """The measurements of the probe at the start of the run."""
     groups: tuple[tuple[str, ...], ...]
     """The names of the parameters in each group, in order."""
+    threads: int | None = None
+    """The number of threads with which it steps whole tensors: others round in another way, and so would parts of a
+    tensor. None: it steps each element by itself."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +232,7 @@ def dump(layout: SegmentLayout) -> bytes:
                     "exactness": one.exactness,
                     "figures": encode(dict(one.figures)),
                     "groups": [list(names) for names in one.groups],
+                    **({} if one.threads is None else {"threads": one.threads}),
                 }
                 for one in layout.optimizers
             ],
@@ -314,6 +325,8 @@ def _optimizer(row: Any, check: FieldReader) -> LoggedOptimizer:
     exactness = check.text(row, "exactness")
     check.true(exactness in EXACTNESS, f"exactness {exactness!r:.30}")
     groups = check.sequence(row, "groups")
+    threads = row.get("threads")
+    check.true(threads is None or (is_natural(threads) and 0 < threads <= MAX_THREADS), "threads")
     check.true(all(isinstance(group, list) for group in groups), "groups")
     return LoggedOptimizer(
         check.text(row, "type"),
@@ -321,6 +334,7 @@ def _optimizer(row: Any, check: FieldReader) -> LoggedOptimizer:
         exactness,  # type: ignore[arg-type]
         check.values(row, "figures"),
         tuple(check.texts(group, "groups") for group in groups),
+        threads,
     )
 
 
@@ -332,7 +346,11 @@ def _rank(
         known = vector.optimizer < len(optimizers) and vector.group < len(optimizers[vector.optimizer].groups)
         check.true(known and vector.count < 1 << 53, "vectors: a group that does not exist")
     parts = tuple(_part(one, tensors, len(vectors), check) for one in check.sequence(row, "parts"))
-    return RankLayout(vectors, parts)
+    whole = frozenset(number for number, one in enumerate(optimizers) if one.threads is not None)
+    for part in parts:
+        if vectors[part.vector].optimizer in whole:
+            check.true(part.size == part.box.size <= MAX_WHOLE, "parts: a tensor that is stepped as a whole")
+    return RankLayout(vectors, parts, whole)
 
 
 def _part(row: Any, tensors: Sequence[LoggedTensor], vectors: int, check: FieldReader) -> VectorPart:

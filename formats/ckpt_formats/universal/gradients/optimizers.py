@@ -14,7 +14,8 @@ Make = Callable[[Options], OptimizerStep]
 ENTRY_POINTS = "ckpt.optimizers"
 """The entry points of methods in other packages: functions of the class name of an optimizer and a group's options.
 
-For values that are not float32, a third argument is the name of their dtype."""
+If values are not float32 or tensors are stepped as wholes, two more arguments are the name of the dtype, and the number
+of threads, or None."""
 
 
 def _beta(value: Value) -> float:
@@ -95,11 +96,12 @@ def step_of(optimizer: LoggedOptimizer, options: Options, where: Path, dtype: st
     """
     try:
         make = METHODS.get(optimizer.method)
-        if make is not None and dtype != "float32":
-            raise ValueError(f"it steps no {dtype}")
+        is_plain = dtype == "float32" and optimizer.threads is None
         if make is not None:
+            if not is_plain:
+                raise ValueError(f"it steps parts of float32 tensors, not whole ones, and no {dtype}")
             return make(options)
-        others = () if dtype == "float32" else (dtype,)
+        others = () if is_plain else (dtype, optimizer.threads)
         return _load_entry_point(optimizer, where)(optimizer.type, options, *others)
     except (KeyError, TypeError, ValueError, OverflowError, CodecError) as error:
         raise CorruptError(

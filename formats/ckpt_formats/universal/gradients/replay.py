@@ -32,6 +32,8 @@ FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
 """The maximum size of cached chunks in bytes."""
 
+_TURNS = 4
+"""The number of chunks that stay in the cache whatever their size: threads read parts of them in turns."""
 States = dict[str, Array]
 """A chunk of every state, by name: each (n,) float32."""
 
@@ -173,12 +175,16 @@ class SegmentReplay:
     ) -> None:
         """Apply one call of an optimizer. Adjacent ranges with equal group and count are stepped together."""
         vectors = self.segment.layout.ranks[rank].vectors
-        tensors = self.segment.layout.tensors
-        for group, dtype, count, vectorized, start, stop in _runs(update, ranges, vectors, tensors, counts):
+        tensors, is_whole = (
+            self.segment.layout.tensors,
+            self.segment.layout.optimizers[update.optimizer].threads is not None,
+        )
+        runs = _runs(update, ranges, vectors, tensors, counts, is_whole)
+        for (group, dtype, count, shape), vectorized, start, stop in runs:
             step = self.step_of(update, group, dtype)
-            selected = {name: states[name][start:stop] for name in step.states}
+            selected = {name: states[name][start:stop].reshape(shape) for name in step.states}
             try:
-                step.apply(selected, gradients[start:stop], count, vectorized)
+                step.apply(selected, gradients[start:stop].reshape(shape), count, vectorized)
             except (CodecError, ArithmeticError) as error:
                 raise CorruptError(f"step {update.record.step}: {error}", where=self.segment.path(rank)) from None
 
@@ -348,22 +354,32 @@ def _runs(
     vectors: tuple[OptimizerVector, ...],
     tensors: tuple[LoggedTensor, ...],
     counts: _ChunkCounts,
-) -> Iterator[tuple[int, str, int, int, int, int]]:
-    """The ranges of a chunk to step together: group, dtype, count, elements in complete SIMD vectors, start, stop."""
-    run: tuple[int, str, int, int, int, int] | None = None
+    is_whole: bool,
+) -> Iterator[tuple[tuple[int, str, int, Shape], int, int, int]]:
+    """The ranges of a chunk to step together, each tensor by itself if `is_whole`.
+
+    Each has its group, dtype, count and shape; the number of its elements in complete SIMD vectors; start, stop.
+    """
+    run: tuple[tuple[int, str, int, Shape], int, int, int] | None = None
     for one in ranges:
         number = one.part.vector
         vector = vectors[number]
         in_update = number in update.vectors if update.vectors is not None else vector.optimizer == update.optimizer
         if not in_update:
             continue
-        key, stop = (vector.group, tensors[one.part.tensor].stepped, counts[number]), one.offset + one.size
-        if run is not None and run[:3] == key and run[5] == one.offset and run[3] == run[5] - run[4]:
-            run = (*key, run[3] + one.vectorized, run[4], stop)
+        key = (
+            vector.group,
+            tensors[one.part.tensor].stepped,
+            counts[number],
+            one.part.box.shape if is_whole else (-1,),
+        )
+        stop, is_single = one.offset + one.size, is_whole
+        if run is not None and not is_single and run[0] == key and run[3] == one.offset and run[1] == run[3] - run[2]:
+            run = (key, run[1] + one.vectorized, run[2], stop)
             continue
         if run is not None:
             yield run
-        run = (*key, one.vectorized, one.offset, stop)
+        run = (key, one.vectorized, one.offset, stop)
     if run is not None:
         yield run
 
@@ -401,7 +417,9 @@ class _Cache:
             states = compute()
             with self._lock:
                 self._chunks[key] = states
-                while len(self._chunks) > 1 and sum(map(_nbytes, self._chunks.values())) > self._max_nbytes:
+                sizes = list(map(_nbytes, self._chunks.values()))
+                limit = max(self._max_nbytes, _TURNS * max(sizes))
+                while len(self._chunks) > 1 and sum(map(_nbytes, self._chunks.values())) > limit:
                     dropped, _ = self._chunks.popitem(last=False)
                     self._pending.pop(dropped, None)
         return states

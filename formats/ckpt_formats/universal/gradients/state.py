@@ -38,6 +38,8 @@ from ckpt_formats.universal.replay import DeltaBlob
 _STATES_OF_FLAGS = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
 """States that groups of an optimizer have only with a flag."""
 _COUNT = "step"
+_WITHOUT_COUNT = ("SGD", "Muon")
+"""Optimizers that count no steps."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def _count_tensor(state: Tensor, count: int) -> Tensor:
 def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> bool:
     """Does the optimizer store a step count for each tensor? It does not if the base has states without a count."""
     has_states = any(name not in (MODEL, MASTER) for name in states)
-    return not has_states and optimizer.type.rpartition(".")[2] != "SGD"
+    return not has_states and optimizer.type.rpartition(".")[2] not in _WITHOUT_COUNT
 
 
 def _values(before: Parameter | None, count: int, counts_steps: bool) -> dict[str, Value]:
@@ -299,10 +301,12 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         yield Notice(text, weight=Weight.LOST)
     if segment.layout.codec in LOSSY:
         yield Notice(f"approximate: the gradients were logged as {segment.layout.codec}", weight=Weight.LOST)
-    same = [one.type for one in segment.layout.optimizers if one.exactness == "same library"]
+    same = [one for one in segment.layout.optimizers if one.exactness == "same library"]
     if same:
-        versions = ", ".join(f"{name} {value}" for name, value in segment.layout.versions.items())
-        yield Notice(f"exact on a machine like that of the run: {same[0]} itself replays its steps ({versions})")
+        facts = [f"{name} {value}" for name, value in segment.layout.versions.items()]
+        facts += dict.fromkeys(f"threads {one.threads}" for one in same if one.threads is not None)
+        text = f"exact on a machine like that of the run: {same[0].type} itself replays its steps ({', '.join(facts)})"
+        yield Notice(text)
     if segment.difference is not None and step > segment.proved:
         yield Notice(f"the log differs from the run: {segment.difference}", weight=Weight.LOST)
     elif segment.has_proofs and step > segment.proved:
