@@ -3,6 +3,7 @@
 import io
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.marks import Place
 from ckpt_formats.registry.opening import open_checkpoint
-from damage import BROKEN, UNSUPPORTED, ckpt
+from damage import BROKEN, ckpt
 
 AGENT = Path(__file__).parents[1] / "foreign_files" / "stable-baselines3-2.9.zip"
 ARRAYS = {
@@ -96,10 +97,69 @@ def test_an_array_that_is_no_plain_one_is_refused(
         open_checkpoint(tmp_path / "a.npz")
 
 
-def test_compressed_arrays_are_refused_for_what_they_are(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "a.npz", w=np.ones(3))
-    done = ckpt("inspect", tmp_path / "a.npz")
-    assert (done.code, "savez_compressed" in done.err) == (UNSUPPORTED, True)
+def test_compressed_arrays_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    large = {"large": np.arange(200_000, dtype=np.float32).reshape(500, 400), "turned": np.ones((300, 200), order="F")}
+    np.savez_compressed(tmp_path / "a.npz", **ARRAYS, **large)
+    checkpoint = open_checkpoint(tmp_path / "a.npz")
+    for key, expected in (ARRAYS | large).items():
+        values = read(checkpoint[key].weight)
+        assert (values.dtype, values.shape, values.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    assert checkpoint["large"][499, 3] == large["large"][499, 3]
+    assert checkpoint["large"][2, :5].tolist() == large["large"][2, :5].tolist()
+    assert "7 checksums" in ckpt("verify", tmp_path / "a.npz").out
+    assert ckpt("convert", tmp_path / "a.npz", tmp_path / "out.safetensors").code == 0
+    converted = open_checkpoint(tmp_path / "out.safetensors")
+    assert all(read(converted[key].weight).tobytes() == one.tobytes() for key, one in (ARRAYS | large).items())
+
+
+def deflated(data: bytes, change: tuple[str, int] = ("", 0), more: bytes = b"") -> bytes:
+    """An archive with one compressed member, of whose directory and header a field is changed by a number."""
+    inflater = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    packed = inflater.compress(data) + inflater.flush() + more
+    fields = {"crc": zlib.crc32(data), "packed": len(packed), "nbytes": len(data)}
+    if change[0]:
+        fields[change[0]] += change[1]
+    same = struct.pack("<HHHHHIIIHH", 20, 0, 8, 0, 0, *fields.values(), 5, 0)
+    local = b"PK\3\4" + same + b"w.npy" + packed
+    central = b"PK\1\2" + struct.pack("<H", 20) + same + bytes(14) + b"w.npy"
+    return local + central + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(central), len(local), 0)
+
+
+def test_the_forged_archive_is_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(deflated(GOOD))
+    assert open_checkpoint(tmp_path / "a.npz")["w"][:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "words"),
+    [
+        (deflated(GOOD, ("nbytes", 1)), CorruptError, "does not match its checksum"),
+        (deflated(GOOD, ("crc", 1)), CorruptError, "does not match its checksum"),
+        (deflated(GOOD, ("nbytes", -1)), UnsafeError, "decodes to more than 75"),
+        (deflated(GOOD, ("nbytes", 1 << 30)), CorruptError, "a size that its compressed bytes cannot have"),
+        (deflated(GOOD, more=b"x"), CorruptError, "goes on after the end of its compressed stream"),
+        (deflated(GOOD, ("packed", -1)), CorruptError, "followed by bytes that belong to no member|longer or shorter"),
+        (deflated(npy(F4, bytes(1 << 20))), CorruptError, "bytes of values"),
+        (deflated(npy(F4.replace("<f4", "|O"), b"cposix")), UnsupportedError, "Python objects is a pickle"),
+    ],
+    ids=["longer", "another checksum", "a bomb", "too long to be true", "more", "cut", "more values", "objects"],
+)
+def test_a_compressed_array_that_is_not_what_it_claims_is_refused(
+    content: bytes, error: type[CkptError], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(error, match=words):
+        open_checkpoint(tmp_path / "a.npz")
+
+
+def test_a_flipped_bit_in_a_compressed_array_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, w=np.arange(3000.0))
+    data = bytearray(path.read_bytes())
+    for at in range(60, 4000, 400):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(CkptError):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize("ending", [".zip", ".pt", ""])

@@ -105,8 +105,8 @@ def archive_kind(names: Collection[str], compressed: bool = False) -> Content | 
     inner = {name.partition("/")[2] or name for name in names}
     if is_npz(names) and compressed:
         return Content(
-            "holds arrays of NumPy that are compressed (savez_compressed), which are not read",
-            "Save them with numpy.savez, or as safetensors.",
+            "holds arrays of NumPy that another method than deflate compresses, which are not read",
+            "Save them with numpy.savez or numpy.savez_compressed.",
         )
     if is_npz(names):
         return Content("holds arrays of NumPy (.npz), and is no file of torch.save", "Name this file by itself.")

@@ -44,7 +44,7 @@ def check_file(path: Path) -> None:
     if ZIP.match(head):
         if kind is None or (error := _archive_error(path)) is None:
             return  # `model.pth.tar`, `model.zip` and `model.pickle` are names for files of torch.save, too
-        if kind in (*_ARCHIVES, "an archive of NumPy") and isinstance(error, UnsupportedError):
+        if kind == "an archive of NumPy" or (kind in _ARCHIVES and isinstance(error, UnsupportedError)):
             raise error
     if kind not in _ARCHIVES:
         from ckpt_formats.containers.contents import check_content  # only what is not read needs it
@@ -76,7 +76,7 @@ def _archive_error(path: Path) -> CkptError | None:
 
     try:
         with Window(path) as window:
-            names = read_members(window).directory.names
+            names = read_members(window, deflated=True).directory.names
             if not (is_npz(names) or is_stable_baselines(names)):
                 read_directory(window)
     except CkptError as error:

@@ -22,6 +22,10 @@ from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, Unsup
 from ckpt_formats.core.files import Seal, crc32
 from ckpt_formats.core.store_path import StorePath
 
+DEFLATED = 8
+"""The method of a member that deflate compressed."""
+_MAX_RATIO = 1032
+"""Deflate decodes a byte to no more than so many."""
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7"
 MAX_MEMBERS = 1 << 22
 MAX_DIRECTORY = 512 << 20
@@ -99,7 +103,12 @@ class Directory:
     """Bytes from each header to the next member or the directory."""
     nbytes: _Ints
     crcs: _Ints
+    """Sizes and CRC-32s of the contents."""
     flags: _Ints
+    packed: _Ints
+    """Bytes of each member in the archive: as many as of its contents, unless it is compressed."""
+    methods: _Ints
+    """How each member is compressed: 0 or `DEFLATED`."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -161,12 +170,13 @@ class Archive:
         return start, Seal(self.path, start, nbytes, "crc32", self._crcs[number], self.directory.names[number])
 
     def seals(self) -> Sequence[Seal]:
-        """The checksums of all members, in file order. Reads and checks all local headers."""
+        """The checksums of all members that are not compressed, in file order. Reads and checks all local headers."""
         starts = np.array(self._starts, np.int64)
         for first, stop in _runs_of_zeros(starts):
             with Window(self.path, self.base, self.length) as window:
                 self._locate(first, stop, window)
-        return _Seals(self, np.flatnonzero(self.directory.nbytes).tolist()) if self.sealed else ()
+        is_stored = (self.directory.nbytes != 0) & (self.directory.methods == 0)
+        return _Seals(self, np.flatnonzero(is_stored).tolist()) if self.sealed else ()
 
     def seal(self, number: int) -> Seal | None:
         """The checksum of the data of a member; None if it has none, or is empty."""
@@ -214,6 +224,15 @@ class Archive:
         number = self.index[name]
         return self._starts[number] or self._start(number), self._nbytes[number]
 
+    def packed(self, name: str) -> int | None:
+        """The bytes in the file of a member that deflate compressed; None for a member that is stored as it is."""
+        number, known = self.index[name], self.directory
+        return int(known.packed[number]) if known.methods[number] else None
+
+    def crc(self, name: str) -> int:
+        """The CRC-32 of the contents of a member."""
+        return self._crcs[self.index[name]]
+
     def _start(self, number: int) -> int:
         stop = min(number + self._ahead, len(self.directory))
         self._ahead = min(2 * self._ahead, _MAX_AHEAD)
@@ -257,18 +276,20 @@ class Archive:
         heads, actual_names = _local_headers(known.headers[members], lengths, window)
         flags, crcs, nbytes = known.flags[members], known.crcs[members], known.nbytes[members]
         described = (flags & _DESCRIPTOR) != 0  # checksum and sizes follow the data
-        wrong = (heads["magic"] != LOCAL) | (heads["method"] != 0) | (heads["flags"] != flags)
+        wrong = (heads["magic"] != LOCAL) | (heads["method"] != known.methods[members]) | (heads["flags"] != flags)
         wrong |= heads["name_length"] != np.array(lengths)
         wrong |= (heads["crc"] != crcs) & ~(described & (heads["crc"] == 0))
-        for size in (heads["packed"].astype(np.int64), heads["nbytes"].astype(np.int64)):
-            wrong |= (size != nbytes) & (size != _FULL32) & ~(described & (size == 0))
+        packed = known.packed[members]
+        for name, expected in (("packed", packed), ("nbytes", nbytes)):
+            size = heads[name].astype(np.int64)
+            wrong |= (size != expected) & (size != _FULL32) & ~(described & (size == 0))
         if actual_names != names:
             wrong |= np.array([actual != name for actual, name in zip(actual_names, names, strict=True)])
         if wrong.any():
             where = self._where(first + int(wrong.argmax()))
             raise CorruptError("the archive's directory and the member contradict each other", where=where)
         starts = _LOCAL_DTYPE.itemsize + heads["name_length"].astype(np.int64) + heads["extra_length"]
-        slack = known.extents[members] - starts - nbytes
+        slack = known.extents[members] - starts - packed
         loose = np.where(described, ~np.isin(slack, _DESCRIPTOR_SIZES), slack != 0)
         if loose.any():
             where = self._where(first + int(loose.argmax()))
@@ -329,13 +350,15 @@ def _local_headers(headers: _Ints, name_lengths: list[int], window: ByteSource) 
     return np.concatenate(heads), names
 
 
-def read_members(window: ByteSource) -> Archive:
+def read_members(window: ByteSource, *, deflated: bool = False) -> Archive:
     """Parse the directory of an archive whose members are stored as they are, whatever they are.
+
+    `deflated`: members may also be compressed.
 
     Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` for what zip allows but torch and NumPy never write.
     """
     start, stop, count = _find_directory(window)
-    directory = _members(window, window.at(start, stop - start), start, count)
+    directory = _members(window, window.at(start, stop - start), start, count, deflated)
     index = {name: number for number, name in enumerate(directory.names)}
     archive = Archive(window.path, window.base, window.length, directory, index)
     archive.sealed = bool(directory.crcs.any())
@@ -401,7 +424,7 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _members(window: ByteSource, directory: bytes, end: int, count: int) -> Directory:
+def _members(window: ByteSource, directory: bytes, end: int, count: int, deflated: bool) -> Directory:
     """The members in file order, after all checks of the directory. `end`: where the last member ends at most."""
     entries, names, extras = _entries(window, directory, count)
     packed, nbytes, headers = (entries[key].astype(np.int64) for key in ("packed", "nbytes", "header"))
@@ -411,11 +434,15 @@ def _members(window: ByteSource, directory: bytes, end: int, count: int) -> Dire
         full = _resolve_zip64(extra, short, window, names[number])
         nbytes[number], packed[number], headers[number] = (min(value, _NOWHERE) for value in full)
     flags = entries["flags"].astype(np.int64)
-    wrong = (flags & _FORBIDDEN != 0) | (entries["method"] != 0) | (packed != nbytes) | (entries["disk"] != 0)
+    methods = entries["method"].astype(np.int64)
+    is_deflated = (methods == DEFLATED) & deflated
+    longest = _MAX_RATIO * np.minimum(packed, window.length)
+    fits = np.where(is_deflated, nbytes <= longest, packed == nbytes)
+    wrong = (flags & _FORBIDDEN != 0) | ((methods != 0) & ~is_deflated) | ~fits | (entries["disk"] != 0)
     if len(set(names)) < count or wrong.any():
-        raise _first_error(window, names, wrong, entries)
+        raise _first_error(window, names, wrong, entries, deflated)
     order = np.argsort(headers, kind="stable")
-    headers, nbytes = headers[order], nbytes[order]
+    headers, nbytes, packed = headers[order], nbytes[order], packed[order]
     name_lengths = entries["name_length"].astype(np.int64)[order]
     names = [names[number] for number in order.tolist()]
     if count and headers[0] != 0:
@@ -423,14 +450,15 @@ def _members(window: ByteSource, directory: bytes, end: int, count: int) -> Dire
             "there are bytes before the archive: it could also be a file of another kind", where=window.path
         )
     extents = np.diff(headers, append=end)
-    slack = extents - _LOCAL_DTYPE.itemsize - name_lengths - nbytes
+    slack = extents - _LOCAL_DTYPE.itemsize - name_lengths - packed
     if ((slack < 0) | (slack > _MAX_SLACK)).any():
         number = int(((slack < 0) | (slack > _MAX_SLACK)).argmax())
         where = f"{window.path} ({names[number]})"
         if slack[number] < 0:
             raise CorruptError("overlaps with what follows it in the archive", where=where)
         raise CorruptError("is followed by bytes that belong to no member", where=where)
-    return Directory(names, headers, extents, nbytes, entries["crc"].astype(np.int64)[order], flags[order])
+    crcs = entries["crc"].astype(np.int64)
+    return Directory(names, headers, extents, nbytes, crcs[order], flags[order], packed, methods[order])
 
 
 def _entries(window: ByteSource, directory: bytes, count: int) -> tuple[Any, list[str], list[int]]:
@@ -463,20 +491,22 @@ def _records(data: bytes, offsets: Sequence[int], dtype: np.dtype[Any]) -> Any:
     return rows[np.array(offsets, np.int64)].view(dtype)[:, 0]
 
 
-def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any) -> CkptError:
+def _first_error(window: ByteSource, names: list[str], wrong: Any, entries: Any, deflated: bool) -> CkptError:
     """The error for the first entry of the directory that breaks a rule, or has the name of an earlier one."""
     seen: set[str] = set()
     for number, name in enumerate(names):
         if wrong[number] or name in seen:
             break
         seen.add(name)
+    flags, method = int(entries["flags"][number]), int(entries["method"][number])
+    if deflated and method == DEFLATED and not flags & _FORBIDDEN and wrong[number] and not entries["disk"][number]:
+        return CorruptError("has a size that its compressed bytes cannot have", where=f"{window.path} ({name})")
     if _is_torchscript(name.partition("/")[2]):  # newer versions of PyTorch compress its code
         return _torchscript_error(f"{window.path} ({name})")
     from ckpt_formats.containers.contents import archive_kind  # only what is not read needs it
 
     if (kind := archive_kind(names, compressed=bool(entries["method"].any()))) is not None:
         return kind.error(kind.what, where=window.path, hint=kind.hint)
-    flags, method = int(entries["flags"][number]), int(entries["method"][number])
     return _error_for_entry(f"{window.path} ({name})", flags, method, name in seen)
 
 

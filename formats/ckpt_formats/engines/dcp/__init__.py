@@ -2,7 +2,7 @@
 
 folder     which files are a checkpoint
 metadata   `.metadata`: names, shapes, blocks, offsets
-items      blocks as lazy blobs; `compressed_items`: those compressed with zstd
+items      blocks as lazy blobs; some are compressed with zstd
 objects    values that are no tensors
 nesting    flattens state dicts, and nests them again
 read       the index of a checkpoint

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import overload
 
+from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, zstd_decoder
 from ckpt_formats.containers.torchfile import ParsedTemplate, TensorRef, Window, open_item, tensor_of
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
@@ -22,11 +23,12 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.dcp.coming_items import ComingItems
-from ckpt_formats.engines.dcp.compressed_items import DESCRIPTOR, DecompressedBlob, Frame
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
 _EDGE = 4096
 """Bytes read at both ends of an item. In archives of torch.save, they contain everything but the tensor's values."""
+_COMPRESSED = "stream.zstd/1"
+"""The transformation that DCP states of an item which zstd compressed. It decodes to the archive of an ordinary one."""
 _MAX_KNOWN = 1 << 16
 _MAX_FORMS = 1 << 12
 _MAX_OVERHEAD = 1 << 24
@@ -52,10 +54,10 @@ class ItemReader:
         if not item.transforms:
             return window
         with window:
-            if item.transforms != (DESCRIPTOR,):
+            if item.transforms != (_COMPRESSED,):
                 names = ", ".join(printable(name) for name in item.transforms)
                 raise UnsupportedError(f"the item was transformed by {names:.200}, which is unknown", where=path)
-            return Frame(path, item.offset, item.nbytes, max_nbytes)
+            return Frame(path, item.offset, item.nbytes, max_nbytes, zstd_decoder)
 
     def blob(self, block: "ItemBlob") -> Blob:
         """All values of a block.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame
 from ckpt_formats.containers.torchfile import (
     ByteSource,
     Storage,
@@ -23,7 +24,6 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Size, Value
-from ckpt_formats.engines.dcp.compressed_items import DecompressedBlob, Frame
 from ckpt_formats.engines.dcp.items import ItemReader
 from ckpt_formats.engines.dcp.metadata import ItemRange
 from ckpt_formats.state_dicts.extras import map_leaves

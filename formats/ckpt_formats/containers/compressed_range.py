@@ -1,15 +1,15 @@
-"""Read items that zstd compressed when they were written (`stream.zstd/1`).
+"""A range of a file that is one compressed stream, of zstd or of deflate, and values in what it decodes to.
 
-Such an item is one compressed stream, which decodes to the archive of an ordinary item. A stream
-can be decoded only from its start: sequential reads decode it once. Memory is limited by
-the window size of the stream.
+A stream can be decoded only from its start: sequential reads decode it once. Memory is limited by the window size of
+the stream, whatever it decodes to.
 """
 
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
@@ -17,31 +17,51 @@ from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 
-DESCRIPTOR = "stream.zstd/1"
 _MAX_WINDOW = 1 << 27
 _EDGE = 1 << 16
 _STEP = 1 << 20
 _MAX_CURSORS = 8
 
 
-class Frame:
-    """The decoded bytes of a compressed item. Offsets count decoded bytes.
+class Decoder(Protocol):
+    """Decodes a stream front to back."""
 
-    The constructor decodes the item once to get its length, and stores the first and last bytes.
-    Raises `CorruptError`, or `UnsafeError` if the item decodes to more than `max_nbytes` bytes.
+    def read(self, max_nbytes: int) -> bytes:
+        """The next decoded bytes, at most `max_nbytes`; empty at the end.
+
+        Raises `CorruptError` if the stream is damaged, `UnsafeError` if it takes too much memory.
+        """
+
+
+OpenDecoder = Callable[["Source"], Decoder]
+"""A decoder of the bytes of a source: a function that processes can send to one another."""
+
+
+class Frame:
+    """The decoded bytes of a compressed range. Offsets count decoded bytes.
+
+    The constructor decodes the range once to get its length and the CRC-32 of what it decodes to, and stores the first
+    and last bytes. Raises `CorruptError`, or `UnsafeError` if the range decodes to more than `max_nbytes` bytes.
     """
 
     base = 0
 
-    def __init__(self, path: Path, offset: int, nbytes: int, max_nbytes: int) -> None:
+    def __init__(
+        self, path: Path, offset: int, nbytes: int, max_nbytes: int, open_decoder: OpenDecoder, label: str | None = None
+    ) -> None:
+        """`label`: the name of the range. If it is given, `seal` has a checksum of the compressed bytes."""
         self.path = path
         self.offset, self.nbytes = offset, nbytes
+        self.seal: Seal | None = None
+        self._open = open_decoder
         self._cursors: list[_Cursor] = []
         self._lock = Lock()
-        self._head, self._tail, self.length = b"", b"", 0
+        self._head, self._tail, self.length, self.crc = b"", b"", 0, 0
         with Reader(check=False) as reader:
-            for data in self._decoded(reader):
+            cursor = self._first_cursor(reader)
+            while data := cursor.read(_STEP):
                 self.length += len(data)
+                self.crc = crc32(data, self.crc)
                 if self.length > max_nbytes:
                     raise UnsafeError(
                         f"the item of {nbytes:,} bytes decodes to more than {max_nbytes:,}: "
@@ -51,6 +71,8 @@ class Frame:
                 if len(self._head) < _EDGE:
                     self._head += data[: _EDGE - len(self._head)]
                 self._tail = (self._tail + data)[-_EDGE:]
+        if label is not None:
+            self.seal = Seal(path, offset, nbytes, "crc32", cursor.source.crc, label)
 
     def __enter__(self) -> "Frame":
         return self
@@ -96,11 +118,12 @@ class Frame:
         """The error with this message and the path of the file."""
         return CorruptError(message, where=self.path)
 
-    def __getstate__(self) -> tuple[Path, int, int, bytes, bytes, int]:
-        return self.path, self.offset, self.nbytes, self._head, self._tail, self.length
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only this process has: positions in open streams, and the lock."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_cursors", "_lock")}
 
-    def __setstate__(self, state: tuple[Path, int, int, bytes, bytes, int]) -> None:
-        self.path, self.offset, self.nbytes, self._head, self._tail, self.length = state
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._cursors, self._lock = [], Lock()
 
     def _cursor(self, offset: int) -> "_Cursor":
@@ -109,20 +132,19 @@ class Frame:
             candidates = [cursor for cursor in self._cursors if cursor.at <= offset]
             nearest = max(candidates, key=lambda cursor: cursor.at, default=None)
             if nearest is None:
-                return _Cursor(self.path, self.offset, self.nbytes)
+                return _Cursor(Source(self.path, self.offset, self.nbytes, self.seal), self._open)
             self._cursors.remove(nearest)
             return nearest
 
-    def _decoded(self, reader: Reader) -> Iterator[bytes]:
-        cursor = _Cursor(self.path, self.offset, self.nbytes)
-        cursor.source.reader = reader
-        while data := cursor.read(_STEP):
-            yield data
+    def _first_cursor(self, reader: Reader) -> "_Cursor":
+        source = Source(self.path, self.offset, self.nbytes, None)
+        source.reader = reader
+        return _Cursor(source, self._open)
 
 
 @dataclass(frozen=True)
 class DecompressedBlob(Blob):
-    """Values in a compressed item. `raw` has their offset and strides in the decoded bytes."""
+    """Values in a compressed range. `raw` has their offset and strides in the decoded bytes."""
 
     frame: Frame
     raw: FileBlob
@@ -143,8 +165,9 @@ class DecompressedBlob(Blob):
         self.raw.read_into(out, _Stream(self.frame, reader))
 
     def sources(self) -> Iterator[FileBlob]:
-        """The complete item: compressed bytes cannot be assigned to values."""
-        yield FileBlob.packed(self.frame.path, self.frame.offset, (self.frame.nbytes,), DTYPES["uint8"])
+        """The complete range: compressed bytes cannot be assigned to values."""
+        frame = self.frame
+        yield FileBlob.packed(frame.path, frame.offset, (frame.nbytes,), DTYPES["uint8"], frame.seal)
 
 
 class _Stream(Reader):
@@ -158,12 +181,15 @@ class _Stream(Reader):
         self._frame.read_into(offset, out, self._reader)
 
 
-class _Source:
-    """The compressed bytes as a file object for zstandard."""
+class Source:
+    """The compressed bytes as a file object for a decoder."""
 
-    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
-        self._path, self._at, self._end = path, offset, offset + nbytes
+    def __init__(self, path: Path, offset: int, nbytes: int, seal: Seal | None) -> None:
+        self.path = path
+        self._at, self._end, self._seal = offset, offset + nbytes, seal
         self.reader: Reader | None = None
+        self.crc = 0
+        """The CRC-32 of all bytes that were read."""
 
     def read(self, max_nbytes: int = -1) -> bytes:
         """The next bytes: at most `max_nbytes`, or all if it is negative; empty at the end."""
@@ -171,27 +197,73 @@ class _Source:
         left = self._end - self._at
         out = bytearray(left if max_nbytes < 0 else min(max_nbytes, left))
         if out:
-            self.reader.read_into(self._path, self._at, memoryview(out))
+            self.reader.read_into(self.path, self._at, memoryview(out), self._seal)
             self._at += len(out)
+            if self._seal is None:
+                self.crc = crc32(memoryview(out), self.crc)
         return bytes(out)
 
 
-class _Cursor:
-    """A position in the decoded stream, which only moves forward.
+def zstd_decoder(source: Source) -> Decoder:
+    """A decoder of frames of zstd. Raises `UnsupportedError` if zstandard is not installed."""
+    try:
+        import zstandard
+    except ImportError:
+        message, hint = "the item is compressed by zstd", "Install the package `zstandard`."
+        raise UnsupportedError(message, where=source.path, hint=hint) from None
+    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    stream: Any = decoder.stream_reader(source, read_across_frames=True)  # type: ignore[arg-type]
+    return _ZstdDecoder(stream, zstandard.ZstdError, source.path)
 
-    Raises `CorruptError`, `UnsafeError`, or `UnsupportedError` if zstandard is not installed.
-    """
 
-    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+@dataclass(frozen=True)
+class _ZstdDecoder:
+    stream: Any
+    broken: type[Exception]
+    path: Path
+
+    def read(self, max_nbytes: int) -> bytes:
         try:
-            import zstandard
-        except ImportError:
-            message, hint = "the item is compressed by zstd", "Install the package `zstandard`."
-            raise UnsupportedError(message, where=path, hint=hint) from None
-        self._path, self._broken = path, zstandard.ZstdError
-        self.source, self.at = _Source(path, offset, nbytes), 0
-        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        self._stream: Any = decoder.stream_reader(self.source, read_across_frames=True)  # type: ignore[arg-type]
+            data: bytes = self.stream.read(max_nbytes)
+        except self.broken as error:
+            if "too much memory" in str(error):
+                raise UnsafeError("decompressing the item needs too large a window", where=self.path) from None
+            raise CorruptError(f"the item cannot be decoded: {error}", where=self.path) from None
+        return data
+
+
+class DeflateDecoder:
+    """A decoder of one stream of deflate without header, as zip archives have it, that ends where its source ends."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._inflater = source, zlib.decompressobj(-zlib.MAX_WBITS)
+
+    def read(self, max_nbytes: int) -> bytes:
+        inflater = self._inflater
+        while not inflater.eof:
+            packed = inflater.unconsumed_tail or self._source.read(_EDGE)
+            try:
+                data = inflater.decompress(packed, max_nbytes)
+            except zlib.error as error:
+                raise self._corrupt(f"the item cannot be decoded: {error}") from None
+            if data:
+                return data
+            if not packed and not inflater.eof:
+                raise self._corrupt("the item ends too early")
+        if inflater.unused_data or self._source.read(1):
+            raise self._corrupt("the item goes on after the end of its compressed stream")
+        return b""
+
+    def _corrupt(self, message: str) -> CorruptError:
+        return CorruptError(message, where=self._source.path)
+
+
+class _Cursor:
+    """A position in the decoded stream, which only moves forward. Raises as its decoder."""
+
+    def __init__(self, source: Source, open_decoder: OpenDecoder) -> None:
+        self.source, self.at = source, 0
+        self._decoder = open_decoder(source)
 
     def skip_to(self, offset: int) -> None:
         """Decode up to an offset."""
@@ -209,15 +281,9 @@ class _Cursor:
 
     def read(self, max_nbytes: int) -> bytes:
         """The next decoded bytes, at most `max_nbytes`, without moving `at`."""
-        try:
-            data: bytes = self._stream.read(max_nbytes)
-        except self._broken as error:
-            if "too much memory" in str(error):
-                raise UnsafeError("decompressing the item needs too large a window", where=self._path) from None
-            raise CorruptError(f"the item cannot be decoded: {error}", where=self._path) from None
-        return data
+        return self._decoder.read(max_nbytes)
 
     def _advance(self, count: int) -> None:
         if not count:
-            raise CorruptError("the item ends too early", where=self._path)
+            raise CorruptError("the item ends too early", where=self.source.path)
         self.at += count
