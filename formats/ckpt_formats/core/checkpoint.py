@@ -197,20 +197,25 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
     return another checkpoint, and read nothing. Two checkpoints are equal only if they
     are the same object.
 
+    What it is:
+
     aliases     the other names of tied tensors, each with the name of the parameter
     extras      all other items; tensors in them are `TensorName`s of parameters of the role `extra`
     files       the files that it was read from
-    seals       all checksums that the files promise
     notices     what the user should know, and what is no error
+    history     where it was opened, and how it was edited
+
+    What its files promise, which readers state and `save`, `verify` and `diff` use:
+
+    seals       all checksums of ranges of files
+    digests     the XXH3-128 of values that are stored encoded, by (parameter, state)
+    errors      the errors of approximate states, by (parameter, state); without any, every bit
+                is as it was saved
     suspicions  signs that the values are not those that the engine meant to save: `verify` reports
                 them, and such a checkpoint is not written
     layout      how the ranks' tensors were sharded
-    digests     the promised XXH3-128 of values that are stored encoded, by (parameter, state)
-    errors      the errors of approximate states, by (parameter, state); without any, every bit
-                is as it was saved
     original    the format that it is in, or was in before it was written in the universal format
     identities  those of all its files, when they were first opened
-    history     where it was opened, and how it was edited
     """
 
     path: Path
