@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_not
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -392,8 +392,7 @@ def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
             yield logged, parameter
 
 
-@dataclass(frozen=True)
-class WatchedState:
+class WatchedState(NamedTuple):
     """A state of a tracked tensor that only its optimizer should change."""
 
     number: int
@@ -406,8 +405,7 @@ class WatchedState:
         return name if self.name == "param" else f"{name}: {self.name}"
 
 
-@dataclass(frozen=True)
-class WatchedTensor:
+class WatchedTensor(NamedTuple):
     """A buffer, or a parameter that no optimizer steps."""
 
     role: Literal["buffer", "frozen", "extra"]

@@ -121,7 +121,10 @@ def _differs(tensors: Mapping[Key, torch.Tensor], key: Key, index: int, old: int
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor is, and how often torch has changed it there."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), tensor._version
+    except RuntimeError:  # tensors of inference mode have no version
+        return tensor.data_ptr(), 0
 
 
 def _cost(tensor: torch.Tensor) -> int:
