@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.values import Global
+from ckpt_formats.core.values import Global, TensorName
 from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_recorder.composite_tensors import from_value
 from ckpt_recorder.composite_tensors import is_value as is_composite_value
@@ -62,12 +62,13 @@ def resume(
     step = origin.get("step") if isinstance(origin, dict) else None
     if not isinstance(step, int):
         raise CorruptError("not a step that `ckpt restore --to torch` wrote", where=str(path))
-    notes = {name: _noted(value, Path(path)) for name, value in extras.items() if name != "ckpt"}
-    _load_model(unwrap(model), content["model"], notes, Path(path))
+    decoder = _Decoder(Path(path), extras["ckpt"].get("tensors", {}))
+    notes = {name: decoder.value(value) for name, value in extras.items() if name != "ckpt"}
+    _load_model(unwrap(model), content["model"], notes, decoder)
     entries = notes.pop(OPTIMIZER_ENTRIES, {})
     if optimizer is not None:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        _load_optimizers(optimizers, _noted(content["optimizer"], Path(path)), entries)
+        _load_optimizers(optimizers, decoder.value(content["optimizer"]), entries)
         count_from(optimizers[0], step)
     states = notes.pop("random_states", {}).get(f"rank-{rank_and_world()[0]:05d}")
     if random_states and states is not None:
@@ -75,15 +76,31 @@ def resume(
     return ResumeState(step, {note_name(name): value for name, value in notes.items()})
 
 
-def _noted(value: Any, path: Path) -> Any:
-    """A value as it was noted. Parts that `torch.load` refuses are in the file as typed JSON."""
-    if isinstance(value, dict):
-        if len(value) == 1 and str(next(iter(value))).startswith("$"):
-            decoded = decode(value, path)
-            dtype = getattr(torch, decoded.name, None) if isinstance(decoded, Global) else None
-            return dtype if isinstance(dtype, torch.dtype) else decoded
-        return type(value)((key, _noted(one, path)) for key, one in value.items())
-    return type(value)(_noted(one, path) for one in value) if type(value) in (list, tuple) else value
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes the values of a file. Parts that `torch.load` refuses are in it as typed JSON."""
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+    """Those to which typed JSON refers, by name."""
+
+    def value(self, value: Any) -> Any:
+        """A value as it was noted."""
+        if isinstance(value, dict):
+            if len(value) == 1 and str(next(iter(value))).startswith("$"):
+                return self._decoded(decode(value, self.path))
+            return type(value)((key, self.value(one)) for key, one in value.items())
+        return type(value)(map(self.value, value)) if type(value) in (list, tuple) else value
+
+    def _decoded(self, value: Any) -> Any:
+        if isinstance(value, TensorName):
+            return self.tensors[value.name]
+        if isinstance(value, Global):
+            dtype = getattr(torch, value.name, None)
+            return dtype if isinstance(dtype, torch.dtype) else value
+        if type(value) is dict:
+            return {key: self._decoded(one) for key, one in value.items()}
+        return type(value)(map(self._decoded, value)) if type(value) in (list, tuple) else value
 
 
 def _load_optimizers(
@@ -117,10 +134,10 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, names: Sequence[Any], save
                 loaded[key] = value.clone().to(current.device)
 
 
-def _load_model(model: nn.Module, saved: Mapping[str, Any], notes: dict[str, Any], path: Path) -> None:
+def _load_model(model: nn.Module, saved: Mapping[str, Any], notes: dict[str, Any], decoder: _Decoder) -> None:
     """Load weights and buffers under the names that they have in this model. Takes its extra states out of `notes`."""
     names = {name: clean_name(name) for name in model.state_dict()}
-    notes |= {name: _noted(value, path) for name, value in saved.items() if is_extra_state(name)}
+    notes |= {name: decoder.value(value) for name, value in saved.items() if is_extra_state(name)}
     saved = {name: value for name, value in saved.items() if not is_extra_state(name)}
     values = {name: saved[clean] for name, clean in names.items() if clean in saved}
     others = (name for name in saved if name not in names.values() and not UNOWNED.fullmatch(name))

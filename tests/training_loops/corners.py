@@ -31,7 +31,7 @@ def plain(
 
 @loop()
 def changed_by_numpy_and_back(run: Run) -> None:
-    """Only one step has the change: its values return before the next."""
+    """Only one step has the change: its values return at the top of the next iteration, which may belong to it."""
     model = mlp()
     weight = model[0].weight.detach().numpy()
     optimizer = adamw(model)
@@ -39,6 +39,7 @@ def changed_by_numpy_and_back(run: Run) -> None:
         for step in range(STEPS):
             if step == 6:
                 weight[0, 0] -= 1.0
+                run.also()
             train(model, optimizer, step)
             if step == 5:
                 weight[0, 0] += 1.0
