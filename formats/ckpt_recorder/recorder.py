@@ -22,6 +22,7 @@ from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputErro
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
 from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
+from ckpt_recorder.base_check import differing_base
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.base_schedule import BaseSchedule
 from ckpt_recorder.between_steps import BetweenSteps, Moment
@@ -319,6 +320,8 @@ class Recorder:
             state.flags = None
         self._between.begin(run)
         shares = contributions(run, self._probed)
+        if not replaces:
+            self._check_base(shares[self._rank])
         self._has_copies, self._equal_at = any(share.copies for share in shares), self.step
         self._first = self.step
         if self._bases is not None:
@@ -345,6 +348,16 @@ class Recorder:
             raise
         self.broken = None
         self._refresh_watch()
+
+    def _check_base(self, share: RankPart) -> None:
+        """Raise `UnsupportedError` if the chain has another state at this step: the log would begin with it."""
+        reason = differing_base(self._run, share, self.chain, self.step)
+        if reason is not None:
+            raise UnsupportedError(
+                f"the state that the chain has at step {self.step} is not that of the run: {reason}",
+                where=self.chain,
+                hint="Resume the run from this state, or record into another chain.",
+            )
 
     def _start(self, share: RankPart, segment: segments.NewSegment) -> CkptError | None:
         """Record the start of the segment. Returns the error if it fails."""

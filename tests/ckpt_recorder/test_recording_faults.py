@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,33 @@ def test_later_steps_are_not_recorded_over(run: Run, chain: Path) -> None:
     with recorded(run, chain, step=2):
         run.step(2)
     assert last_of(chain) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content.pop("optimizer"), "'exp_avg' of `0.weight` differs"),
+        (lambda content: content["model"]["1.bias"].add_(1), "`1.bias` differs"),
+        (lambda content: content["model"].pop("0.weight"), r"it has no `0.weight` of shape \[96, 96\]"),
+        (lambda content: None, None),
+    ],
+    ids=["no-optimizer", "another-weight", "a-tensor-less", "the-same"],
+)
+def test_a_log_does_not_begin_with_a_state_that_is_not_the_runs(
+    change: Any, reason: str | None, run: Run, chain: Path
+) -> None:
+    run.step(2)
+    content = deepcopy({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 2})
+    change(content)
+    torch.save(content, chain.parent / "saved.pt")
+    assert ckpt("append", chain, chain.parent / "saved.pt").code == 0
+    if reason is not None:
+        with pytest.raises(UnsupportedError, match=f"has at step 2 is not that of the run: {reason}"):
+            recorded(run, chain, step=2)
+        return
+    with recorded(run, chain, step=2):
+        run.step(2)
+    run.check(chain, 4)
 
 
 def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_grow(run: Run, chain: Path) -> None:
