@@ -440,7 +440,7 @@ def test_a_log_does_not_begin_with_a_state_that_is_not_the_runs(
     with recorded(run, chain, step=2):
         run.step(2)
     restored = states.open_state(chain, index.load(chain / index.NAME), 4).parameters["1.bias"].states
-    assert read(restored["param"]).tobytes() == run.truth[4]["1.bias"]
+    assert read(restored["model"]).tobytes() == run.truth[4]["1.bias"]
     assert read(restored["exp_avg"]).tobytes() == run.truth[4]["1.bias.exp_avg"]
 
 
