@@ -51,6 +51,19 @@ def test_a_replayed_step_does_not_depend_on_defaults(count: int, default_dtype: 
     assert result() == own
 
 
+@pytest.mark.parametrize("threads", [None, 2])
+def test_a_replayed_step_leaves_torch_its_threads(threads: int | None) -> None:
+    optimizer, before = adamw(False), torch.get_num_threads()
+    options = group_options(optimizer, optimizer.param_groups[0])
+    step = step_of("torch.optim.adamw.AdamW", options, "float32", threads)
+    try:
+        torch.set_num_threads(3)
+        step.apply({name: np.ones((2, 3), np.float32) for name in step.states}, np.ones((2, 3), np.float32), 1, 0)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_random_states_are_restored_with_another_default_device() -> None:
     states = {name: one.words for name, one in RandomStates().changed(0).items()}
     drawn = torch.rand(3)

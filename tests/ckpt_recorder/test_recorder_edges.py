@@ -6,6 +6,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec, module_from_spec
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from torch import distributed, nn
 
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Recorder, RecorderWarning, callbacks, ranks
+from ckpt_recorder.holders import _shares
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
@@ -246,3 +249,16 @@ def test_weights_in_another_order_of_memory_are_restored_exactly(tmp_path: Path)
     for name, tensor in model.named_parameters():
         values = np.ascontiguousarray(tensor.detach().numpy())
         assert read(restored.parameters[name].weight).tobytes() == values.tobytes(), name
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 1, 8), (5, 5), (1,), (0, 3, 3, 3, 100, 2, 2)], ids=str)
+def test_ranks_share_tensors_but_never_split_those_that_are_stepped_as_wholes(sizes: tuple[int, ...]) -> None:
+    holders = {(f"w{n}", Box.whole((size,)), 0, size): [4, 7, 9] for n, size in enumerate(sizes)}
+    whole = [piece for piece in holders if piece[0] != "w1"]
+    recorded = dict(_shares(holders, whole))
+    for piece, shares in recorded.items():
+        ranges = [(start, stop) for start, stop in shares.values() if start < stop]
+        assert list(shares) == [4, 7, 9]
+        assert sum(stop - start for start, stop in ranges) == piece[3]
+        assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+        assert piece not in whole or ranges in ([], [(0, piece[3])])
