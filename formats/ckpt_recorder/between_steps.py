@@ -71,9 +71,33 @@ class BetweenSteps:
         self.in_iteration = self._noted_in_iteration = self.has_seen_pass = False
 
     @torch.no_grad()
-    def refresh(self, *, complete: bool) -> None:
-        """Take what all tensors are now as what they should be before the next step. `complete`: compare all values."""
-        self._watch.refresh(self._watched.now(), complete=complete)
+    def refresh(self, recording: RankRecording, last: int, *, complete: bool) -> None:
+        """Take what all tensors are now as what they should be before the next step.
+
+        Also record what the run changed earlier in tensors that no optimizer steps, and that was not found then.
+
+        Args:
+            recording: The current segment.
+            last: The number of the last step.
+            complete: Compare all values.
+        """
+        tensors = self._watched.now()
+        # No fingerprint covers what is recorded as it is.
+        updated = {one for one in tensors if isinstance(one, WatchedState) and not recording.is_replayed(one.number)}
+        self._watch.refresh(tensors, complete=complete, always=updated)
+        others: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
+        others |= {one: tensor for one, tensor in tensors.items() if isinstance(one, WatchedTensor)}
+        found = self._watch.changed_earlier(others, last)
+        for one in (one for one in found if isinstance(one, WatchedTensor)):
+            content = {one.name: as_saved(self._run, one.name, tensors[one])}
+            self._record(partial(RankRecording.record_tensors, step=last, role=one.role, tensors=content))
+        if found:
+            first, names = min(found.values()), [one.name for one in found]
+            self._record(lambda recording: recording.record_doubt(first, last - 1, names))
+            _LOG.warning(
+                "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",
+                *(first, last - 1, ", ".join(f"`{name}`" for name in names[:3])),
+            )
 
     @torch.no_grad()
     def pass_begins(self, *, is_training: bool) -> bool:

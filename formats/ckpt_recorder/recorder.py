@@ -761,7 +761,7 @@ class Recorder:
         if self._recording is not None and self.broken is None:
             is_early = self.step - self._first < _FIRST_PROOFS
             is_proved = any(state.proof_is_due for state in self._calls)
-            self._between.refresh(complete=is_early or is_proved)
+            self._between.refresh(self._recording, self.step, complete=is_early or is_proved)
 
     @torch.no_grad()
     def _observe(self, moment: Moment) -> bool:

@@ -232,6 +232,10 @@ class RankRecording:
         """Record notes of a step, values that `typed_json` can encode."""
         self._link.order(Kind.NOTES, step, {"notes": encode(dict(notes))})
 
+    def record_doubt(self, first: int, last: int, names: Sequence[str]) -> None:
+        """Record that some tensors may have other values from one step to another."""
+        self._link.order(Kind.NOTES, last + 1, {"doubt": [first, last, list(names)]})
+
     def record_options(self, step: int) -> None:
         """Record the options of all groups if they changed since a step: a schedule has set those of the next one."""
         groups = self._groups()

@@ -1,7 +1,8 @@
 """The watch over tensors between two steps: whatever changes them there is no step of the optimizer."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -20,12 +21,23 @@ _SHARE = 0.001
 Key = TypeVar("Key", bound=Hashable)
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldHash:
+    """The hash of a piece of a tensor."""
+
+    place: tuple[int, int]
+    hash: int
+    moment: int
+    """The look at which the piece had this hash."""
+
+
 class StateWatch(Generic[Key]):
     """Finds the tensors that changed since `refresh`.
 
     It compares addresses and version counters of all tensors, and hashes, because a change through `tensor.data` or
     NumPy counts as no version. Of large models, other pieces are hashed after each step. A tensor that changed without
-    a version, or whose counter rose although its values stayed, is hashed from then on.
+    a version, or whose counter rose although its values stayed, is hashed from then on, and all tensors are at the next
+    refresh: others may change in the same way.
 
     Attributes:
         is_complete: Were all values hashed at the last `refresh`, so that no change escapes?
@@ -39,13 +51,18 @@ class StateWatch(Generic[Key]):
         self._places: dict[Key, tuple[int, int]] = {}
         self._hashes: dict[tuple[Key, int], int] = {}
         self._marks: dict[Key, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        self._held: dict[tuple[Key, int], _HeldHash] = {}
+        """The last hashes of tensors that nothing should change without a version, of all turns."""
         self._suspects: dict[Key, None] = {}
+        self._has_new_suspects = False
         self._turn = 0
 
-    def refresh(self, tensors: Mapping[Key, torch.Tensor], *, complete: bool = False) -> None:
+    def refresh(
+        self, tensors: Mapping[Key, torch.Tensor], *, complete: bool = False, always: Collection[Key] = ()
+    ) -> None:
         """Take the values that all tensors have now as those that they should have at the next look.
 
-        `complete`: hash all of them, whatever that costs.
+        `complete`: hash all of them, whatever that costs. `always`: tensors that are hashed in any case.
         """
         now = self._clock()
         if self._refreshed_at is not None:
@@ -53,7 +70,46 @@ class StateWatch(Generic[Key]):
         self._refreshed_at = now
         self._places = {key: _place_of(tensor) for key, tensor in tensors.items()}
         self._marks.clear()
-        self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in self._window(tensors, complete)}
+        complete, self._has_new_suspects = complete or self._has_new_suspects, False
+        window = self._window(tensors, complete, always)
+        self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in window}
+
+    def changed_earlier(self, tensors: Mapping[Key, torch.Tensor], moment: int) -> dict[Key, int]:
+        """Tensors that changed without a version before the last refresh, and were not found then.
+
+        Args:
+            tensors: Those that nothing changes without a version, of those at the last refresh.
+            moment: The number of this look.
+
+        Returns:
+            For each tensor that changed the last look at which it had the values that were known.
+        """
+        found = self._compare_held(tensors, {piece: one for piece, one in self._hashes.items() if piece[0] in tensors})
+        if found:  # others may have changed in the same way
+            pieces = [(key, index) for key, tensor in tensors.items() for index in range(_count(tensor))]
+            found |= self._compare_held(tensors, {piece: _hash(tensors[piece[0]], piece[1]) for piece in pieces})
+            self._suspect(found)
+        for (key, index), old in self._hashes.items():
+            if key in tensors:
+                self._held[key, index] = _HeldHash(self._places[key], old, moment)
+        return found
+
+    def _compare_held(
+        self, tensors: Mapping[Key, torch.Tensor], hashes: Mapping[tuple[Key, int], int]
+    ) -> dict[Key, int]:
+        found: dict[Key, int] = {}
+        for piece, new in hashes.items():
+            held = self._held.get(piece)
+            if held is not None and held.place == _place_of(tensors[piece[0]]) and held.hash != new:
+                found[piece[0]] = min(held.moment, found.get(piece[0], held.moment))
+        for piece in [piece for piece in self._held if piece[0] in found]:
+            del self._held[piece]
+        return found
+
+    def _suspect(self, keys: Collection[Key]) -> None:
+        """Hash tensors from now on."""
+        self._has_new_suspects |= any(key not in self._suspects for key in keys)
+        self._suspects |= dict.fromkeys(keys)
 
     def refresh_some(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         """The same for some of the tensors."""
@@ -61,6 +117,7 @@ class StateWatch(Generic[Key]):
             self._places[key] = _place_of(tensor)
             self._marks.pop(key, None)
             for index in range(_count(tensor)):
+                self._held.pop((key, index), None)
                 if (key, index) in self._hashes:
                     self._hashes[key, index] = _hash(tensor, index)
 
@@ -70,7 +127,8 @@ class StateWatch(Generic[Key]):
         risen = {key for key, tensor in tensors.items() if places.get(key) != _place_of(tensor)}
         differing = {key for (key, index), old in self._hashes.items() if _differs(tensors, key, index, old)}
         unknown = {key for key in risen - differing if not self._is_hashed(key, tensors[key])}
-        self._suspects |= dict.fromkeys(unknown | (differing - risen))
+        self._suspect(differing - risen)
+        self._suspects |= dict.fromkeys(unknown)
         return [key for key in tensors if key in differing or key in unknown]
 
     def mark(self, tensors: Mapping[Key, torch.Tensor]) -> None:
@@ -93,7 +151,9 @@ class StateWatch(Generic[Key]):
     def _is_hashed(self, key: Key, tensor: torch.Tensor) -> bool:
         return key in self._places and all((key, index) in self._hashes for index in range(_count(tensor)))
 
-    def _window(self, tensors: Mapping[Key, torch.Tensor], complete: bool) -> Iterator[tuple[Key, int]]:
+    def _window(
+        self, tensors: Mapping[Key, torch.Tensor], complete: bool, always: Collection[Key]
+    ) -> Iterator[tuple[Key, int]]:
         """The pieces of this turn."""
         pieces = [(key, index) for key, tensor in tensors.items() for index in range(_count(tensor))]
         total = sum(map(_cost, tensors.values()))
@@ -101,7 +161,8 @@ class StateWatch(Generic[Key]):
         if self.is_complete:
             yield from pieces
             return
-        yield from (piece for piece in pieces if piece[0] in self._suspects)
+        hashed = self._suspects.keys() | always
+        yield from (piece for piece in pieces if piece[0] in hashed)
         budget = int(_SHARE * self._step_seconds * _NBYTES_A_SECOND)
         start = self._turn = self._turn % len(pieces)
         for at in range(start, start + len(pieces)):
@@ -110,7 +171,7 @@ class StateWatch(Generic[Key]):
             if budget < 0 and at > start:
                 break
             self._turn = at + 1
-            if key not in self._suspects:
+            if key not in hashed:
                 yield key, index
 
 

@@ -143,6 +143,12 @@ class Segment:
         texts = (record.meta.get("differs") for log in self.logs for record in log.records)
         return next((text for text in texts if isinstance(text, str)), None)
 
+    def doubt(self, step: int) -> tuple[str, ...]:
+        """The names of tensors that may have had other values at a step, because nothing saw that the run set them."""
+        rows: Iterator[Any] = (record.meta.get("doubt") for log in self.logs for record in log.records)
+        named = (row[2] for row in rows if _is_doubt(row) and row[0] <= step <= row[1])
+        return tuple(dict.fromkeys(name for names in named for name in names))
+
     def nbytes_upto(self, rank: int, step: int) -> int:
         """The size in bytes of the start of a rank's file that has all steps up to `step`."""
         later = (record.begin for record in self.logs[rank].records if record.step > step)
@@ -263,6 +269,12 @@ class Segment:
                 )
             vectors = frozenset(vectors)
         return LoggedUpdate(record, optimizer, vectors, options)
+
+
+def _is_doubt(row: Any) -> bool:
+    if not (isinstance(row, list) and len(row) == 3 and all(map(is_natural, row[:2])) and isinstance(row[2], list)):
+        return False
+    return all(isinstance(name, str) for name in row[2])
 
 
 def has_own_states(layout: SegmentLayout, rank: int, records: Iterable[LogRecord]) -> bool:

@@ -311,6 +311,9 @@ def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str,
         yield Notice(f"the log differs from the run: {segment.difference}", weight=Weight.LOST)
     elif segment.has_proofs and step > segment.proved:
         yield Notice(f"not proved: the run compared its log with its states up to step {segment.proved}")
+    if doubtful := segment.doubt(step):
+        text = "not proved: the run changed these tensors at this step or later, in a way that torch does not count"
+        yield Notice(text, doubtful, weight=Weight.LOST)
     stale = [name for name in base.extras if name not in notes] if base is not None else []
     if stale:
         yield Notice(
