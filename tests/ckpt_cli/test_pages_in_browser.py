@@ -150,7 +150,7 @@ def test_a_treemap_has_the_areas_of_its_parts_and_is_entered_by_keyboard(browser
 
 def test_a_chart_is_read_by_arrow_keys(browser: Any, pages: dict[str, Path]) -> None:
     with opened(browser, pages["log"]) as tab:
-        for chart, message in (("#sizes-chart", "kind base"), ("#errors-chart", "fp32 exact")):
+        for chart, message in (("#sizes-chart", "kind base"), ("#errors-chart", "master exact")):
             tab.page.locator(f"{chart} svg").focus()
             tab.page.keyboard.press("ArrowRight")
             assert tab.page.inner_text("#said").startswith("step 100: ")
