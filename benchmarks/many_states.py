@@ -80,12 +80,13 @@ def _header(names: list[str]) -> bytes:
     import numpy as np
 
     from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
+    from ckpt_formats.core.state_names import to_stored
 
     slots, at = [], 0
     for name in names:
         for state in STATES:
             shape = () if state == "step" else (SIDE, SIDE)
-            slots.append(TensorSlot(f"{name}/{state}", np.dtype("<f4"), shape, at))
+            slots.append(TensorSlot(f"{name}/{to_stored(state)}", np.dtype("<f4"), shape, at))
             at += slots[-1].nbytes
     return header_bytes(slots, {"ckpt": "universal 1"}, HEADER)
 
