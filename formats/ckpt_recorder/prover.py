@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.universal.chain import file as index
@@ -81,6 +82,54 @@ class ProverLink:
         self._process.kill()
         self._process.wait()
         os.close(self._status)
+
+
+class SegmentProof:
+    """What is proved of the steps of a segment: in the trainer, and by the prover, once there is one."""
+
+    def __init__(self, first: int) -> None:
+        """`first`: the step at which the segment begins."""
+        self._proved = first
+        self._link: ProverLink | None = None
+
+    @property
+    def has_process(self) -> bool:
+        """Is there a prover?"""
+        return self._link is not None
+
+    @property
+    def difference(self) -> str | None:
+        """How a replay of the log differs from the run, in words; None if no difference is known."""
+        if self._link is not None:
+            self._link.poll()
+        return None if self._link is None else self._link.difference
+
+    def start(self, folder: Path, rank: int) -> None:
+        """Start the prover. Raises `OSError`."""
+        self._link = ProverLink(folder, rank)
+
+    def count(self, step: int) -> None:
+        """A step is proved in the trainer."""
+        if self._proved == step - 1:
+            self._proved = step
+
+    def so_far(self) -> dict[str, Any]:
+        """What is known, as fields of a record: up to which step all are proved, and a difference."""
+        difference = self.difference
+        if self._link is not None:
+            self._proved = max(self._proved, self._link.proved or 0)
+        return {"proved": self._proved} | ({} if difference is None else {"differs": difference})
+
+    def wait_for(self, step: int, seconds: float) -> None:
+        """Wait until the prover has compared a step, at most for so long."""
+        if self._link is not None:
+            self._link.wait_for(step, seconds)
+
+    def close(self) -> None:
+        """End the prover."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
 
 def prove(folder: Path, rank: int, report: Callable[[str], None], is_over: Callable[[], bool]) -> None:

@@ -8,9 +8,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
 from ckpt_recorder.plain_notes import extra_name, plain_note
 from ckpt_recorder.probe import ProbeResult, as_updates, class_name, flags_of, probe
-from ckpt_recorder.proof import StepProof, begin_proof
-from ckpt_recorder.prover import ProverLink
+from ckpt_recorder.proof import begin_proof
+from ckpt_recorder.prover import SegmentProof
 from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, draft_layout
 from ckpt_recorder.resumed_steps import resumed_step
@@ -51,6 +50,7 @@ from ckpt_recorder.run import (
     stepped_dtypes,
     threads_of_whole,
 )
+from ckpt_recorder.step_calls import StepCalls
 from ckpt_recorder.writer import WriterSettings
 from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
 
@@ -113,8 +113,6 @@ class Recorder:
         self._recording: RankRecording | None = None
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None
-        self._call = 0
-        self._has_second_part = False
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
@@ -125,13 +123,11 @@ class Recorder:
         self._run = self._track_run()
         self._replace_others()
         self._lossless = codec.lossless
-        self._calls: list[_CallState] = []
+        self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
         self._between = BetweenSteps(self._record)
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
         """The last step with notes, and its notes."""
-        self._prover: ProverLink | None = None
-        self._proved = 0
-        """The last step of the segment up to which all steps were proved."""
+        self._proof = SegmentProof(0)
         self._probed = self._probe()
         if self._bases is not None and self._has_updates:
             raise UnsupportedError(
@@ -208,7 +204,7 @@ class Recorder:
         """Write and flush all records, and stop."""
         self._detach()
         open_recorders.remove(self)
-        if self._call == 0:
+        if self._calls.are_complete:
             self._record_last()
         was_working = self.broken is None
         bases, self._bases = self._bases, None
@@ -221,33 +217,18 @@ class Recorder:
     def _record_last(self) -> None:
         """Record the last state of a segment, and wait for its proof."""
         if self._observe("note"):
-            self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
-            if self._prover is not None:
+            self._record_fingerprint()
+            if self._proof.has_process:
                 self._record(RankRecording.wait_until_flushed)
-                self._prover.wait_for(self.step, _PROOF_SECONDS)
-        self._record(lambda recording: recording.record_end(self.step, self._proof_so_far()))
-
-    def _proof_so_far(self) -> dict[str, Any]:
-        """What is known of the steps of the segment, as fields of a record."""
-        if self._prover is None:
-            return {"proved": self._proved}
-        self._prover.poll()
-        self._proved = max(self._proved, self._prover.proved or 0)
-        difference = self._prover.difference
-        return {"proved": self._proved} | ({} if difference is None else {"differs": difference})
-
-    def _has_difference(self) -> bool:
-        """Has the prover found that a replay of the log differs from the run?"""
-        if self._prover is not None:
-            self._prover.poll()
-        return self._prover is not None and self._prover.difference is not None
+                self._proof.wait_for(self.step, _PROOF_SECONDS)
+        self._record_end()
 
     def _start_prover(self) -> None:
         """Start to replay the log beside the run, once it is long enough."""
         due = self.step - self._first == _FIRST_PROOFS and any(one.method != UPDATE for one in self._probed)
         if due and self._lossless and self.options.prove and self._recording is not None:
             try:
-                self._prover = ProverLink(self._segment.path, self._rank)
+                self._proof.start(self._segment.path, self._rank)
             except OSError as error:
                 _LOG.warning("the steps of the run are not proved: %s", error.strerror)
 
@@ -315,9 +296,9 @@ class Recorder:
     def _begin(self, *, replaces: bool = False) -> None:
         """Start a segment with the current state of the run. All ranks must do so together."""
         run = self._run
-        self._proved = self.step
-        for state in self._calls:
-            state.flags = None
+        self._proof = SegmentProof(self.step)
+        for call in self._calls.of:
+            call.flags = None
         self._between.begin(run)
         shares = contributions(run, self._probed)
         if not replaces:
@@ -427,7 +408,7 @@ class Recorder:
         before, after = RecorderHook(self._before_step), RecorderHook(self._after_step)
         self._hooks = [one.register_step_pre_hook(before) for one in self._run.optimizers]
         self._hooks += [one.register_step_post_hook(after) for one in self._run.optimizers]
-        self._calls = [_CallState() for _ in self._run.optimizers]
+        self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
         self._forward_hooks = ForwardHooks(self._model, self._before_forward)
         self._hooks.append(self._forward_hooks)
         if self._run.groups is None:
@@ -470,7 +451,7 @@ class Recorder:
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Record an optimizer that the run has put in the place of those that it had."""
-        if any(one is optimizer or self._calls[i].is_open for i, one in enumerate(self._run.optimizers)):
+        if any(one is optimizer or self._calls.of[i].is_open for i, one in enumerate(self._run.optimizers)):
             return
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         replaced = {one.optimizer for one in self._run.tensors if id(one.tensor) in stepped}
@@ -491,29 +472,29 @@ class Recorder:
             return
         if not self._between.pass_begins(is_training=module.training):
             return
-        for number, state in enumerate(self._calls):
+        for number, state in enumerate(self._calls.of):
             if state.is_open and not is_running(state.frame):
                 self._cancel_call(number)
-        if not self._call and not any(state.is_open for state in self._calls) and not is_swapped(self._run.model):
+        if self._calls.are_complete and not self._calls.are_open and not is_swapped(self._run.model):
             self._observe("forward")
             self._between.in_iteration = module.training
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
         """Record the gradients, or wrap the closure that computes them, as Lightning's does."""
         number = self._number_of(optimizer)
-        if self._calls[number].is_open:
-            if is_running(self._calls[number].frame):
+        if self._calls.of[number].is_open:
+            if is_running(self._calls.of[number].frame):
                 return None  # the `step` of a subclass calls that of its base
             self._cancel_call(number)
-        self._calls[number].frame = step_frame()
+        self._calls.of[number].frame = step_frame()
         closure = named.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
         if closure is None or self._probed[number].method == UPDATE:
             self._record_call(optimizer)
             return None
-        if not self._call and not self._between.in_iteration:
+        if self._calls.are_complete and not self._between.in_iteration:
             self._observe("forward")
             self._between.in_iteration = True  # whatever the closure changes is a part of the step
-        self._calls[number].has_closure = True
+        self._calls.of[number].has_closure = True
 
         def run() -> Any:
             loss = closure()
@@ -536,7 +517,7 @@ class Recorder:
     def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what a call of an optimizer is given, before it changes anything."""
         number = self._number_of(optimizer)
-        state = self._calls[number]
+        state = self._calls.of[number]
         if state.is_open:  # the closure is called again in the same step
             state.is_repeated = True
             return
@@ -547,20 +528,20 @@ class Recorder:
             self._observe("forward")
             self._record(lambda recording: recording.record_skipped(self.step, number))
             return
-        if self._call == 0:
+        if self._calls.are_complete:
             self._begin_step(number)
-            state = self._calls[number]
+            state = self._calls.of[number]
         state.is_open = True
         if self._probed[number].method == UPDATE:
             return
-        call = self._part_of_step(0)
-        if self._is_last_call:  # before the gradients, so that every complete step has them
+        call = self._calls.part(0)
+        if self._calls.is_last:  # before the gradients, so that every complete step has them
             self._record_random_states(self.step + 1)
         self._record(lambda recording: recording.record_gradients(self.step + 1, number, call))
         if state.proof_is_due and self._recording is not None:
             options = self._recording.options_of(number)
             state.proof = begin_proof(self._run, number, self._probed[number], options, state.count)
-        if not self._has_second_part:
+        if not self._calls.has_two_parts:
             self._complete_call()
 
     def _begin_step(self, number: int) -> None:
@@ -569,7 +550,7 @@ class Recorder:
         threads = self._probed[number].threads
         flags = [*(flags_of(group) for group in self._run.groups_of(number)), flushes_denormals()]
         flags += [] if threads is None else [torch.get_num_threads()]
-        has_new_flags = self._calls[number].flags not in (None, flags)
+        has_new_flags = self._calls.of[number].flags not in (None, flags)
         is_replayed = self._probed[number].method != UPDATE
         must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer, threads is not None))
         if not self._observe("step") or must_update or has_new_flags:
@@ -580,7 +561,7 @@ class Recorder:
             self._store_due_base()
             self._record_due_fingerprint()
         self._between.is_ahead = False
-        state = self._calls[number]
+        state = self._calls.of[number]
         state.count += 1
         hooks = list(optimizer._optimizer_step_pre_hooks.values())
         is_last = not hooks or isinstance(hooks[-1], RecorderHook)
@@ -589,11 +570,11 @@ class Recorder:
             or state.count & (state.count - 1) == 0
             or (self.options.fingerprint > 0 and state.count % self.options.fingerprint == 0)
             or not is_last
-            or (self._world == 1 and self._has_difference())
+            or (self._world == 1 and self._proof.difference is not None)
             or has_new_flags
         )
         state.flags = flags
-        self._has_second_part = self._probed[number].method != UPDATE and (state.proof_is_due or state.has_closure)
+        self._calls.has_two_parts = self._probed[number].method != UPDATE and (state.proof_is_due or state.has_closure)
 
     def _is_current(self) -> bool:
         """Have the model and the optimizers the tensors and groups that the segment began with?
@@ -602,7 +583,7 @@ class Recorder:
         """
         if any(map(self._is_new, self._run.optimizers)):
             return False
-        is_due = self._between.is_complete or any(state.proof_is_due for state in self._calls)
+        is_due = self._between.is_complete or self._calls.are_proved
         return not is_due or self._between.has_same_modules
 
     def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -614,20 +595,9 @@ class Recorder:
         current = {id(one) for group in optimizer.param_groups for one in group["params"]}
         return known != current or len(optimizer.param_groups) != len(self._run.group_names[number])
 
-    @property
-    def _is_last_call(self) -> bool:
-        return self._call == self._run.calls_per_step - 1
-
-    def _part_of_step(self, half: int) -> tuple[int, int]:
-        """The number of a record among those of its step. A call has two if a proof follows it."""
-        call, count = self._call, self._run.calls_per_step
-        return (2 * call + half, 2 * count) if self._has_second_part else (call, count)
-
     def _complete_call(self) -> None:
         """Count a call that is recorded."""
-        is_last = self._is_last_call
-        self._call = (self._call + 1) % self._run.calls_per_step
-        if not is_last:
+        if not self._calls.end_one():
             return
         self.step += 1
         self._forward_hooks.step_done()
@@ -643,12 +613,12 @@ class Recorder:
     @torch.no_grad()
     def _finish_call(self, number: int) -> None:
         """Record what a call of an optimizer did, if that is due, after it."""
-        state, method = self._calls[number], self._probed[number]
+        state, method = self._calls.of[number], self._probed[number]
         if not state.is_open:
             return
         reason: str | None = None
-        if self._has_second_part or method.method == UPDATE:
-            call, step = self._part_of_step(1), self.step + 1
+        if self._calls.has_two_parts or method.method == UPDATE:
+            call, step = self._calls.part(1), self.step + 1
             if method.method == UPDATE:
                 self._record(lambda recording: recording.record_update(step, number))
                 self._count_as_proved()
@@ -658,22 +628,20 @@ class Recorder:
                     self._record(lambda recording: recording.record_update(step, number))
             self._between.record_others(step)
             self._between.record_extra_states(step)
-            if self._is_last_call:
+            if self._calls.is_last:
                 self._record_random_states(step)
             self._record(lambda recording: recording.record_nothing(step, number, call))
             self._complete_call()
-        state.is_open = state.is_repeated = state.has_closure = False
-        state.proof = state.frame = None
+        state.end()
         if reason is not None:
             self._fall_back(number, reason)
 
     @torch.no_grad()
     def _cancel_call(self, number: int) -> None:
         """Forget a call that an error has interrupted. What it changed is found as changed outside the optimizer."""
-        state = self._calls[number]
-        is_counted = self._probed[number].method != UPDATE and not self._has_second_part
-        state.is_open = state.is_repeated = state.has_closure = False
-        state.proof = state.frame = None
+        state = self._calls.of[number]
+        is_counted = self._probed[number].method != UPDATE and not self._calls.has_two_parts
+        state.end()
         if is_counted:  # the log has the step already: its states are those that there are
             self._record(lambda recording: recording.record_update(self.step, number))
             self._refresh_watch()
@@ -683,7 +651,7 @@ class Recorder:
 
     def _failed_proof(self, number: int) -> str | None:
         """Why the method of an optimizer does not give what it did; None if it does. All ranks get the same answer."""
-        state = self._calls[number]
+        state = self._calls.of[number]
         reason = "the closure was called several times in one step" if state.is_repeated else None
         if reason is None and state.proof is not None:
             reason = state.proof.difference()
@@ -693,14 +661,13 @@ class Recorder:
                 self._count_as_proved()
         if not state.proof_is_due:
             return reason
-        if reason is None and self._prover is not None and self._has_difference():
-            reason = self._prover.difference
+        reason = reason or self._proof.difference
         return next((one for one in ranks.gather(reason) if one is not None), None)
 
     def _count_as_proved(self) -> None:
         """Count the step that is being recorded as proved, if all steps before it are."""
-        if self._is_last_call and self._proved == self.step and self._between.is_complete:
-            self._proved += 1
+        if self._calls.is_last and self._between.is_complete:
+            self._proof.count(self.step + 1)
 
     def _fall_back(self, number: int, reason: str) -> None:
         """Record the steps of an optimizer as updates from now on, in a new segment."""
@@ -715,28 +682,28 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Start a broken recording again, or copy pieces of a base. All states belong to one step here."""
         number = self._number_of(optimizer)
-        frame = self._calls[number].frame
+        frame = self._calls.of[number].frame
         if frame is not None and frame is not step_frame():
             return  # the `step` of a subclass goes on after that of its base
-        self._calls[number].frame = None
-        if self._calls[number].is_skipped:
-            self._calls[number].is_skipped = False
+        self._calls.of[number].frame = None
+        if self._calls.of[number].is_skipped:
+            self._calls.of[number].is_skipped = False
         else:
             self._finish_call(number)
-        if not self._call:
+        if self._calls.are_complete:
             self._refresh_watch()
         done, every = self.step - self._first, self.options.retry
-        if not self._call:
+        if self._calls.are_complete:
             self._record_random_states(self.step)
-        if not self._call and _is_power_of_8(done):  # at each, all copies of all states are hashed
+        if self._calls.are_complete and _is_power_of_8(done):  # at each, all copies of all states are hashed
             self._check_copies()
         if self._bases is not None:
-            if not self._call:
+            if self._calls.are_complete:
                 self._continue_bases(self._bases)
-        elif not self._call and self._intervals.base_due(done):
+        elif self._calls.are_complete and self._intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
             self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
-        if self._call or not every or not done or done % every or self.step == self._last_retry:
+        if not self._calls.are_complete or not every or not done or done % every or self.step == self._last_retry:
             return
         self._last_retry = self.step  # only once, with several optimizers or a skipped step
         if any(ranks.gather(self.broken is not None)):
@@ -760,7 +727,7 @@ class Recorder:
         """Take what all tensors are now as what they should be before the next step."""
         if self._recording is not None and self.broken is None:
             is_early = self.step - self._first < _FIRST_PROOFS
-            is_proved = any(state.proof_is_due for state in self._calls)
+            is_proved = self._calls.are_proved
             self._between.refresh(self._recording, self.step, complete=is_early or is_proved)
 
     @torch.no_grad()
@@ -769,7 +736,7 @@ class Recorder:
 
         Returns False if the log cannot go on from the last step, because the optimizer has other states now.
         """
-        if self._recording is None or self.broken is not None or self._call:
+        if self._recording is None or self.broken is not None or not self._calls.are_complete:
             return True
         if not self._is_current():
             self._begin_again(self._track_again, replaces=not self._between.in_iteration)
@@ -784,7 +751,7 @@ class Recorder:
         if self._bases is not None or not self._intervals.base_due(self.step - self._first):
             return
         begin = time.monotonic()
-        self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
+        self._record_fingerprint()
         self._begin_again()
         self._buffers = None
         buffers = dict(persistent_buffers(self._run))
@@ -823,7 +790,15 @@ class Recorder:
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
         if every and done and (done % every == 0 or not done & (done - 1)):  # after steps 1, 2, 4, 8, …
-            self._record(lambda recording: recording.record_fingerprint(self.step, self._proof_so_far()))
+            self._record_fingerprint()
+
+    def _record_fingerprint(self) -> None:
+        """Record the hashes of all states, and what is proved of the steps before."""
+        self._record(lambda recording: recording.record_fingerprint(self.step, self._proof.so_far()))
+
+    def _record_end(self) -> None:
+        """Record the end of a segment."""
+        self._record(lambda recording: recording.record_end(self.step, self._proof.so_far()))
 
     def _record(self, work: Callable[[RankRecording], None]) -> None:
         """Record with `work` unless the recording is broken; if it breaks now, warn once."""
@@ -849,9 +824,7 @@ class Recorder:
         """End the writer. `reason`: why the recording is broken, if it is."""
         if self._bases is not None:
             self._bases.drop()
-        prover, self._prover = self._prover, None
-        if prover is not None:
-            prover.close()
+        self._proof.close()
         recording, self._recording = self._recording, None
         late = recording.close() if recording is not None else None
         self.broken = reason or self.broken or late
@@ -884,7 +857,7 @@ class Recorder:
 
         `replaces`: the segment before it does not have this state.
         """
-        self._record(lambda recording: recording.record_end(self.step, self._proof_so_far()))
+        self._record_end()
         self._end(None)
         try:
             prepare()
@@ -909,24 +882,6 @@ def _warn(text: str) -> None:
 
 def _is_power_of_8(number: int) -> bool:
     return number > 0 and not number & (number - 1) and number.bit_length() % 3 == 1
-
-
-@dataclass
-class _CallState:
-    """What the recorder knows of the calls of one optimizer."""
-
-    count: int = 0
-    flags: list[Any] | None = None
-    """The options of all groups but their numbers, at the last call."""
-    proof_is_due: bool = False
-    proof: StepProof | None = None
-    has_closure: bool = False
-    frame: FrameType | None = None
-    """The frame that calls the hooks of the outermost `step`."""
-    is_open: bool = False
-    """Was what it is given recorded, and not yet what it did?"""
-    is_repeated: bool = False
-    is_skipped: bool = False
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:

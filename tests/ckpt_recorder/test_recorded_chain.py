@@ -249,8 +249,8 @@ def test_prover_names_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
         for _ in range(22):
             train(net, optimizer)
         recorder._record(lambda recording: recording.record_fingerprint(22))
-        assert recorder._prover is not None
-        recorder._prover.wait_for(22, 60)
+        assert recorder._proof.has_process
+        recorder._proof.wait_for(22, 60)
         for _ in range(2):
             train(net, optimizer)
     verified = ckpt("verify", tmp_path / "run.chain", "--replay")
