@@ -63,6 +63,10 @@ BFLOAT16: dict[str, Make] = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, 3e-4),
     "AdamW fused": lambda p: torch.optim.AdamW(p, 3e-4, fused=True),
     "SGD momentum": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    "Adam with weight decay": lambda p: torch.optim.Adam(p, 3e-4, weight_decay=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, 3e-4),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 3e-4),
+    "Muon (matrices)": FLOAT32["Muon (matrices)"],
     "Kahan": lambda p: own.Kahan(p, 1e-3),
 }
 

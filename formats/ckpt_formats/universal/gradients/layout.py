@@ -34,7 +34,8 @@ ALONE = 1 << 16
 """A part with this many elements, or more, shares no chunk with other parts."""
 MAX_WHOLE = 1 << 26
 """The maximum number of elements of a tensor that is stepped as a whole."""
-MAX_THREADS = 1 << 12
+MAX_THREADS = 1 << 10
+"""The maximum number of threads with which a step is replayed: each takes memory."""
 UPDATE = "update"
 """The method of an optimizer whose steps are not replayed: the log has the states after each step (`Kind.VALUES`)."""
 STEPPED = ("float32", "bfloat16", "float16")
