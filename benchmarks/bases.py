@@ -151,7 +151,7 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
                 time.sleep(0.05)
             schedule._from = recorder.step + 1 - _NEVER
             optimizer.step()
-            assert schedule._begun == recorder.step
+            assert schedule._making_since == recorder.step
             clock.times.clear()
             for _ in range(spread):
                 time.sleep(max(0.0, clock.begin + seconds - time.perf_counter()))  # forward and backward

@@ -47,7 +47,7 @@ class BaseSchedule:
         """Ends the process if the recorder is collected before it is closed."""
         self._from = 0
         """The step from which the interval to the next base counts."""
-        self._begun: int | None = None
+        self._making_since: int | None = None
         """The step after which this rank began a base that is not done."""
         self._steps_left = 0
         """The number of steps after which pieces of a base are still copied, the same on all ranks."""
@@ -75,9 +75,9 @@ class BaseSchedule:
                 self._unclosed.atexit = False
         if self.process is not None:
             self._warn(self.process)
-            if self._begun is not None and self.process.is_ready:
-                self._intervals.base_copied(self.process.waited, step - self._begun)
-                self._begun = None
+            if self._making_since is not None and self.process.is_ready:
+                self._intervals.base_copied(self.process.waited, step - self._making_since)
+                self._making_since = None
         if not self._steps_left and self._intervals.base_due(step - self._from):
             self._begin(step)
         if self._steps_left:
@@ -91,7 +91,7 @@ class BaseSchedule:
         if process is not None:
             process.drop()
             process.close(wait=False)
-        self._begun = None
+        self._making_since = None
 
     def close(self) -> None:
         """Wait for the base that was begun, and end the process."""
@@ -114,7 +114,7 @@ class BaseSchedule:
                 self.drop()  # another one starts after the next step
             return
         assert process is not None
-        self._from = self._begun = step
+        self._from = self._making_since = step
         self._steps_left = self.spread
         process.begin(step)
 

@@ -87,12 +87,12 @@ class BetweenSteps:
         self._watch.refresh(tensors, complete=complete, always=updated)
         others: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
         others |= {one: tensor for one, tensor in tensors.items() if isinstance(one, WatchedTensor)}
-        found = self._watch.changed_earlier(others, last)
-        for one in (one for one in found if isinstance(one, WatchedTensor)):
+        earlier = self._watch.changed_earlier(others, last)
+        for one in (one for one in earlier if isinstance(one, WatchedTensor)):
             content = {one.name: as_saved(self._run, one.name, tensors[one])}
             self._record(partial(RankRecording.record_tensors, step=last, role=one.role, tensors=content))
-        if found:
-            first, names = min(found.values()), [one.name for one in found]
+        if earlier:
+            first, names = min(earlier.values()), [one.name for one in earlier]
             self._record(lambda recording: recording.record_doubt(first, last - 1, names))
             _LOG.warning(
                 "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",
@@ -139,13 +139,13 @@ class BetweenSteps:
                 sets.setdefault((at, one.name), []).append(one.number)
             else:
                 live.setdefault(at, set()).add(one.number)
-        lost = [one.number for one in removed if isinstance(one, WatchedState)]
-        self.is_known &= not any(map(recording.is_replayed, lost))
+        unknown = [one.number for one in removed if isinstance(one, WatchedState)]
+        self.is_known &= not any(map(recording.is_replayed, unknown))
         if not self.is_known:
-            lost += (number for numbers in sets.values() for number in numbers)
+            unknown += (number for numbers in sets.values() for number in numbers)
             sets.clear()
-        if lost:
-            live.setdefault(place, set()).update(lost)
+        if unknown:
+            live.setdefault(place, set()).update(unknown)
         for (at, name), numbers in sets.items():
             self.is_ahead |= at == "before"
             step = last + (at == "before")

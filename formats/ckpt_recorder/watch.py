@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldHash:
+class _KnownHash:
     """The hash of a piece of a tensor."""
 
     place: tuple[int, int]
@@ -51,7 +51,7 @@ class StateWatch(Generic[Key]):
         self._places: dict[Key, tuple[int, int]] = {}
         self._hashes: dict[tuple[Key, int], int] = {}
         self._marks: dict[Key, tuple[tuple[int, int], tuple[int, ...]]] = {}
-        self._held: dict[tuple[Key, int], _HeldHash] = {}
+        self._known: dict[tuple[Key, int], _KnownHash] = {}
         """The last hashes of tensors that nothing should change without a version, of all turns."""
         self._suspects: dict[Key, None] = {}
         self._has_new_suspects = False
@@ -75,7 +75,7 @@ class StateWatch(Generic[Key]):
         self._hashes = {piece: _hash(tensors[piece[0]], piece[1]) for piece in window}
 
     def changed_earlier(self, tensors: Mapping[Key, torch.Tensor], moment: int) -> dict[Key, int]:
-        """Tensors that changed without a version before the last refresh, and were not found then.
+        """Tensors that changed without a version before the last refresh, and were not seen then.
 
         Args:
             tensors: Those that nothing changes without a version, of those at the last refresh.
@@ -84,27 +84,29 @@ class StateWatch(Generic[Key]):
         Returns:
             For each tensor that changed the last look at which it had the values that were known.
         """
-        found = self._compare_held(tensors, {piece: one for piece, one in self._hashes.items() if piece[0] in tensors})
-        if found:  # others may have changed in the same way
+        earlier = self._compare_known(
+            tensors, {piece: one for piece, one in self._hashes.items() if piece[0] in tensors}
+        )
+        if earlier:  # others may have changed in the same way
             pieces = [(key, index) for key, tensor in tensors.items() for index in range(_count(tensor))]
-            found |= self._compare_held(tensors, {piece: _hash(tensors[piece[0]], piece[1]) for piece in pieces})
-            self._suspect(found)
+            earlier |= self._compare_known(tensors, {piece: _hash(tensors[piece[0]], piece[1]) for piece in pieces})
+            self._suspect(earlier)
         for (key, index), old in self._hashes.items():
             if key in tensors:
-                self._held[key, index] = _HeldHash(self._places[key], old, moment)
-        return found
+                self._known[key, index] = _KnownHash(self._places[key], old, moment)
+        return earlier
 
-    def _compare_held(
+    def _compare_known(
         self, tensors: Mapping[Key, torch.Tensor], hashes: Mapping[tuple[Key, int], int]
     ) -> dict[Key, int]:
-        found: dict[Key, int] = {}
+        earlier: dict[Key, int] = {}
         for piece, new in hashes.items():
-            held = self._held.get(piece)
-            if held is not None and held.place == _place_of(tensors[piece[0]]) and held.hash != new:
-                found[piece[0]] = min(held.moment, found.get(piece[0], held.moment))
-        for piece in [piece for piece in self._held if piece[0] in found]:
-            del self._held[piece]
-        return found
+            known = self._known.get(piece)
+            if known is not None and known.place == _place_of(tensors[piece[0]]) and known.hash != new:
+                earlier[piece[0]] = min(known.moment, earlier.get(piece[0], known.moment))
+        for piece in [piece for piece in self._known if piece[0] in earlier]:
+            del self._known[piece]
+        return earlier
 
     def _suspect(self, keys: Collection[Key]) -> None:
         """Hash tensors from now on."""
@@ -117,7 +119,7 @@ class StateWatch(Generic[Key]):
             self._places[key] = _place_of(tensor)
             self._marks.pop(key, None)
             for index in range(_count(tensor)):
-                self._held.pop((key, index), None)
+                self._known.pop((key, index), None)
                 if (key, index) in self._hashes:
                     self._hashes[key, index] = _hash(tensor, index)
 

@@ -398,7 +398,7 @@ def most_for_a_row(edit: str, run: ckpt.Checkpoint, parameter: ckpt.types.Parame
     """Bytes that a row of an edited weight may cost: a row of float32, or all chunks that encode it."""
     row, sources = 4 * parameter.shape[1], 2 if edit in ("average", "merge_lora") else 1
     if run.format == "universal" or (run.path / "chain.json").is_file():
-        return 2 * sources * parameter.nbytes
+        return 2 * sources * parameter.nbytes + 64  # a chunk in a log has a head
     return sources * row + (4 if edit == "merge_lora" else 0)  # of the adapter: all of A, a row of B
 
 

@@ -119,7 +119,10 @@ def test_requests_ahead_give_the_same_bytes(
         done = ckpt(command[0], source, tmp_path / target, *command[1:])
         assert done.code == 0, done.err
     assert contents(tmp_path / "store") == contents(tmp_path / "local")
-    assert sum(planned) > 0.9 * sum(requested) > 0
+    if name == "recorded-2":  # its states are in a log alone, of which nothing is requested ahead
+        assert not requested
+    else:
+        assert sum(planned) > 0.9 * sum(requested) > 0
     assert ckpt("verify", url).code == ckpt("verify", SAMPLES / name).code
     assert ckpt("diff", url, SAMPLES / name).code == 0
 

@@ -88,7 +88,7 @@ class Run:
         bases = self.until_ready()
         self.recorder._bases._from = self.recorder.step + 1 - EVERY
         self.step()
-        assert self.recorder._bases._begun == self.recorder.step
+        assert self.recorder._bases._making_since == self.recorder.step
         return bases
 
     @property
