@@ -100,6 +100,9 @@ def test_the_names_of_files_are_refused_with_those_of_the_library() -> None:
     states = run(1).parameters["w"].states
     with pytest.raises(KeyError, match="`param` of files is named `model`"):
         states["param"]
+    with pytest.raises(KeyError, match="`fp32` of files is named `master`"):
+        states.get("fp32")
+    assert states.get("exp_avg_sq") is None
     with pytest.raises(KeyError, match=r"^'exp_avg_sq'$"):
         states["exp_avg_sq"]
     with pytest.raises(InvalidArgumentError, match="`w`: the state `fp32` of files is named `master`"):

@@ -8,7 +8,7 @@ All other states have the optimizer's name. An optimizer's own `model` or `maste
 `optimizer.master` in the library, so that two states never share a name.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 MASTER = "master"
 """The state that the optimizer updates. It is float32 in nearly all runs."""
@@ -60,7 +60,17 @@ def _is_own(name: str) -> bool:
 
 
 class States(dict[str, _T]):
-    """The states of a parameter by the library's names. For a name of files, the `KeyError` states the library's."""
+    """The states of a parameter by the library's names.
+
+    For a name of files, a look-up raises a `KeyError` that states the library's name. So does `get`, which would find
+    no master for `fp32` where there is one.
+    """
 
     def __missing__(self, name: object) -> _T:
         raise KeyError((renamed(name) if isinstance(name, str) else None) or name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The state of this name, else `default`. Raises `KeyError` for a name of files."""
+        if name in _STATES:
+            raise KeyError(renamed(name))
+        return super().get(name, default)
