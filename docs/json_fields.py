@@ -228,6 +228,10 @@ _SEGMENT = {
     "exact?": ("bool", "whether replayed states are exact"),
     "proved?": ("int?", "the last step up to which a replay beside the run had its states; null without proofs"),
     "difference?": ("text?", "how that replay differed from the run"),
+    "doubts?": (
+        [{"first": ("int", "the first step"), "last": ("int", "the last one"), "tensors": (["text"], "their names")}],
+        "steps at which tensors may have had other values: the run changed them in a way that torch does not count",
+    ),
     "elements?": ("int", "elements that each step changes"),
     "stored_nbytes?": ("int", "bytes"),
     "nbytes_per_parameter?": ("number", "bytes of a step for each parameter"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt.chains.segments import SegmentView, steps_nbytes
-from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.core.text import format_nbytes, printable
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.gradients.layout import LoggedOptimizer
@@ -29,6 +29,7 @@ def to_json(view: SegmentView) -> dict[str, Any]:
         "exact": segment.is_exact,
         "proved": _proved(segment),
         "difference": segment.difference,
+        "doubts": [{"first": one.first, "last": one.last, "tensors": list(one.names)} for one in segment.doubts],
         "elements": segment.layout.numel,
         "stored_nbytes": segment.nbytes,
         "nbytes_per_parameter": round(steps_nbytes(segment) / max(steps * segment.layout.numel, 1), 4),
@@ -67,6 +68,9 @@ def _proved(segment: "Segment") -> int | None:
 def _proof(segment: "Segment") -> Iterator[str]:
     if segment.difference is not None:
         yield f"  DIFFERS from the run: {segment.difference}"
+    for one in segment.doubts:
+        names = ", ".join(f"`{printable(name)}`" for name in one.names[:3]) + ", …" * (len(one.names) > 3)
+        yield f"  in doubt: {names} at steps {one.first} to {one.last}, changed in a way that torch does not count"
     if not segment.has_proofs:
         return
     if segment.proved >= segment.last:

@@ -13,6 +13,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_recorder import Recorder, watch
 from ckpt_recorder.watch import StateWatch
+from damage import ckpt
 
 CHANGED, STEPS = 19, 24
 
@@ -44,7 +45,11 @@ def test_frozen_tensors_that_were_changed_by_numpy_are_found_and_the_steps_betwe
         is_exact = all(np.array_equal(values, truths[step - 1][name]) for name, values in restored.items())
         outcomes[step] = is_exact, is_doubtful
     assert outcomes == {CHANGED - 4: (True, False), CHANGED: (False, True), STEPS: (True, False)}
-    assert re.search(r"steps \d+ to \d+ are in doubt: `teacher.(weight|bias)`", caplog.text)
+    logged = re.search(r"steps (\d+ to \d+) are in doubt: `teacher.(weight|bias)`", caplog.text)
+    assert logged is not None
+    assert re.search(
+        f"in doubt: `teacher.(weight|bias)`.* at steps {logged[1]},", ckpt("log", tmp_path / "run.chain").out
+    )
 
 
 def test_watch_finds_what_was_changed_between_two_turns_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

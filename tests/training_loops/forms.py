@@ -122,7 +122,7 @@ def compiled_step(run: Run) -> None:
 def compiled_step_method(run: Run) -> None:
     """`optimizer.step = torch.compile(optimizer.step)`, compiled after the recorder's start."""
     model = mlp()
-    optimizer = adamw(model, torch.tensor(1e-2), fused=False, foreach=True)
+    optimizer = adamw(model, fused=False, foreach=True)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     plain(run, model, optimizer)
 

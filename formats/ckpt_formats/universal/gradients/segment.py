@@ -47,6 +47,15 @@ class LoggedUpdate:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Steps at which some tensors may have had other values than the log has."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Segment:
     """A segment with the steps after `layout.first`."""
 
@@ -143,10 +152,15 @@ class Segment:
         texts = (record.meta.get("differs") for log in self.logs for record in log.records)
         return next((text for text in texts if isinstance(text, str)), None)
 
-    def doubt(self, step: int) -> tuple[str, ...]:
-        """The names of tensors that may have had other values at a step, because nothing saw that the run set them."""
+    @cached_property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """The steps at which tensors may have had other values, because nothing saw that the run set them."""
         rows: Iterator[Any] = (record.meta.get("doubt") for log in self.logs for record in log.records)
-        named = (row[2] for row in rows if _is_doubt(row) and row[0] <= step <= row[1])
+        return tuple(dict.fromkeys(Doubt(row[0], row[1], tuple(row[2])) for row in rows if _is_doubt(row)))
+
+    def doubt(self, step: int) -> tuple[str, ...]:
+        """The names of tensors that may have had other values at a step."""
+        named = (one.names for one in self.doubts if one.first <= step <= one.last)
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def nbytes_upto(self, rank: int, step: int) -> int:
