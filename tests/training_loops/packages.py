@@ -123,18 +123,10 @@ def torchao(run: Run, name: str, dtype: torch.dtype = torch.float32, **options: 
             run.after()
 
 
-@loop("bitsandbytes")
-def bnb_4bit_base_with_lora(run: Run) -> None:
-    """QLoRA: the frozen base is packed into 4 bits."""
-    import bitsandbytes
-
-    torch.manual_seed(1)
-    base = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
-    base.load_state_dict(nn.Linear(64, 64).state_dict())
-    base.to("cpu")
-    layers = {"up": nn.Linear(7, 64), "base": base, "low": nn.Linear(64, 2, bias=False)}
+def with_lora(run: Run, base: nn.Module) -> None:
+    """Train a low-rank change of a frozen base, as QLoRA does."""
+    layers = {"up": nn.Linear(7, 64), "base": base.requires_grad_(False), "low": nn.Linear(64, 2, bias=False)}
     model = nn.ModuleDict({**layers, "high": nn.Linear(2, 64, bias=False), "head": nn.Linear(64, 3)})
-    model["base"].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -147,6 +139,17 @@ def bnb_4bit_base_with_lora(run: Run) -> None:
             loss_of(forward, step).backward()
             optimizer.step()
             run.after()
+
+
+@loop("bitsandbytes")
+def bnb_4bit_base_with_lora(run: Run) -> None:
+    """The frozen base is packed into 4 bits."""
+    import bitsandbytes
+
+    torch.manual_seed(1)
+    base = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
+    base.load_state_dict(nn.Linear(64, 64).state_dict())
+    with_lora(run, base.to("cpu"))
 
 
 @loop("torchao")
@@ -155,19 +158,6 @@ def torchao_base_with_lora(run: Run) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     torch.manual_seed(1)
-    layers = {"up": nn.Linear(7, 64), "base": nn.Linear(64, 64), "low": nn.Linear(64, 2, bias=False)}
-    model = nn.ModuleDict({**layers, "high": nn.Linear(2, 64, bias=False), "head": nn.Linear(64, 3)})
-    quantize_(model["base"], Int8WeightOnlyConfig())
-    model["base"].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        h = model["up"](x)
-        return model["head"](model["base"](h) + model["high"](model["low"](h)))
-
-    with run.record(model, optimizer):
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(forward, step).backward()
-            optimizer.step()
-            run.after()
+    base = nn.Linear(64, 64)
+    quantize_(base, Int8WeightOnlyConfig())
+    with_lora(run, base)
