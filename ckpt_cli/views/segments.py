@@ -29,7 +29,9 @@ def to_json(view: SegmentView) -> dict[str, Any]:
         "exact": segment.is_exact,
         "proved": _proved(segment),
         "difference": segment.difference,
-        "doubts": [{"first": one.first, "last": one.last, "tensors": list(one.names)} for one in segment.doubts],
+        "doubts": [
+            {"first": one.first, "last": one.last, "tensors": list(one.names)} for one in segment.doubtful_steps
+        ],
         "elements": segment.layout.numel,
         "stored_nbytes": segment.nbytes,
         "nbytes_per_parameter": round(steps_nbytes(segment) / max(steps * segment.layout.numel, 1), 4),
@@ -68,7 +70,7 @@ def _proved(segment: "Segment") -> int | None:
 def _proof(segment: "Segment") -> Iterator[str]:
     if segment.difference is not None:
         yield f"  DIFFERS from the run: {segment.difference}"
-    for one in segment.doubts:
+    for one in segment.doubtful_steps:
         names = ", ".join(f"`{printable(name)}`" for name in one.names[:3]) + ", …" * (len(one.names) > 3)
         yield f"  in doubt: {names} at steps {one.first} to {one.last}, changed in a way that torch does not count"
     if not segment.has_proofs:

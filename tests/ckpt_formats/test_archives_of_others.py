@@ -1,7 +1,9 @@
-"""Archives of NumPy (`.npz`) and of Stable-Baselines3: read by their members, whatever their ending; no pickle is."""
+"""Archives of NumPy and of Stable-Baselines3, and tars: read by their members, whatever their ending; no pickle is."""
 
 import io
+import pickle
 import struct
+import tarfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -205,3 +207,71 @@ def test_each_optimizer_of_an_agent_gets_the_parameters_that_it_numbers() -> Non
                 assert np.array_equal(moment, states[number]["exp_avg"].numpy())
     assert "ent_coef_optimizer" in checkpoint.extras
     assert not any("critic_target" in name for group in checkpoint.groups for name in group.names)
+
+
+def weights_file(**tensors: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensors or {"w": torch.arange(60.0).reshape(5, 12), "b": torch.ones(3, dtype=torch.bfloat16)}, stream)
+    return stream.getvalue()
+
+
+def tarred(members: dict[str, bytes], format: int = tarfile.PAX_FORMAT) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:", format=format) as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+NEMO = {"./model_config.yaml": b"lr: 1\n", "./model_weights.ckpt": weights_file(), "./tokenizer.model": bytes(9)}
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("name", ["model.nemo", "model.tar", "model.pt"])
+def test_a_file_of_torch_in_a_tar_is_read_where_it_is(name: str, format: int, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(tarred(NEMO | {"a/" * 60 + "long.txt": b"x"}, format))
+    checkpoint = open_checkpoint(tmp_path / name)
+    assert read(checkpoint["w"].weight).tolist() == torch.arange(60.0).reshape(5, 12).tolist()
+    assert read(checkpoint["b"].weight).dtype.name == "bfloat16"
+    assert checkpoint.origin.engine == "nemo"
+    assert dict(checkpoint.extras) == {"model_config.yaml": "lr: 1\n", "long.txt": "x"}
+    assert any(one.names == ("./tokenizer.model",) for one in checkpoint.notices)
+    assert any("read as tar, by its content" in one.text for one in checkpoint.notices) is name.endswith(".pt")
+
+
+def test_a_flipped_bit_in_a_tar_is_found(tmp_path: Path) -> None:
+    data = tarred(NEMO)
+    at = data.index(torch.arange(60.0).numpy().tobytes())
+    (tmp_path / "m.nemo").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert ckpt("verify", tmp_path / "m.nemo").code == BROKEN
+
+
+def _with_size(size: bytes, kind: bytes) -> bytes:
+    """The archive whose first header states another size and kind, with a true checksum."""
+    head = bytearray(tarred(NEMO)[:512])
+    head[124:136], head[156:157], head[148:156] = size, kind, b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + tarred(NEMO)[512:]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (tarred({"a.yaml": b"x"}), UnsupportedError, "no file of torch.save"),
+        (tarred({"a.pt": weights_file(), "b.pt": weights_file()}), UnsupportedError, "2 files of tensors"),
+        (tarred(NEMO)[:2000], CorruptError, "ends after the end of the archive"),
+        (_with_size(b"77777777777\0", b"x"), UnsafeError, "would exhaust memory"),
+        (_with_size(b"77777777777\0", b"0"), CorruptError, "ends after the end of the archive"),
+        (_with_size(b"\x80" + b"\xff" * 11, b"0"), CorruptError, "tar|ends after"),
+        (tarred({"model_weights.ckpt": pickle.dumps(object())}), UnsupportedError, "no file of torch.save"),
+    ],
+    ids=["no-weights", "two", "cut", "huge-header", "huge-member", "size-in-binary", "a-pickle"],
+)
+def test_a_tar_that_is_not_what_it_claims_is_refused(
+    content: bytes, error: type[CkptError], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "m.nemo").write_bytes(content)
+    with pytest.raises(error, match=message):
+        open_checkpoint(tmp_path / "m.nemo")

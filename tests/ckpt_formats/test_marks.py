@@ -72,8 +72,8 @@ NAMES = [
     "model/pp_00/tp_00/sdp_00.pt",
     "pp_00/tp_00/sdp_00.pt",
 ]
-STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}")
-"""How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON."""
+STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}", bytes(257) + b"ustar")
+"""How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON, a tar."""
 TOGETHER = [["mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"], [".metadata", "common.pt"]]
 TOGETHER += [["modules.json", "1_Pooling/config.json"], ["model.safetensors", "config.json"], ["x.bin", "optimizer.pt"]]
 TOGETHER += [["pytorch_model_fsdp_0/.metadata", "scheduler.pt"], ["model_rank0.pt", "model_rank1.pt"]]
@@ -99,7 +99,7 @@ def test_sample_that_a_format_detects_has_its_marks() -> None:
     assert len(checked(path for path in (SAMPLES, *SAMPLES.rglob("*")) if path.suffix != ".safetensors")) > 6
 
 
-@pytest.mark.parametrize("start", STARTS, ids=repr)
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: repr(start[-12:]))
 def test_name_that_a_format_detects_has_its_marks(start: bytes, tmp_path: Path) -> None:
     def places() -> Iterator[Path]:
         for i, names in enumerate([*([name] for name in NAMES), *TOGETHER]):
@@ -111,5 +111,7 @@ def test_name_that_a_format_detects_has_its_marks(start: bytes, tmp_path: Path) 
 
     detected = checked(places())
     if start == b"PK\x03\x04":
-        # The pointer of Megatron must have a number, and an archive of Stable-Baselines3 its members.
-        assert detected >= set(FORMATS) - {"megatron", "stable-baselines3"}, set(FORMATS) - detected
+        # The pointer of Megatron must have a number, an archive of Stable-Baselines3 its members, and a tar its head.
+        assert detected >= set(FORMATS) - {"megatron", "stable-baselines3", "tar"}, set(FORMATS) - detected
+    if b"ustar" in start:
+        assert "tar" in detected

@@ -6,6 +6,7 @@ from collections.abc import Collection
 HEAD_NBYTES = 512
 """How many bytes of a file suffice: tar states itself at byte 257."""
 
+TAR = re.compile(rb".{257}ustar", re.DOTALL)
 ZIP = re.compile(rb"PK\x03\x04")
 PICKLE = re.compile(rb"\x80[\x00-\x05]")
 SAFETENSORS = re.compile(rb".{4}\0{4}[{]", re.DOTALL)

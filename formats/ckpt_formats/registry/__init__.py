@@ -30,10 +30,11 @@ FORMATS: dict[str, str] = {
     "flax": "ckpt_formats.engines.flax:Flax",
     "numpy": "ckpt_formats.engines.npz:NumPy",
     "stable-baselines3": "ckpt_formats.engines.stable_baselines3:StableBaselines3",
+    "tar": "ckpt_formats.engines.tar:Tar",
     "torch": "ckpt_formats.engines.torch_save:Torch",
     "torch-folder": "ckpt_formats.engines.torch_folder:TorchFolder",
 }
-ONLY_READ = ("chain", "fairseq2", "fsdp-ranks", "numpy", "stable-baselines3", "torchtune", "torch-folder")
+ONLY_READ = ("chain", "fairseq2", "fsdp-ranks", "numpy", "stable-baselines3", "tar", "torchtune", "torch-folder")
 """Formats that cannot be written. `writable` knows them too, but imports the format to find out."""
 
 

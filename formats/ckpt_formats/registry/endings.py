@@ -18,7 +18,7 @@ ENDINGS = {
 """Formats by the ending of a single file."""
 SINGLE_UNIVERSAL = ".ucp"
 """By its ending, a single file of the universal format is known."""
-_BY_CONTENT = ("safetensors", "torch", "flax", "numpy", "stable-baselines3")
+_BY_CONTENT = ("safetensors", "torch", "flax", "numpy", "stable-baselines3", "tar")
 """Formats of single files that are known by their content, whatever their ending."""
 _SIMILAR = 0.8
 """How much of two endings is the same if one is probably a typing error of the other."""

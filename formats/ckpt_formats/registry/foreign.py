@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt_formats.containers.file_starts import HEAD_NBYTES, PICKLE, SAFETENSORS, ZIP, is_npz, is_stable_baselines
+from ckpt_formats.containers.file_starts import HEAD_NBYTES, PICKLE, SAFETENSORS, TAR, ZIP, is_npz, is_stable_baselines
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
@@ -26,7 +26,7 @@ _KINDS = (
     (r".*(?<!\.pt)(?<!\.pth)\.(zip|tar|tgz|gz|bz2|xz|zst|7z)", "an archive"),
 )
 _HINTS = {
-    "an archive of NeMo": "It is a tar archive: unpack it, and name the folder of weights in it.",
+    "an archive of NeMo": "It is a compressed tar archive: unpack it, and name the file of weights in it.",
     "an archive": "Unpack it, and name the folder of the checkpoint.",
     "an archive of NumPy": "Name the file: by itself, it is read.",
     "an array of NumPy": "Save the arrays as safetensors: safetensors.numpy.save_file.",
@@ -39,7 +39,7 @@ _OF_TORCH = (".tar", ".pickle")
 def check_file(path: Path) -> None:
     """Raise an error for a file of another framework: by its content, or by its name if the content tells nothing."""
     head, kind = _head(path), _kind_of(path.name)
-    if SAFETENSORS.match(head) or (path.suffix.lower() in _OF_TORCH and PICKLE.match(head)):
+    if SAFETENSORS.match(head) or TAR.match(head) or (path.suffix.lower() in _OF_TORCH and PICKLE.match(head)):
         return
     if ZIP.match(head):
         if kind is None or (error := _archive_error(path)) is None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.containers.file_starts import SAFETENSORS
+from ckpt_formats.containers.file_starts import SAFETENSORS, TAR
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of
 
@@ -54,6 +54,7 @@ MARKS: dict[str, Marks] = {
     "flax": Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
     "numpy": Marks((), (), ("*.npz",), re.compile(rb"PK\x03\x04.{26}[^\0]{1,255}?\.npy", re.DOTALL)),
     "stable-baselines3": Marks((), (), ("*.zip",), re.compile(rb"PK\x03\x04.{26}(data[^./]|\w+\.pth)", re.DOTALL)),
+    "tar": Marks((), (), ("*.tar", "*.nemo"), TAR),
     "torch": Marks((), (), _TORCH, re.compile(rb"[P\x80]")),
     "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
 }

@@ -153,14 +153,14 @@ class Segment:
         return next((text for text in texts if isinstance(text, str)), None)
 
     @cached_property
-    def doubts(self) -> tuple[Doubt, ...]:
+    def doubtful_steps(self) -> tuple[Doubt, ...]:
         """The steps at which tensors may have had other values, because nothing saw that the run set them."""
         rows: Iterator[Any] = (record.meta.get("doubt") for log in self.logs for record in log.records)
         return tuple(dict.fromkeys(Doubt(row[0], row[1], tuple(row[2])) for row in rows if _is_doubt(row)))
 
     def doubt(self, step: int) -> tuple[str, ...]:
         """The names of tensors that may have had other values at a step."""
-        named = (one.names for one in self.doubts if one.first <= step <= one.last)
+        named = (one.names for one in self.doubtful_steps if one.first <= step <= one.last)
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def nbytes_upto(self, rank: int, step: int) -> int:
