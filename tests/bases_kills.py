@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from torch import distributed, nn
 
+from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
@@ -133,10 +134,16 @@ def one_round(root: Path, truth: list[str], base: str, victims: str, rng: random
 
 
 def begin_again(run: Path, step: int) -> None:
-    """Another run of one rank, whose recorder begins and ends there."""
+    """The run of one rank goes on there, and its recorder begins and ends."""
     torch.set_num_threads(1)
     net = Net()
-    with Recorder(net, torch.optim.AdamW(net.parameters(), fused=True), run, step=step):
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    restored = states.open_state(run, index.read(run), step)
+    for name, parameter in net.named_parameters():
+        values = {key: torch.from_numpy(read(one)) for key, one in restored.parameters[name].states.items()}
+        parameter.data.copy_(values.pop("model"))
+        optimizer.state[parameter] = {**values, "step": torch.tensor(float(step))}
+    with Recorder(net, optimizer, run, step=step):
         pass
 
 

@@ -199,7 +199,7 @@ folder = Path({folder!r})
 random = np.random.default_rng(0)
 shape, states, at = (5000, 384), {{}}, 0
 with (folder / "raw").open("wb") as out:
-    for name in ("fp32", "exp_avg", "exp_avg_sq"):
+    for name in ("master", "exp_avg", "exp_avg_sq"):
         values = (random.normal(0, 1, shape) ** 2 * 1e-4).astype("f4")
         out.write(values.data)
         states[name] = Tensor.of(FileBlob.packed(folder / "raw", at, shape, values.dtype))
