@@ -18,6 +18,7 @@ from ckpt_formats.universal.chain import states
 from ckpt_recorder import ranks
 from ckpt_recorder.composite_tensors import is_composite
 from ckpt_recorder.holders import RankPart
+from ckpt_recorder.proof import is_equal
 from ckpt_recorder.run import LocalPart, TrackedRun, frozen_tensors, is_local, state_names, state_of
 
 _PIECE = 4 << 20
@@ -91,8 +92,6 @@ def _has(stored: Blob | None, part: LocalPart, values: torch.Tensor, reader: Rea
             continue
         read = np.empty(stop - start, stored.dtype)
         FlatRangeBlob(stored.crop(part.box), start, stop).read_into(read, reader)
-        wanted = read.astype(np.float32)
-        unequal = wanted.view(np.uint32) != live.view(np.uint32)
-        if (unequal & ~(np.isnan(wanted) & np.isnan(live))).any():
+        if not is_equal(read.astype(np.float32), live):
             return False
     return True

@@ -85,9 +85,7 @@ class BetweenSteps:
         # No fingerprint covers what is recorded as it is.
         updated = {one for one in tensors if isinstance(one, WatchedState) and not recording.is_replayed(one.number)}
         self._watch.refresh(tensors, complete=complete, always=updated)
-        others: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-        others |= {one: tensor for one, tensor in tensors.items() if isinstance(one, WatchedTensor)}
-        earlier = self._watch.changed_earlier(others, last)
+        earlier = self._watch.changed_earlier(self._watched.others(), last)
         for one in (one for one in earlier if isinstance(one, WatchedTensor)):
             content = {one.name: as_saved(self._run, one.name, tensors[one])}
             self._record(partial(RankRecording.record_tensors, step=last, role=one.role, tensors=content))
@@ -163,8 +161,7 @@ class BetweenSteps:
     def record_others(self, step: int) -> None:
         """Record the tensors that no optimizer steps and that changed during a step: by a closure, for example."""
         # The optimizer has just changed the others, as it should.
-        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-        tensors |= {one: tensor for one, tensor in self._watched.now().items() if not isinstance(one, WatchedState)}
+        tensors = self._watched.others()
         for one in self._watch.changed(tensors):
             if isinstance(one, WatchedTensor):
                 changed = {one.name: tensors[one]}

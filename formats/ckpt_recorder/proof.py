@@ -87,7 +87,7 @@ class StepProof:
                 assert present is not None
                 if replayed is None or present.any():
                     return f"another set of states ({name!r})"
-            elif not _equal(replayed, actual):
+            elif not is_equal(replayed, actual):
                 return f"other values in {name!r}"
         for name, value in state.items():
             if name not in after and name != "step" and value is not None:
@@ -151,8 +151,8 @@ def _copy(tensor: torch.Tensor) -> Array:
     return values
 
 
-def _equal(values: Array, others: Array) -> bool:
-    """Are all bits equal? All NaNs are equal."""
+def is_equal(values: Array, others: Array) -> bool:
+    """Are all bits of two arrays of float32 equal? All NaNs are equal."""
     if values.shape != others.shape or values.dtype != others.dtype:
         return False
     unequal = values.view(np.uint32) != others.view(np.uint32)

@@ -470,7 +470,11 @@ class WatchedTensors:
 
     def now(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
         """The tensors as they are now."""
-        tensors = self.states()
+        return self.states() | self.others()
+
+    def others(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
+        """Those that no optimizer steps: buffers and frozen parameters."""
+        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
         for key, module, name in self._buffers:
             tensor = module._buffers[name] if name in module._buffers else None  # noqa: SIM401 -- nor got
             if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
