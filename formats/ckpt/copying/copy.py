@@ -18,7 +18,7 @@ from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import Plan, Receipt
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.seal_file import SealedFile, seal_of_file, to_bytes
 from ckpt_formats.registry.seal_places import place_of_file
@@ -59,7 +59,7 @@ class Copy(Checked):
         count_bytes = count_to(selection.nbytes, progress)
         with self._sealed() as seal_files:
             result = pipeline.write(plan, selection.source, self._target, format, execution, count_bytes)
-        if isinstance(self._target, StorePath):
+        if is_remote(self._target):
             compare_objects(self._target, _in_store(self._target, format.unseen))
         checksums = sum(map(len, selection.seals.values()))
         zeros = () if selection.opened is None else tuple(zero_notices(selection.opened, format.zeros))

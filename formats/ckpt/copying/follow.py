@@ -28,7 +28,7 @@ from ckpt_formats.core.errors import (
     OutputError,
 )
 from ckpt_formats.core.files import Reader, write_all
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.bucket import part_nbytes
 from ckpt_formats.stores.e_tags import RunningTag
@@ -204,7 +204,7 @@ class _ChainCopy:
         """Put a range of a file as an object, unless this process has done so. One that is there is compared."""
         if key in self.done and key in there:
             return
-        is_whole = not isinstance(path, StorePath) and (begin, end) == (0, path.stat().st_size)
+        is_whole = not is_remote(path) and (begin, end) == (0, path.stat().st_size)
         part = path if is_whole else self.place.temporary / "part"
         digest, tag = _read(path, begin, end, None if is_whole else part)
         stored = there.get(key)
@@ -243,7 +243,7 @@ class _ChainCopy:
 @contextmanager
 def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
     path = target_path(target)
-    if not isinstance(path, StorePath):
+    if not is_remote(path):
         raise InvalidArgumentError(
             "only a copy in a store is brought to what a chain is now",
             where=path,

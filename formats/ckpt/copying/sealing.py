@@ -27,7 +27,7 @@ from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.seal_checks import SealChecks
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.opening import OWN_FORMATS
@@ -68,7 +68,7 @@ class SealPlan:
 
 def plan_seal(path: StrPath) -> SealPlan:
     """What `seal` would do. No tensor is read. Raises as `seal`."""
-    text = str(path) if isinstance(path, StorePath) else os.fspath(path)
+    text = str(path) if isinstance(path, Path) else os.fspath(path)
     target_path(text)  # raises for a store that is only read
     place = source_path(text)
     if locate(place).format.name in OWN_FORMATS:
@@ -194,7 +194,7 @@ def _ends(nbytes: int, borders: Sequence[int]) -> tuple[int, ...]:
 def write_seal_file(place: Path, files: Mapping[str, SealedFile]) -> None:
     """Write a seal file, which appears when it is whole, and replaces nothing. Raises `OutputError`."""
     content = to_bytes(files)
-    if isinstance(place, StorePath):
+    if is_remote(place):
         from ckpt_formats.stores.bucket import Bucket  # only if there is a store
 
         try:
@@ -223,7 +223,7 @@ def write_seal_file(place: Path, files: Mapping[str, SealedFile]) -> None:
 def remove_seal_file(place: Path) -> None:
     """Remove a seal file that this process wrote. What cannot be removed stays."""
     with suppress(OSError):
-        if isinstance(place, StorePath):
+        if is_remote(place):
             from ckpt_formats.stores.bucket import Bucket  # only if there is a store
 
             Bucket(place.store.url).delete([place.key])

@@ -22,7 +22,7 @@ from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.files import Reader, Seal, write_all
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.seal_checks import verify_seals
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.zero_runs import ZeroRun
 from ckpt_formats.stores.e_tags import TAG, RunningTag
@@ -66,7 +66,7 @@ class Verbatim(WritableFormat):
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         """Compare what is in a store with what was read, then copy the files by which the format knows the whole."""
-        if isinstance(self.target, StorePath):
+        if is_remote(self.target):
             compare_objects(self.target, [receipt for receipt in receipts if receipt.e_tag])
         self.unseen.extend(receipt for receipt in receipts if not receipt.e_tag)
         self.zeros.extend(run for receipt in receipts for run in receipt.zeros)
@@ -77,7 +77,7 @@ class Verbatim(WritableFormat):
 
     def _copied(self, folder: Path, one: ChosenFile, transfer: Transfer) -> Receipt:
         path, digest = folder / one.name, xxhash.xxh3_128()
-        tag = _tag_of(one.nbytes) if isinstance(self.target, StorePath) else None
+        tag = _tag_of(one.nbytes) if is_remote(self.target) else None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would be written through
         stays = self._is_uploaded_from(one)
@@ -100,7 +100,7 @@ class Verbatim(WritableFormat):
 
     def _is_uploaded_from(self, one: ChosenFile) -> bool:
         """Whether a store gets the file from where it is, because it is in the file system and copied as a whole."""
-        if one.data is not None or isinstance(one.path, StorePath) or not isinstance(self.target, StorePath):
+        if one.data is not None or is_remote(one.path) or not is_remote(self.target):
             return False
         return one.path.stat().st_size == one.nbytes
 

@@ -29,7 +29,6 @@ from ckpt_formats.core.identity import changes
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
 from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.zero_runs import ZeroRun, holes
@@ -116,7 +115,7 @@ def _cut_off(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def holes_of(checkpoint: Checkpoint) -> list[ZeroRun]:
     """The long ranges of local files that were never written. Nothing is read."""
-    return [hole for file in checkpoint.files if not isinstance(file.path, StorePath) for hole in holes(file.path)]
+    return [hole for file in checkpoint.files for hole in holes(file.path)]
 
 
 def changed(checkpoint: Checkpoint) -> list[Finding]:

@@ -19,7 +19,7 @@ from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.write_replayed import stored_delta_of
@@ -57,7 +57,7 @@ def replayed(source: Checkpoint, target: Path, needed: int, resources: Execution
     What an interrupted run replayed there is used. Raises `NoSpaceError` unless there is space for it, and for `needed`
     bytes that the target takes.
     """
-    if isinstance(target, StorePath):
+    if is_remote(target):
         with scratch_folder(resources.scratch) as scratch:
             yield _replay(source, scratch, scratch, needed, write)
         return

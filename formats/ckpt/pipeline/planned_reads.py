@@ -15,7 +15,7 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.prefetch import ObjectRange, PlannedReads, Prefetch, joined_ranges
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Tensor
 
 _MAX_ESTIMATED = 10_000
@@ -51,7 +51,7 @@ def estimate_reads(files: Sequence[FilePlan], inputs: Iterable[Path], resources:
             share = max(1.0, planned / max(1, min(done, nbytes)))
             return StoreReads(round(nbytes * share), math.ceil(requests * share))
         for raw in sources:
-            if raw.seal is not None and isinstance(raw.path, StorePath):
+            if raw.seal is not None and is_remote(raw.path):
                 sealed[raw.seal] += raw.span
     # A checksum is of a whole range, of which the rest is read, too.
     rest = sum(max(0, seal.nbytes - covered) for seal, covered in sealed.items())
@@ -60,7 +60,7 @@ def estimate_reads(files: Sequence[FilePlan], inputs: Iterable[Path], resources:
 
 def reads_from_stores(files: Iterable[Path]) -> bool:
     """Whether one of the files is in a store."""
-    return any(isinstance(file, StorePath) for file in files)
+    return any(map(is_remote, files))
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def prefetched(
 
     `plan`: of each piece, in their order, what it reads, about in the order of reading. `files`: all that are read.
     """
-    stores = {file.store: None for file in files if isinstance(file, StorePath)}
+    stores = {file.store: None for file in files if is_remote(file)}
     if not stores:
         yield [None] * len(plan)
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_formats.core.files import Seal
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import StorePath, is_remote, request
 from ckpt_formats.core.tensor import Blob
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def object_ranges(blobs: Iterable[Blob]) -> "Iterator[ObjectRange]":
     for blob in blobs:
         for raw in blob.sources():
             path = raw.path
-            if isinstance(path, StorePath):
+            if is_remote(path):
                 from ckpt_formats.core.prefetch import ObjectRange  # only stores need it
 
                 if path not in nbytes:
@@ -36,7 +36,7 @@ def object_ranges(blobs: Iterable[Blob]) -> "Iterator[ObjectRange]":
 
 def sealed_range(seal: Seal) -> "Iterator[ObjectRange]":
     """The range of a seal, if its file is in a store."""
-    if isinstance(seal.path, StorePath):
+    if is_remote(seal.path):
         from ckpt_formats.core.prefetch import ObjectRange
 
         yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
@@ -50,7 +50,7 @@ def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Itera
     waiting = deque[T]()
     for item in items:
         for one in object_ranges(blobs(item)):
-            one.path.store.request(one.path.key, one.start, one.stop - one.start)
+            request(one.path, one.start, one.stop - one.start)
         waiting.append(item)
         if len(waiting) > _AHEAD:
             yield waiting.popleft()
@@ -60,8 +60,8 @@ def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Itera
 def request_starts(paths: Iterable[Path]) -> None:
     """Request the first 64 KiB of all objects among the paths, which have most headers, and do not wait for them."""
     for path in paths:
-        if isinstance(path, StorePath) and path.is_file():
-            path.store.request(path.key, 0, _START)
+        if is_remote(path) and path.is_file():
+            request(path, 0, _START)
 
 
 def _nbytes(path: StorePath) -> int:

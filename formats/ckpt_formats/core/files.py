@@ -30,7 +30,7 @@ from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
-from ckpt_formats.core.store_path import ObjectFile, StoreError, StorePath
+from ckpt_formats.core.store_path import ObjectFile, StoreError, is_remote
 from ckpt_formats.core.zero_runs import ZeroRuns
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Reader:
         return ValueChanges()
 
     def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
-        if self._planned is None or not isinstance(path, StorePath):
+        if self._planned is None or not is_remote(path):
             return 0
         return self._planned.read_into(path, offset, view)
 
@@ -405,7 +405,7 @@ def read_settings(path: Path, max_nbytes: int) -> bytes:
 
     Raises `UnsafeError` if there are more than `max_nbytes`, and as `open_to_read`.
     """
-    if isinstance(path, StorePath):
+    if is_remote(path):
         return read_whole(path, max_nbytes)
     try:
         with path.open("rb") as file:
@@ -464,7 +464,7 @@ def unreadable(error: OSError, path: Path) -> CkptError:
     """The error for a file that the system did not let us read, with the reason; a `CkptError` stays what it is."""
     if isinstance(error, CkptError):
         return error
-    if isinstance(path, StorePath):
+    if is_remote(path):
         hint = error.hint if isinstance(error, StoreError) else None
         return NotFoundError(f"cannot be read: {error.strerror}", where=path, hint=hint)
     if error.errno == errno.EIO:

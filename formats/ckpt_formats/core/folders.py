@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_formats.core.store_path import FolderEntry, StorePath
+from ckpt_formats.core.store_path import FolderEntry, is_remote
 
 _MAX_NAMES = 200_000
 """Limit of the entries of a folder that are read."""
@@ -28,7 +28,7 @@ _TORCH_FILE_OF_A_RUN = re.compile(
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:
     """The entries of a folder, in any order. Raises `OSError`."""
-    if isinstance(path, StorePath):
+    if is_remote(path):
         yield from path.entries()
         return
     with os.scandir(path) as entries:

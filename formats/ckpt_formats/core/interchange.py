@@ -19,7 +19,7 @@ from ckpt_formats.core.files import open_to_read, unreadable
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.indexing import block_of_key
 from ckpt_formats.core.open_file import LocalFile
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import FileBlob, Tensor, checked_read
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _packed_blob(tensor: Tensor) -> FileBlob | None:
     if tensor.replicas or not tensor.size or len(tensor.fragments) != 1:
         return None
     blob = tensor.fragments[0].blob
-    if not isinstance(blob, FileBlob) or isinstance(blob.path, StorePath) or not blob.is_packed:
+    if not isinstance(blob, FileBlob) or is_remote(blob.path) or not blob.is_packed:
         return None
     return None if blob.offset % blob.dtype.alignment else blob
 

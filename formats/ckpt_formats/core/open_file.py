@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ckpt_formats.core.store_path import ObjectFile, StorePath
+from ckpt_formats.core.store_path import ObjectFile, is_remote
 
 
 class OpenFile(Protocol):
@@ -45,7 +45,7 @@ class LocalFile:
 
 def open_file(path: Path) -> LocalFile | ObjectFile:
     """Open a file to read by offset. Raises `OSError`."""
-    return ObjectFile(path) if isinstance(path, StorePath) else LocalFile(path)
+    return ObjectFile(path) if is_remote(path) else LocalFile(path)
 
 
 def as_stream(file: LocalFile | ObjectFile) -> BinaryIO:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Generator
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePath
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 from ckpt_formats.core.errors import CkptError
 
@@ -114,10 +114,10 @@ class StorePath(PosixPath):
         return hash((self.store.url, self.key))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePath) and (self.store.url, self.key) == (other.store.url, other.key)
+        return is_remote(other) and (self.store.url, self.key) == (other.store.url, other.key)
 
     def __lt__(self, other: PurePath) -> bool:
-        return self.key < other.key if isinstance(other, StorePath) else NotImplemented
+        return self.key < other.key if is_remote(other) else NotImplemented
 
     # Paths from paths. `pathlib` computes them without the store.
 
@@ -157,8 +157,9 @@ class StorePath(PosixPath):
         return Path(self.key[len(other.key) :].lstrip("/"))
 
     def is_relative_to(self, other: Any, *more: Any) -> bool:
-        inside = isinstance(other, StorePath) and other.store.url == self.store.url
-        return inside and (not other.key or self.key == other.key or self.key.startswith(f"{other.key}/"))
+        if not is_remote(other) or other.store.url != self.store.url:
+            return False
+        return not other.key or self.key == other.key or self.key.startswith(f"{other.key}/")
 
     def absolute(self) -> "StorePath":
         return self
@@ -228,6 +229,17 @@ class StorePath(PosixPath):
 
     def read_text(self, encoding: str | None = None, *rest: Any, **named: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8")
+
+
+def is_remote(path: object) -> TypeGuard[StorePath]:
+    """Whether a path is in a store. Each read of it is a request, which costs time and money."""
+    return isinstance(path, StorePath)
+
+
+def request(path: Path, offset: int, nbytes: int) -> None:
+    """Announce a small read that comes soon: a store is asked for the bytes now, a file system needs no notice."""
+    if is_remote(path):
+        path.store.request(path.key, offset, nbytes)
 
 
 def _pure(store: Store, key: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt_formats.core.store_path import is_remote
+
 LONG = 1 << 20
 """Bytes of zeros that are worth a notice."""
 _EDGE = 64
@@ -65,7 +67,12 @@ def joined_runs(runs: Iterable[ZeroRun]) -> list[ZeroRun]:
 
 
 def holes(path: Path) -> Iterator[ZeroRun]:
-    """The long ranges of a local file that were never written, as the file system states them. Nothing is read."""
+    """The long ranges of a file that were never written, as the file system states them. Nothing is read.
+
+    In a store there are none.
+    """
+    if is_remote(path):
+        return
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:

@@ -16,7 +16,7 @@ from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import read_range, read_whole
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.files_inside import HOLDS_TENSORS, files_inside
@@ -78,7 +78,7 @@ def _bytes_of_files(checkpoint: Checkpoint) -> Iterator[tuple[str, FileBlob, int
 def _head(blob: FileBlob, nbytes: int) -> bytes:
     """The first bytes; none if they are not worth a request to a store."""
     is_small = nbytes <= _MAX_STAND_IN
-    if isinstance(blob.path, StorePath) and not is_small and blob.path.suffix.lower() not in _TENSOR_ENDINGS:
+    if is_remote(blob.path) and not is_small and blob.path.suffix.lower() not in _TENSOR_ENDINGS:
         return b""
     try:
         return read_range(blob.path, blob.offset, min(nbytes, HEAD_NBYTES))

@@ -8,7 +8,6 @@ from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.endings import ENDINGS
@@ -78,7 +77,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
     if _state_of_chain(path) is not None or not path.is_dir():
         return []
-    if isinstance(path, StorePath) and is_unfinished(path):
+    if is_unfinished(path):
         return []  # `locate` says what it is
     try:
         format = _of_folder(path)
@@ -222,7 +221,7 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
-    if isinstance(path, StorePath) and is_unfinished(path):
+    if is_unfinished(path):
         raise IncompleteError(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),

@@ -4,7 +4,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 
 IN_FOLDER = f"checkpoint{SEAL_SUFFIX}"
 """The seal file of a folder. That of a file has the file's name with the suffix, and lies next to it."""
@@ -35,7 +35,7 @@ def seal_files_of(own: Set[Path], path: Path) -> list[Path]:
 def places_of_file(path: Path) -> list[Path]:
     """The seal files that exist for a single file: that of its folder, and its own."""
     places = (path.parent / IN_FOLDER, place_of_file(path))
-    if isinstance(path, StorePath):
+    if is_remote(path):
         # The listing is needed in any case, to find other parts. Without the right to it, objects are requested.
         names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()
         if names - {path.name}:

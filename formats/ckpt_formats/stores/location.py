@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
@@ -73,7 +73,7 @@ def _plain(kind: str, parts: list[str]) -> tuple[str, list[str]]:
 
 def listed_again(path: Path) -> Path:
     """The path with what is there now: the one of a store shows what was there when it was listed."""
-    if not isinstance(path, StorePath):
+    if not is_remote(path):
         return path
     return source_path(str(path), bool(getattr(path.store, "anonymous", False)))
 

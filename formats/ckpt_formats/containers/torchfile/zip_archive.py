@@ -20,7 +20,7 @@ import numpy as np
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import Seal, crc32
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote, request
 
 DEFLATED = 8
 """The method of a member that deflate compressed."""
@@ -253,16 +253,16 @@ class Archive:
 
     def _request_headers(self, first: int, stop: int) -> None:
         """In a store, request some local headers: each is far from the others, and they are needed soon."""
-        if isinstance(self.path, StorePath):
+        if is_remote(self.path):
             for header in self.directory.headers[first:stop].tolist():
-                self.path.store.request(self.path.key, self.base + header, _LOCAL_DTYPE.itemsize)
+                request(self.path, self.base + header, _LOCAL_DTYPE.itemsize)
 
     def _locate(self, first: int, stop: int, window: ByteSource) -> None:
         """Find where the data of the members `first` to `stop` begin: the lengths are in their local headers.
 
         Raises `CorruptError` if a local header contradicts the directory.
         """
-        are_far = isinstance(self.path, StorePath) and self.directory.extents[first:stop].sum() > _FAR * (stop - first)
+        are_far = is_remote(self.path) and self.directory.extents[first:stop].sum() > _FAR * (stop - first)
         group = _COMING if are_far else max(1, stop - first)
         for begin in range(first, stop, group):
             if are_far:

@@ -7,9 +7,10 @@ tensor alone.
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from threading import Lock
 
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import request
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
 _MAX_COMING = 16
@@ -19,7 +20,7 @@ _MAX_COMING = 16
 class ComingItems:
     """The items of a folder in a store, by their order in each file. Threads may share it."""
 
-    def __init__(self, folder: StorePath, items: Sequence[Collection[ItemRange]], edge: int) -> None:
+    def __init__(self, folder: Path, items: Sequence[Collection[ItemRange]], edge: int) -> None:
         """`items`: those that each metadata file names. `edge`: the bytes of an item's end that are read."""
         self._folder, self._items, self._edge = folder, items, edge
         self._extents: dict[str, list[tuple[int, int]]] | None = None
@@ -39,8 +40,8 @@ class ComingItems:
             self._places[item.file] = number, row
         path = self._folder / item.file
         for offset, nbytes in extents[number + 1 : number + 1 + min(row, _MAX_COMING)]:
-            path.store.request(path.key, offset, self._edge)
-            path.store.request(path.key, max(offset, offset + nbytes - self._edge), self._edge)
+            request(path, offset, self._edge)
+            request(path, max(offset, offset + nbytes - self._edge), self._edge)
 
     def _of(self, file: str) -> list[tuple[int, int]]:
         """The offsets and lengths of the items of a file, in order."""

@@ -19,7 +19,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.dcp.coming_items import ComingItems
@@ -92,8 +92,7 @@ class ItemReader:
     @cached_property
     def _coming(self) -> ComingItems | None:
         """None if the folder is in no store, or its metadata is not known here."""
-        is_in_store = isinstance(self.folder, StorePath) and len(self.items) > 0
-        return ComingItems(self.folder, self.items, _EDGE) if is_in_store else None  # type: ignore[arg-type]
+        return ComingItems(self.folder, self.items, _EDGE) if is_remote(self.folder) and self.items else None
 
     def _open_item(self, block: "ItemBlob") -> Blob:
         if self._coming is not None:

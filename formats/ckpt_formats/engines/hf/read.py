@@ -12,7 +12,7 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.folders import TRAINER_STATE
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.hf.components import (
@@ -97,7 +97,7 @@ def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
         text = "further models and optimizers of the run, which are read as extras under the names of their files"
         yield Notice(text, tuple(further), Weight.LOST)
     # In a store, nothing next to the folder is requested: credentials may be for the folder alone.
-    if not isinstance(folder.path, StorePath) and (folder.path.absolute().parent / _RECIPE).is_file():
+    if not is_remote(folder.path) and (folder.path.absolute().parent / _RECIPE).is_file():
         yield HAS_RECIPE
 
 
