@@ -16,7 +16,7 @@ MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)"
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick check versions campaign lint style types docs kernels wheels aarch64 test samples pictures browser clean
+.PHONY: demo quick check versions campaign lint style types kernels wheels aarch64 test samples pictures browser clean
 
 demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real DeepSpeed checkpoint
 	rm -rf demo-universal
@@ -25,11 +25,11 @@ demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real Deep
 	$(BIN)/ckpt verify demo-universal
 
 quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in a minute and a half: all but the engines and what is slow
-	$(MAKE) --jobs 2 lint docs
+	$(MAKE) --jobs 2 lint
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
 check: $(VENV)/.tested $(VENV)/.kernels browser  ## everything that CI runs
-	$(MAKE) --jobs 2 lint docs versions
+	$(MAKE) --jobs 2 lint versions
 	$(PYTEST)
 
 versions: $(VENV)/.tested $(VENV)/.kernels  ## each Python that is promised, and the lowest versions of dependencies
@@ -47,11 +47,6 @@ style: $(VENV)/.tested
 
 types: $(VENV)/.tested
 	$(BIN)/mypy
-
-docs: $(VENV)/.tested  ## docs/cli.md and docs/man must be what --help says
-	$(BIN)/python docs/make_cli.py --check
-	$(BIN)/python docs/make_man.py --check
-	$(BIN)/python docs/make_json.py --check
 
 .PHONY: site terminals dist
 
@@ -92,7 +87,7 @@ samples: $(VENV)/.tested $(VENV)/.kernels  ## make sample_checkpoints/ again, wi
 # zig compiles the kernels, so it stays in the environment: a changed source is compiled in seconds, without a new installation.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) editables hatchling ziglang
+	$(PIP) click editables hatchling ziglang
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 

@@ -1,4 +1,5 @@
 """Builds the C kernels into one library: for a wheel, for an editable install, and in place by `python hatch_build.py`.
+A wheel also gets the man pages, which `docs/make_man.py` writes.
 
 The compiler is zig, which pip fetches for the time of the build, so that no machine needs a compiler of its own.
 `CKPT_CC=gcc` takes another one; `CKPT_PLATFORM=manylinux_2_17_aarch64` builds for another platform than this.
@@ -145,8 +146,15 @@ def build_in_place() -> Path:
     return output
 
 
+def write_manual(folder: Path) -> None:
+    """Write the man pages into a new folder. Needs click."""
+    paths = [*map(str, (ROOT, ROOT / "formats", ROOT / "codecs")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, ROOT / "docs" / "make_man.py", folder], env=environment, check=True)
+
+
 class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type]
-    """Adds the library to a wheel, and gives the wheel the tag of its platform."""
+    """Adds the library and the man pages to a wheel, and gives the wheel the tag of its platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         tag = os.environ.get("CKPT_PLATFORM") or name_platform()
@@ -159,6 +167,9 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type]
         library = Path(self._folder.name) / (PLATFORMS[tag].library if tag in PLATFORMS else "libckpt")
         build(tag, library)
         build_data["force_include"][str(library)] = f"ckpt_codecs/native/{library.name}"
+        manual = Path(self._folder.name) / "man"
+        write_manual(manual)
+        build_data["shared_data"][str(manual)] = "share/man/man1"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version != "editable":

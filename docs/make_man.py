@@ -1,6 +1,6 @@
-"""Writes the man pages in docs/man from the commands' own help; with --check, fails if they are not what it says.
+"""Writes the man pages from the commands' own help into docs/man, or into the folder that is named.
 
-The wheel puts them into share/man/man1, where `man ckpt` finds them if the environment is on PATH.
+A wheel puts them into share/man/man1, where `man ckpt` finds them if the environment is on PATH. Git has none of them.
 """
 
 import re
@@ -85,20 +85,16 @@ def _plain(text: str) -> str:
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
-def main() -> int:
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(exist_ok=True)
     made = pages()
-    there = {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.1")} if FOLDER.is_dir() else {}
-    if "--check" in sys.argv[1:]:
-        if there != made:
-            print("docs/man is not what --help says: run `python docs/make_man.py`", file=sys.stderr)
-        return int(there != made)
-    FOLDER.mkdir(exist_ok=True)
-    for name in there.keys() - made.keys():
-        (FOLDER / name).unlink()
+    for path in folder.glob("*.1"):
+        if path.name not in made:
+            path.unlink()
     for name, text in made.items():
-        (FOLDER / name).write_text(text, "utf-8")
-    return 0
+        (folder / name).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Builds a wheel for each platform and compares it with what it must be: `python tests/wheels.py [PLATFORM ...]`.
 
-Needs hatchling and ziglang in this environment, and no compiler. Only this machine's wheel can be run here.
+Needs click, hatchling and ziglang in this environment, and no compiler. Only this machine's wheel can be run here.
 """
 
 import os
@@ -23,6 +23,7 @@ MOST_LIBRARY_BYTES = 500_000
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
 
+MANUAL = set(runpy.run_path(str(ROOT / "docs" / "make_man.py"))["pages"]())
 VERSION = str(runpy.run_path(str(ROOT / "formats" / "ckpt_formats" / "core" / "version.py"))["VERSION"])
 
 # The first bytes of a library, and where the machine's number stands and what it is.
@@ -73,7 +74,7 @@ def check(wheel: Path, platform: str) -> str:
         assert not [n for n in names if Path(n).suffix in (".c", ".h")]
         assert not [n for n in names if n.startswith("kernels/")]
         pages = {Path(name).name for name in names if "/data/share/man/man1/" in name}
-        assert pages == {path.name for path in (ROOT / "docs" / "man").glob("*.1")}
+        assert pages == MANUAL
         assert {"ckpt_cli/main.py", "ckpt_formats/core/version.py", "ckpt_codecs/native/library.py"} <= set(names)
         data = archive.read(library)
     first, offset, machine = FORMATS[platform]

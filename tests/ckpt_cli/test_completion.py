@@ -12,8 +12,7 @@ import pytest
 from ckpt_cli.main import COMMANDS
 from ckpt_formats.registry import FORMATS, ONLY_READ
 from damage import ckpt
-
-ROOT = Path(__file__).parents[2]
+from hatch_build import ROOT, write_manual
 
 
 def test_formats_names_all_with_their_endings_and_marks() -> None:
@@ -59,8 +58,9 @@ def test_fish_shows_whole_descriptions(tmp_path: Path) -> None:
     assert done.stdout.startswith("--dp\tdeepspeed, deepspeed-universal, megatron"), done
 
 
-def test_every_command_has_a_man_page_without_errors() -> None:
-    pages = {path.stem: path for path in (ROOT / "docs" / "man").glob("*.1")}
+def test_every_command_has_a_man_page_without_errors(tmp_path: Path) -> None:
+    write_manual(tmp_path / "man")
+    pages = {path.stem: path for path in (tmp_path / "man").iterdir()}
     assert pages.keys() == {"ckpt", *(f"ckpt-{name}" for name in COMMANDS)}
     if shutil.which("groff") is None:
         pytest.skip("groff is not here")

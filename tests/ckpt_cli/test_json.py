@@ -1,6 +1,7 @@
 """Each command's JSON has the form that docs/json.md states: every field, and no other; errors too."""
 
 import json
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from ckpt_cli.main import COMMANDS
 from damage import SAMPLES, ckpt
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCHEMAS = json.loads((DOCS / "schemas.json").read_text("utf-8"))["$defs"]
+SCHEMAS = runpy.run_path(str(DOCS / "make_json.py"))["schemas"]()["$defs"]
 ZERO1, DELTAS, TRAINER = (
     SAMPLES / name for name in ("deepspeed-0.19-zero1-bf16-dp2", "universal-1-delta", "transformers-5.23-trainer")
 )

@@ -1,9 +1,8 @@
 """The documentation is true: its links resolve, its commands exist, its example works, and nothing is left out."""
 
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -56,10 +55,10 @@ def commands_in(page: Path) -> list[list[str]]:
     return commands
 
 
-@pytest.mark.parametrize("script", ["make_cli.py", "make_man.py", "make_json.py"])
-def test_the_pages_of_commands_are_what_help_says(script):
-    done = subprocess.run([sys.executable, DOCS / script, "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", ["cli", "json"])
+def test_a_generated_page_is_what_its_script_writes(name):
+    generated = runpy.run_path(str(DOCS / f"make_{name}.py"))["page"]()
+    assert (DOCS / f"{name}.md").read_text("utf-8") == generated, f"run `python docs/make_{name}.py`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -70,6 +69,8 @@ def test_every_link_between_pages_resolves(page):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
+        if file == DOCS / "schemas.json":
+            continue  # generated, not in git
         assert file.exists(), target
         assert file.is_relative_to(ROOT), target
         if anchor:
