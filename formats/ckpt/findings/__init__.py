@@ -21,12 +21,12 @@ from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_
 from ckpt_codecs import Rounded
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
-from ckpt_formats.core.coming_reads import sealed_range
+from ckpt_formats.core.coming_reads import ObjectRange, sealed_range
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Observer, Reader, Seal, SealPart, SealTable
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.identity import changes
-from ckpt_formats.core.prefetch import ObjectRange, PlannedReads
+from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor

@@ -2,43 +2,50 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckpt_formats.core.files import Seal
 from ckpt_formats.core.store_path import StorePath, is_remote, request
 from ckpt_formats.core.tensor import Blob
 
-if TYPE_CHECKING:
-    from ckpt_formats.core.prefetch import ObjectRange
-
 T = TypeVar("T")
 
 _START = 1 << 16
-
+"""Bytes at the beginning of an object in which most headers end."""
 _AHEAD = 32
 """Items of which the values are requested before they are needed."""
 
 
-def object_ranges(blobs: Iterable[Blob]) -> "Iterator[ObjectRange]":
+@dataclass(frozen=True, slots=True)
+class ObjectRange:
+    """Bytes `start` to `stop` of an object."""
+
+    path: StorePath
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def object_ranges(blobs: Iterable[Blob]) -> Iterator[ObjectRange]:
     """The ranges of objects that the values of blobs come from. No data is read."""
     nbytes: dict[StorePath, int] = {}
     for blob in blobs:
         for raw in blob.sources():
             path = raw.path
             if is_remote(path):
-                from ckpt_formats.core.prefetch import ObjectRange  # only stores need it
-
                 if path not in nbytes:
                     nbytes[path] = _nbytes(path)
                 yield ObjectRange(path, raw.offset, min(raw.offset + raw.span, nbytes[path]))
 
 
-def sealed_range(seal: Seal) -> "Iterator[ObjectRange]":
+def sealed_range(seal: Seal) -> Iterator[ObjectRange]:
     """The range of a seal, if its file is in a store."""
     if is_remote(seal.path):
-        from ckpt_formats.core.prefetch import ObjectRange
-
         yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
 
 
@@ -50,7 +57,7 @@ def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Itera
     waiting = deque[T]()
     for item in items:
         for one in object_ranges(blobs(item)):
-            request(one.path, one.start, one.stop - one.start)
+            request(one.path, one.start, one.nbytes)
         waiting.append(item)
         if len(waiting) > _AHEAD:
             yield waiting.popleft()
@@ -58,7 +65,7 @@ def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Itera
 
 
 def request_starts(paths: Iterable[Path]) -> None:
-    """Request the first 64 KiB of all objects among the paths, which have most headers, and do not wait for them."""
+    """Request the beginnings of all objects among the paths, and do not wait for them."""
     for path in paths:
         if is_remote(path) and path.is_file():
             request(path, 0, _START)

@@ -198,7 +198,9 @@ class Reader:
         try:
             file = self._open(path)
             while done < len(out):
-                got = self._read_planned(path, offset + done, view) or file.read_into(offset + done, view)
+                got = self._read_planned(path, offset + done, view)
+                if got is None:
+                    got = file.read_into(offset + done, view)
                 if got == 0:
                     raise CorruptError(
                         f"the file ends at byte {offset + done}, but a tensor reaches to byte {offset + len(out)}",
@@ -230,9 +232,9 @@ class Reader:
 
         return ValueChanges()
 
-    def _read_planned(self, path: Path, offset: int, view: memoryview) -> int:
+    def _read_planned(self, path: Path, offset: int, view: memoryview) -> int | None:
         if self._planned is None or not is_remote(path):
-            return 0
+            return None
         return self._planned.read_into(path, offset, view)
 
     @contextmanager

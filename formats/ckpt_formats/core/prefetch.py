@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
 
+from ckpt_formats.core.coming_reads import ObjectRange
 from ckpt_formats.core.store_path import StorePath
 
 _GAP = 1 << 20
@@ -31,19 +32,6 @@ _MAX_JOINED = 8
 """Bytes, in units of the memory, up to which a range that is read is looked for in what the plan names next."""
 _MAX_UNUSED = 2
 """Bytes given up, in units of the memory, after which the plan is not believed if they are also a quarter of all."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRange:
-    """Bytes `start` to `stop` of an object."""
-
-    path: StorePath
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(slots=True, eq=False)
@@ -94,10 +82,10 @@ class PlannedReads:
     unsent_nbytes: int = 0
     """Of requests that were joined and not sent."""
 
-    def read_into(self, path: StorePath, offset: int, view: memoryview) -> int:
-        """Fill the beginning of `view` from byte `offset` of an object on. Returns the bytes that there are.
+    def read_into(self, path: StorePath, offset: int, view: memoryview) -> int | None:
+        """Fill the beginning of `view` from byte `offset` of an object on. Returns how many bytes were requested ahead.
 
-        0: the plan does not name this byte, or it was read before. Raises what `Store.get` raises.
+        None if this byte was not: the plan does not name it, or it was read before. Raises what `Store.get` raises.
         """
         return self.prefetch.read_into(self, path, offset, view)
 
@@ -136,12 +124,12 @@ class Prefetch:
     def __exit__(self, *ignored: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def read_into(self, reads: PlannedReads, path: StorePath, offset: int, view: memoryview) -> int:
+    def read_into(self, reads: PlannedReads, path: StorePath, offset: int, view: memoryview) -> int | None:
         """See `PlannedReads.read_into`."""
         with self._lock:
             request = self._find(reads, path, offset)
             if request is None:
-                return 0
+                return None
             data = self._use(request)
         try:
             values = data.result()
