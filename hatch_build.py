@@ -148,9 +148,7 @@ def build_in_place() -> Path:
 
 def write_manual(folder: Path) -> None:
     """Write the man pages into a new folder. Needs click."""
-    paths = [*map(str, (ROOT, ROOT / "formats", ROOT / "codecs")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run([sys.executable, ROOT / "docs" / "make_man.py", folder], env=environment, check=True)
+    subprocess.run([sys.executable, "-B", ROOT / "docs" / "make_man.py", folder], check=True)
 
 
 class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type]

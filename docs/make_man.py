@@ -10,9 +10,12 @@ from pathlib import Path
 
 import click
 
-from ckpt_cli.main import COMMANDS, EXIT_STATUS, cli
+ROOT = Path(__file__).resolve().parents[1]
+# The build of a wheel runs this where ckpt is not installed.
+sys.path[:0] = [str(ROOT), str(ROOT / "formats"), str(ROOT / "codecs")]
+from ckpt_cli.main import COMMANDS, EXIT_STATUS, cli  # noqa: E402
 
-FOLDER = Path(__file__).with_name("man")
+FOLDER = ROOT / "docs" / "man"
 _BLOCK = "\b"
 """A paragraph that begins with this character keeps its lines."""
 
