@@ -137,6 +137,8 @@ class Excp(DeltaCodec):
                 continue
             if kind != CLUSTERS or form[name].name != "float32" or (name == weights and name not in before):
                 raise CodecError(f"a chunk of excp has an unknown kind for {name}")
+            if name == weights and before[name].shape != shape:
+                raise CodecError(f"a chunk of excp needs the {name} before it in its shape")
             values = self._decode_clusters(content, state_types.matrix_shape(shape))
             with np.errstate(over="ignore", invalid="ignore"):
                 values = state_types.to_float32(before[name]) + values if name == weights else values

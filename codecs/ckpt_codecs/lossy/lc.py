@@ -89,7 +89,9 @@ class LcCheckpoint(DeltaCodec):
             data = None
             if name == weights and delta is not None:
                 data = self._encode_buckets(delta)
+                after = change.after[name]
                 state = self._decode_buckets(data, change.before[name], delta.shape)
+                state = state_types.to_state_dtype(state, after.dtype, after.shape)
                 data = data if np.isfinite(state).all() else None
             kind = EXACT if data is None else BUCKETS
             sections.append(
@@ -132,14 +134,17 @@ class LcCheckpoint(DeltaCodec):
             if kind == EXACT:
                 decoded[name] = Planes().decode(content, shape, form[name], None)
             elif kind == BUCKETS and name in before and state_types.is_approximated(form[name]):
-                decoded[name] = self._decode_buckets(content, before[name], state_types.matrix_shape(shape))
+                if before[name].shape != shape:
+                    raise CodecError(f"a chunk of lc needs the {name} before it in its shape")
+                weights = self._decode_buckets(content, before[name], state_types.matrix_shape(shape))
+                decoded[name] = state_types.to_state_dtype(weights, form[name], shape)
             else:
                 raise CodecError(f"a chunk of lc has an unknown kind for {name}")
         source.end()
         return {name: decoded[name] for name in form if name in decoded}
 
     def _decode_buckets(self, content: bytes, before: Array, matrix: tuple[int, int]) -> Array:
-        """The weights after a change: shape and dtype of `before`. `matrix`: its shape (n, m) as a matrix."""
+        """The weights after a change: (n, m) float32. `before`: the weights before, any shape; `matrix`: (n, m)."""
         source = ByteReader(content)
         (count,) = source.take(1)
         table = [0.0] + [_ENTRY.unpack(source.take(_ENTRY.size))[0] for _ in range(count)]
@@ -152,8 +157,8 @@ class LcCheckpoint(DeltaCodec):
         if symbols.size and not 0 <= int(symbols.min()) <= int(symbols.max()) <= count:
             raise CodecError("a chunk of lc has a symbol without a bucket")
         with np.errstate(over="ignore", invalid="ignore"):
-            new = state_types.to_float32(before) + np.array(table, np.float32)[symbols].reshape(matrix)
-        return state_types.to_state_dtype(new, before.dtype, before.shape)
+            weights: Array = state_types.to_float32(before) + np.array(table, np.float32)[symbols].reshape(matrix)
+        return weights
 
 
 def _delta(change: StatePair) -> Array | None:
