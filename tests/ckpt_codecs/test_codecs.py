@@ -14,44 +14,27 @@ from hypothesis import strategies as st
 
 import ckpt_codecs
 from ckpt_codecs import (
-    CODECS,
     Codec,
     CodecError,
     Integers,
     Planes,
     SecondMoment,
-    Zstd,
     candidate_codecs,
-    find,
     from_config,
     parse,
 )
 from ckpt_codecs.lossless.rounded import Rounded
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
-from codec_arrays import CHUNKED, F32, Case, cases
+from codec_arrays import CHUNKED, F32
 from effort import examples
 from held import FLOATS, STORABLE, array, arrays, bits
-
-LEVELS = [Planes("fast"), Planes("max"), ckpt_codecs.FirstMoment("max"), SecondMoment("fast"), Integers("max"), Zstd(1)]
 
 
 def comes_back(codec: Codec, values: Array, base: Array | None) -> None:
     data = codec.encode(values, base)
     assert len(data) <= values.nbytes + 1
     assert bits(codec.decode(data, values.shape, values.dtype, base)) == bits(values)
-
-
-@pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
-def test_every_bit_comes_back(codec: Codec) -> None:
-    for _, values, base in cases():
-        comes_back(codec, values, base)
-
-
-@pytest.mark.parametrize("codec", LEVELS, ids=lambda codec: f"{codec.name}-{codec.level}")
-def test_every_bit_comes_back_at_every_level(codec: Codec) -> None:
-    for _, values, base in list(cases())[::11]:
-        comes_back(codec, values, base)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -87,15 +70,6 @@ def test_a_stored_plane_moves_down_over_itself() -> None:
         values = noise & np.uint32(0xFFFFFF00) | random.integers(0, symbols, noise.size, dtype=np.uint32)
         for codec in (Planes("max"), Planes(), Integers("fast")):
             comes_back(codec, values.view(F32 if codec.name == "planes" else np.uint32), None)
-
-
-def test_strided_unaligned_and_read_only_arrays_are_taken() -> None:
-    values = np.random.default_rng(0).normal(0, 1, (80, 160)).astype(F32)
-    shifted = np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(F32).reshape(values.shape)
-    for given_ in (values.T, values[::2, 1::3], shifted):
-        for codec in CHUNKED:
-            data = codec.encode(given_, given_)
-            assert bits(codec.decode(data, given_.shape, given_.dtype, given_)) == bits(np.ascontiguousarray(given_))
 
 
 def test_codes_are_as_small_as_they_should_be() -> None:
@@ -145,42 +119,7 @@ def test_a_copy_is_its_master_rounded() -> None:
         Rounded().encode(other, master[3000:])
 
 
-@pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
-def test_codec_never_touches_returned_arrays_again(codec: Codec) -> None:
-    """Neither chunks nor values are scratch."""
-    random = np.random.default_rng(0)
-    first, second = ((random.normal(0, 1, (70, 80)) ** 2).astype(F32) for _ in range(2))
-    data = codec.encode(first, None)
-    decoded = codec.decode(data, first.shape, F32, None)
-    original = bytes(data)
-    codec.decode(codec.encode(second, None), second.shape, F32, None)
-    assert bytes(data) == original
-    assert bits(decoded) == bits(first)
-
-
-def test_two_threads_do_not_share_their_scratch() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    work = [case for case in cases(3) if case[1].size > 100]
-
-    def one(case: Case) -> bool:
-        _, values, base = case
-        return all(
-            bits(c.decode(c.encode(values, base), values.shape, values.dtype, base)) == bits(values) for c in CHUNKED
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(one, work * 2))
-
-
 # --- names and configurations
-
-
-@pytest.mark.parametrize("codec", [*CHUNKED, *LEVELS, Rounded()], ids=repr)
-def test_a_configuration_as_json_makes_the_codec_again(codec: Codec) -> None:
-    assert from_config(json.loads(json.dumps(codec.config()))) == codec
-    options = ",".join(f"{key}={value}" for key, value in codec.config().items() if key != "name")
-    assert parse(f"{codec.name}:{options}") == codec
 
 
 @pytest.mark.parametrize(
@@ -188,12 +127,7 @@ def test_a_configuration_as_json_makes_the_codec_again(codec: Codec) -> None:
     [
         "",
         "nothing",
-        "planes:level",
-        "planes:level=best",
-        "planes:levle=max",
         "planes:level=max,level=max",
-        "planes:=",
-        "rounded:a=1",
         "zstd:level=0",
         "zstd:level=23",
         "zstd:level=true",
@@ -208,12 +142,8 @@ def test_parse_refuses_what_is_no_codec(text: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {"name": 1},
-        {"name": ["planes"]},
         {"name": "planes", "level": []},
         {"name": "planes", "level": None},
-        {"name": "planes", "x": 1},
         {"name": "zstd", "level": 1e9},
         {"name": "zstd", "level": "3"},
     ],
@@ -221,10 +151,6 @@ def test_parse_refuses_what_is_no_codec(text: str) -> None:
 def test_a_configuration_from_a_stranger_is_refused(config: dict[str, object]) -> None:
     with pytest.raises(CodecError):
         from_config(config)
-
-
-def test_each_codec_is_listed_by_its_own_name() -> None:
-    assert all(find(name).name == name for name in CODECS)
 
 
 @pytest.mark.parametrize("level", ["fast", "default", "max"])
@@ -348,16 +274,3 @@ def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
     assert isinstance(first, int)
     assert isinstance(last, int)
     assert last - first < 20_000  # kB
-
-
-def test_prod_of_shape_bounds_what_decoding_allocates() -> None:
-    """Directories that promise the world get no memory for it."""
-    import tracemalloc
-
-    data = bytes([3]) + b"".join(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (3, 5, 6, 4))
-    tracemalloc.start()
-    for codec in CHUNKED:
-        with pytest.raises(CodecError):
-            codec.decode(data + bytes(100), (10, 10), F32, None)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()

@@ -14,37 +14,14 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
-from ckpt_codecs.base import encode_bound
 from ckpt_codecs.scratch import _MAX_FREE, acquire_buffer, release_buffer, temporary_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array
-from codec_arrays import BF16, CHUNKED, F32, cases
+from codec_arrays import BF16, F32
 from held import bits
 
 T = TypeVar("T")
-EACH = pytest.mark.parametrize("codec", CHUNKED, ids=lambda codec: codec.name)
 counts_faults = pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted by thread on Linux alone")
-
-
-@EACH
-def test_a_chunk_is_the_same_in_memory_that_is_given(codec: Codec) -> None:
-    for _, values, base in list(cases())[::3]:
-        alone = bytes(codec.encode(values, base))
-        for size in (encode_bound(values.nbytes), 3):
-            out = np.full(size, 0xA5, np.uint8)
-            assert bytes(codec.encode_into(values, base, out)) == alone
-
-
-@EACH
-def test_values_are_the_same_in_memory_that_is_given(codec: Codec) -> None:
-    """Packed or not, whatever was there before."""
-    for _, values, base in list(cases())[::3]:
-        data = codec.encode(values, base)
-        packed = np.full(values.nbytes, 0xA5, np.uint8).view(values.dtype).reshape(values.shape)
-        strided = np.empty((*values.shape, 2), values.dtype)[..., 0]
-        for out in (packed, strided):
-            codec.decode_into(data, out, base)
-            assert bits(out.copy()) == bits(codec.decode(data, values.shape, values.dtype, base))
 
 
 def test_a_copy_is_rounded_into_memory_that_is_given() -> None:

@@ -1,10 +1,6 @@
 """Gradients come back to the bit, or as near as their codec promises, and hostile chunks end in a `CodecError`."""
 
-import json
 import struct
-from dataclasses import FrozenInstanceError
-from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,40 +20,13 @@ from ckpt_codecs.gradients import (
     gradient_codec,
 )
 from ckpt_codecs.gradients.magnitudes import encode_magnitudes
-from ckpt_codecs.native import lossless
 from ckpt_codecs.native.gradients import BLOCK
-from codec_fuzz import mutations
+from codec_chunks import of_array
 from effort import examples
+from gradient_arrays import AWKWARD, CHUNK, F32, U32, gradients, largest, rounded
 from held import bits
 
-F32, U32 = np.float32, np.uint32
-CHUNK = 1 << 18
-AWKWARD = np.array(
-    [0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFC12345, 0x7F7FFFFF, 0x00800000], U32
-).view(F32)
-"""-0.0, denormals, infinities, NaNs with payloads, the largest and the least normal number."""
 EACH = pytest.mark.parametrize("codec", [codec() for codec in GRADIENT_CODECS.values()], ids=lambda codec: codec.name)
-
-
-def gradients(seed: int = 0, n: int = CHUNK) -> Array:
-    """As a matrix of 512 columns has them: normal numbers, with a scale for each row and for each column."""
-    random = np.random.default_rng(seed)
-    rows = -(-n // 512)
-    scales = np.exp(random.normal(0, 1, (rows, 1))) * np.exp(random.normal(0, 0.7, (1, 512))) * 1e-3
-    return (random.normal(0, 1, (rows, 512)) * scales).astype(F32).reshape(-1)[:n].copy()
-
-
-def rounded(values: Array) -> Array:
-    """Rounded to bfloat16, as float32."""
-    numbers = np.empty(values.size, np.uint16)
-    lossless.to_bfloat16(values.view(U32), numbers)
-    return (numbers.astype(U32) << U32(16)).view(F32)
-
-
-def largest(values: Array, share: float) -> Array:
-    """All but so many of the largest magnitudes set to zero."""
-    limit = np.quantile(np.abs(values), 1 - share)
-    return np.where(np.abs(values) >= limit, values, F32(0)).astype(F32)
 
 
 @st.composite
@@ -248,24 +217,6 @@ def test_no_byte_depends_on_denormals_being_switched_off() -> None:
 
 
 @EACH
-def test_memory_that_is_given_changes_no_bytes(codec: Codec) -> None:
-    for n in (0, 1, 15, 600, 5000):
-        for values in (
-            gradients(0, n),
-            largest(gradients(1, n), 0.1) if n else gradients(0, 0),
-            rounded(gradients(2, n)),
-        ):
-            alone = bytes(codec.encode(values, None))
-            for size in (encode_bound(values.nbytes), 3):
-                assert bytes(codec.encode_into(values, None, np.full(size, 0xA5, np.uint8))) == alone
-            shape = (2, n // 2) if n % 2 == 0 else (n,)
-            whole = codec.decode(alone, shape, values.dtype, None)
-            strided = np.empty((*shape, 2), F32)[..., 0]
-            codec.decode_into(alone, strided, None)
-            assert bits(strided.copy()) == bits(whole)
-
-
-@EACH
 def test_gradient_codecs_take_float32_only(codec: Codec) -> None:
     for dtype in (np.float64, np.uint32, np.float16):
         with pytest.raises(NotApplicable):
@@ -274,22 +225,11 @@ def test_gradient_codecs_take_float32_only(codec: Codec) -> None:
             codec.decode(codec.encode(gradients(0, 100), None), (100,), np.dtype(dtype), None)
 
 
-@EACH
-def test_strided_values_are_taken(codec: Codec) -> None:
-    values = gradients(0, 4096).reshape(64, 64)
-    assert bytes(codec.encode(values.T, None)) == bytes(codec.encode(np.ascontiguousarray(values.T), None))
-
-
 def test_codecs_are_found_by_name() -> None:
     assert list(GRADIENT_CODECS) == ["exact", "bf16", "int8"]
     for name, kind in GRADIENT_CODECS.items():
-        codec = gradient_codec(name)
-        assert isinstance(codec, kind)
-        config: dict[str, Any] = json.loads(json.dumps(codec.config()))
-        assert config.pop("name") == f"gradients-{name}"
-        assert kind(**config) == codec
-        with pytest.raises(FrozenInstanceError):
-            codec.level = "max"  # type: ignore[attr-defined]
+        assert type(gradient_codec(name)) is kind
+        assert kind.name == f"gradients-{name}"
     with pytest.raises(CodecError, match="there are: exact, bf16, int8"):
         gradient_codec("planes")
     with pytest.raises(CodecError):
@@ -298,50 +238,12 @@ def test_codecs_are_found_by_name() -> None:
 
 # --- what a stranger wrote
 
-HOSTILE: list[tuple[str, Array]] = [
-    ("dense", gradients(0, 3000)),
-    ("scaled", rounded(gradients(1, 3000)) * F32(0.7)),
-    ("sparse", largest(gradients(2, 9000), 0.1)),
-    ("sparse-many", largest(gradients(9, 60_000), 0.03)),
-    ("sparse-scaled", largest(rounded(gradients(3, 30_000)), 0.05) * F32(0.7)),
-    ("sparse-few", largest(gradients(4, 5000), 0.002)),
-    ("stored", np.concatenate([gradients(5, 3000), AWKWARD, gradients(6, 700)])),
-    ("many-blocks", gradients(7, 140_000)),
-    ("short", gradients(8, 40)),
-]
-
-
-def survives(codec: Codec, data: bytes, n: int) -> None:
-    try:
-        result = codec.decode(data, (n,), np.dtype(F32), None)
-    except CodecError:
-        return
-    assert result.shape == (n,)
-    assert result.dtype == F32
-
-
-@EACH
-@pytest.mark.parametrize("values", [values for _, values in HOSTILE], ids=[name for name, _ in HOSTILE])
-def test_damage_ends_in_an_array_or_an_error(codec: Codec, values: Array) -> None:
-    random = np.random.default_rng(0)
-    data = bytes(codec.encode(values, None))
-    times = examples(150 if values.size < 100_000 else 15)
-    for damaged in islice(mutations(data, random), times):
-        survives(codec, damaged, values.size)
-    for end in {*range(min(len(data), 40)), *random.integers(0, len(data), 20).tolist()}:
-        with pytest.raises(CodecError):
-            codec.decode(data[:end], values.shape, values.dtype, None)
-    with pytest.raises(CodecError):
-        codec.decode(data + b"\0", values.shape, values.dtype, None)
-    for n in (0, 1, values.size - 1, values.size + 1, 2 * values.size):
-        survives(codec, data, n)
-
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(range(12)), st.binary(max_size=80), st.integers(0, 600))
 def test_any_bytes_end_in_an_array_or_an_error(mode: int, data: bytes, n: int) -> None:
     for name in GRADIENT_CODECS:
-        survives(gradient_codec(name), bytes([mode]) + data, n)
+        of_array(name, gradient_codec(name), np.empty(n, F32), None).survives(bytes([mode]) + data)
 
 
 def refused(data: bytes, n: int, codec: Codec | None = None) -> None:
