@@ -1,5 +1,7 @@
 """All commands and all lines of Python in docs/tasks.md and docs/start.md run, in order, on real checkpoints."""
 
+import contextlib
+import io
 import json
 import re
 import shlex
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import ckpt as library
@@ -17,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
 BLOCK = re.compile(r"<!-- runs ?(\d*) -->\n```(console|python)\n(.*?)```", re.DOTALL)
 """A code block, before it the exit code of its commands, if it is not 0."""
+WRITES = {"convert", "reshard", "average", "merge-lora", "compress", "decompress", "restore"}
 SAMPLE_OF = {
     "run": "deepspeed-0.19-zero1-bf16-dp2",
     "zero3": "deepspeed-0.19-zero3-bf16-dp4-tied-frozen",
@@ -25,6 +29,9 @@ SAMPLE_OF = {
     "megatron-old": "megatron-0.16-tp2-pp2-legacy",
     "trainer": "transformers-5.23-trainer",
     "recorded.chain": "recorded-1/run.chain",
+    "deltas.chain": "universal-1-delta",
+    "checkpoint-500": "deepspeed-0.19-zero1-bf16-dp2",
+    "runs": "damaged",
 }
 """The names in the page, and the samples that have them."""
 
@@ -64,6 +71,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"base_model.model.head.lora_A.weight": low, "base_model.model.head.lora_B.weight": high}
     save_file(names, tmp_path / "adapter" / "adapter_model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
+        shutil.copy(tmp_path / "trainer" / name, tmp_path / "checkpoint-500")
+    (tmp_path / "resumed").mkdir()
+    torch.save({f"module.layer{i}.weight": torch.ones(2) for i in range(2)}, tmp_path / "ddp.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "stranger.pt")
+    for step in range(1, 5):
+        torch.save({"model": {"w": torch.full((8,), float(step))}, "step": step}, tmp_path / "saved.pt")
+        assert ckpt("append", tmp_path / "saved.chain", tmp_path / "saved.pt", "--step", step).code == 0
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -73,21 +88,43 @@ def run_blocks(page: str) -> int:
     blocks = BLOCK.findall(page)
     for code, language, text in blocks:
         if language == "python":
-            exec(compile(text, "a block of Python", "exec"), {})
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(text, "a block of Python", "exec"), {})
+            assert bool(printed.getvalue()) == ("print(" in text), text
             continue
         for line in text.splitlines():
-            assert line.startswith("$ ckpt ")
-            done = ckpt(*shlex.split(line)[2:])
-            assert done.code == int(code or 0), f"{line}\n{done.out}\n{done.err}"
+            run_line(line, int(code or 0))
     return len(blocks)
 
 
-def test_every_task_of_the_page_is_done(folder: Path) -> None:
-    assert run_blocks(PAGE) >= 30
+def run_line(line: str, code: int) -> None:
+    """Run a command of a page; it prints something, and a target that it writes can be opened."""
+    assert line.startswith("$ ckpt ")
+    command, *words = shlex.split(line)[2:]
+    done = ckpt(command, *words)
+    assert done.code == code, f"{line}\n{done.out}\n{done.err}"
+    assert done.out, line
+    if command in WRITES and "--dry-run" not in words:
+        places = [Path(word) for word in words[1:] if not word.startswith("-") and Path(word).exists()]
+        assert places, line
+        assert all(library.open(place).parameters for place in places if place.suffix not in (".chain", ".json")), line
+
+
+def test_every_task_does_what_the_page_promises(folder: Path) -> None:
+    assert run_blocks(PAGE) >= 45
     names = {path.name for path in folder.iterdir()} - set(SAMPLE_OF)
-    assert len(names) > 25
+    assert len(names) > 40
     assert not [name for name in names if name.startswith(".")]
     assert len(library.open("merged")) == 1
+    assert Path("resumed/checkpoint-500/trainer_state.json").is_file()
+    assert "exp_avg" in library.open("for-fsdp").parameters["head.weight"].states
+    assert "exp_avg" in library.open("to-megatron").parameters["embedding.word_embeddings.weight"].states
+    assert Path("to-hf/config.json").is_file()
+    assert set(library.open("clean.pt").parameters) == {"layer0.weight", "layer1.weight"}
+    assert set(library.open("numbered.pt").parameters) == {"blocks.0.weight", "blocks.1.weight"}
+    assert library.open("step5").step == 5
+    assert ckpt("diff", "model.safetensors", "again.safetensors").code == 0
+    assert Path("again.safetensors").read_bytes() == Path("model.safetensors").read_bytes()
 
 
 def test_no_task_needs_more_than_five_lines_of_python() -> None:
@@ -96,11 +133,15 @@ def test_no_task_needs_more_than_five_lines_of_python() -> None:
     assert all(len(text.split("\n\n")) <= 2 and len(list(filter(str.strip, text.splitlines()))) <= 5 for text in blocks)
 
 
+def test_no_task_needs_more_than_five_commands() -> None:
+    assert all(text.count("\n") <= 5 for _, language, text in BLOCK.findall(PAGE) if language == "console")
+
+
 def test_the_first_two_minutes_go_as_the_page_says(folder: Path) -> None:
     assert run_blocks(START) >= 4
     assert len(library.open("from-python.safetensors")) == len(library.open("weights.safetensors"))
 
 
-def test_every_block_of_the_page_is_run_but_those_that_need_a_bucket() -> None:
+def test_every_block_runs_unless_it_needs_a_bucket() -> None:
     rest = re.findall(r"^```\w+\n(.*?)```", BLOCK.sub("", PAGE), re.DOTALL | re.MULTILINE)
     assert all("s3://" in text for text in rest)
