@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ckpt.findings import problems_of_headers
+from ckpt.findings.checks import problems_of_headers
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import conclude, data

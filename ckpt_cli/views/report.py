@@ -60,7 +60,7 @@ def findings(
     if problems:
         conclude(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {printable(str(checkpoint.path))}")
     else:
-        from ckpt.findings import nbytes_sealed
+        from ckpt.findings.checks import nbytes_sealed
 
         tensors = _count(checkpoint)
         if checkpoint.seals:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.chains.verify import ChainReport, verify_chain
-from ckpt.findings import changed, find_problems, holes_of, nbytes_to_read, problems_of_headers
+from ckpt.findings.checks import changed, find_problems, holes_of, nbytes_to_read, problems_of_headers
 from ckpt.findings.float_scan import FloatScan
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
 from ckpt.findings.report import Finding

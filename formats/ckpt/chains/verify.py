@@ -4,10 +4,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckpt import findings as checks
 from ckpt.chains import replay_check, tip
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
+from ckpt.findings import checks
 from ckpt.findings.float_scan import FloatScan
 from ckpt.findings.not_finite import NotFinite, find_not_finite
 from ckpt.findings.report import Finding, Report

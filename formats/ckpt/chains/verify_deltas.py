@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ckpt import findings as checks
-from ckpt.findings import Replayed
+from ckpt.findings import checks
+from ckpt.findings.checks import Replayed
 from ckpt.findings.not_finite import can_have, count_not_finite
 from ckpt.findings.report import Finding
 from ckpt.pipeline import CountBytes, Resources

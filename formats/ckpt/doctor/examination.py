@@ -1,0 +1,169 @@
+"""What `ckpt doctor` finds out: does ckpt work on this machine, in this folder, and what is missing for which feature?
+
+Everything is plain data. No value of an environment variable gets into it: the names of variables are enough. This
+package imports no other package of third parties until it looks at them, so that it works where one of them is missing.
+"""
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.doctor.credentials import StoreCredentials, find_credentials
+from ckpt.doctor.file_system import FileSystem, try_file_system
+from ckpt.doctor.kernels import LoadedKernels, try_kernels
+from ckpt.doctor.machine import Machine, describe_machine
+from ckpt.doctor.packages import Package, find_packages
+from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.version import VERSION
+
+MIN_OPEN_FILES = 1024
+"""A checkpoint of hundreds of ranks has hundreds of files, which are read by several threads."""
+MIN_MEMORY_NBYTES = 512 << 20
+"""The default of `--memory` is 256 MiB, and NumPy and the index need some."""
+MIN_SHARED_NBYTES = 128 << 20
+"""Containers often start with 64 MiB, which is too little for a log that is kept there."""
+MIN_FREE_NBYTES = 1 << 30
+MIN_FREE_FILES = 10_000
+
+
+@dataclass(frozen=True)
+class Shortcoming:
+    """Something that is missing or does not work."""
+
+    what: str
+    feature: str
+    """What cannot be done without it."""
+    remedy: str
+    """A command, or what else to do."""
+    needed: bool
+    """Whether reading and writing in this folder needs it."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The machine, the folder and the installation, as they are now."""
+
+    version: str
+    python: str
+    packages: tuple[Package, ...]
+    kernels: LoadedKernels
+    file_system: FileSystem
+    machine: Machine
+    stores: tuple[StoreCredentials, ...]
+    shortcomings: tuple[Shortcoming, ...]
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether everything works that reading and writing in this folder needs."""
+        return not any(one.needed for one in self.shortcomings)
+
+
+def examine(folder: Path, environment: Mapping[str, str], home: Path) -> Examination:
+    """Look at this installation, and try what the file system of an existing folder can do.
+
+    `environment` and `home` say which credentials are present; their values get nowhere. The trials write at most
+    16 MiB in a hidden folder, which is removed.
+    """
+    packages, kernels = find_packages(), try_kernels()
+    file_system, machine = try_file_system(folder), describe_machine()
+    return Examination(
+        version=VERSION,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        packages=packages,
+        kernels=kernels,
+        file_system=file_system,
+        machine=machine,
+        stores=find_credentials(environment, home),
+        shortcomings=(
+            *_of_packages(packages),
+            *_of_kernels(kernels),
+            *_of_file_system(file_system),
+            *_of_machine(machine),
+        ),
+    )
+
+
+def _of_packages(packages: tuple[Package, ...]) -> Iterator[Shortcoming]:
+    for package in packages:
+        if package.problem is not None:
+            yield Shortcoming(package.problem, package.feature, package.remedy, package.needed)
+
+
+def _of_kernels(kernels: LoadedKernels) -> Iterator[Shortcoming]:
+    if kernels.problem is not None:
+        remedy = "pip install --force-reinstall --no-deps ckpt-suite"
+        if kernels.levels:
+            remedy = "unset CKPT_CPU_LEVEL"
+        elif "make kernels" in kernels.problem:  # a checkout
+            remedy = "make kernels"
+        yield Shortcoming(kernels.problem, "coded checkpoints, chains and recording", remedy, True)
+
+
+def _of_file_system(file_system: FileSystem) -> Iterator[Shortcoming]:
+    place = printable(str(file_system.folder))
+    if file_system.problem is not None:
+        yield Shortcoming(
+            f"{place} cannot be written: {file_system.problem}",
+            "writing here",
+            "name another folder: ckpt doctor PATH",
+            True,
+        )
+        return
+    if file_system.locks is False:
+        yield Shortcoming(
+            "this file system cannot lock files",
+            "protection against two writers of one target",
+            "write to another file system, or give --no-lock if no other process writes the target",
+            True,
+        )
+    if file_system.syncs is False:
+        yield Shortcoming(
+            "this file system cannot flush files to the disk",
+            "safety after a power failure",
+            "name another folder",
+            True,
+        )
+    if file_system.leftover is not None:
+        yield Shortcoming(
+            f"{printable(file_system.leftover)} could not be removed",
+            "a clean folder",
+            f"rm -r '{printable(file_system.leftover)}'",
+            False,
+        )
+    if file_system.free_nbytes < MIN_FREE_NBYTES:
+        free = format_nbytes(file_system.free_nbytes)
+        yield Shortcoming(f"only {free} are free in {place}", "writing large checkpoints", f"df -h '{place}'", False)
+    if file_system.free_files is not None and file_system.free_files < MIN_FREE_FILES:
+        yield Shortcoming(
+            f"only {file_system.free_files:,} more files fit in {place}",
+            "writing many files",
+            f"df -i '{place}'",
+            False,
+        )
+
+
+def _of_machine(machine: Machine) -> Iterator[Shortcoming]:
+    if machine.open_files is not None and machine.open_files < MIN_OPEN_FILES:
+        yield Shortcoming(
+            f"a process may open only {machine.open_files} files",
+            "checkpoints of hundreds of ranks",
+            f"ulimit -n {MIN_OPEN_FILES * 4}",
+            False,
+        )
+    available = machine.available_nbytes
+    if available is not None and available < MIN_MEMORY_NBYTES:
+        yield Shortcoming(
+            f"only {format_nbytes(available)} of memory are available",
+            "the default of --memory, 256M",
+            "ckpt convert --memory 64M --workers 1 ...",
+            False,
+        )
+    shared = machine.shared_nbytes
+    if shared is not None and shared < MIN_SHARED_NBYTES:
+        yield Shortcoming(
+            f"/dev/shm has only {format_nbytes(shared)}",
+            "`ckpt shadow --mirror /dev/shm`, and the data loaders of torch",
+            "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm",
+            False,
+        )
