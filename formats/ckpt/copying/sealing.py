@@ -30,7 +30,6 @@ from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry.location import locate
-from ckpt_formats.registry.opening import OWN_FORMATS
 from ckpt_formats.registry.seal_file import SealedFile, to_bytes
 from ckpt_formats.registry.seal_places import place_of
 from ckpt_formats.stores.location import source_path, target_path
@@ -71,7 +70,7 @@ def plan_seal(path: StrPath) -> SealPlan:
     text = str(path) if isinstance(path, Path) else os.fspath(path)
     target_path(text)  # raises for a store that is only read
     place = source_path(text)
-    if locate(place).format.name in OWN_FORMATS:
+    if locate(place).format.is_own:
         raise UnsupportedError(
             "has checksums of all its bytes already", where=place, hint="`ckpt verify` compares them."
         )

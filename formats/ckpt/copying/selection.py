@@ -20,7 +20,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.marks import MARKS, is_mark
-from ckpt_formats.registry.opening import OWN_FORMATS, open_checkpoint
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
 from ckpt_formats.universal.chain import file as chain_list
 from ckpt_formats.universal.chain.file import LoggedSteps
@@ -150,7 +150,7 @@ class _SourceContents:
         files = [*checkpoint.identities, *(file.path for file in checkpoint.files)]
         inside = {one: None for one in (*files, *pointers) if one.is_relative_to(path)}
         others: frozenset[str] | None = None
-        if locate(path).format.name not in OWN_FORMATS:
+        if not locate(path).format.is_own:
             unread = (notice for notice in checkpoint.notices if notice.text in (UNREAD, OTHER_CHECKPOINTS))
             others = frozenset(name for notice in unread for name in notice.names)
         notices = tuple(one for one in checkpoint.notices if one.text not in (UNREAD, OTHER_CHECKPOINTS))

@@ -182,6 +182,14 @@ class Format(ABC):
     summary: ClassVar[str]
     even_states: ClassVar[bool] = False
     """Whether the engine has every state for every parameter of an optimizer's group."""
+    is_own: ClassVar[bool] = False
+    """Whether it is a format of ckpt: its files state the original format, and have checksums of all their bytes."""
+    is_of_engine: ClassVar[bool] = False
+    """Whether an engine saves it, so that trainers of Hugging Face's save files of their own next to it."""
+    joins_ranks: ClassVar[bool] = True
+    """Whether it reads the files of several ranks as one checkpoint."""
+    files_are_checkpoints: ClassVar[bool] = False
+    """Whether each file in a folder may be a checkpoint of its own, as Lightning saves them."""
 
     @abstractmethod
     def detect(self, path: Path) -> bool:

@@ -51,6 +51,7 @@ class Flax(WritableFormat):
 
     name = "flax"
     summary = "model weights: a .msgpack file of Flax"
+    joins_ranks = False
 
     separator: Literal[".", "/", ""] | None = None
     """Where names are split into keys of nested dicts: `.`, `/`, or nowhere (`""`); None: as the source, else `.`."""

@@ -38,6 +38,8 @@ class Safetensors(WritableFormat):
 
     name = "safetensors"
     summary = "model weights: a .safetensors file, or a folder of them with an index"
+    joins_ranks = False
+    files_are_checkpoints = True
 
     shard_nbytes: Positive = 5 << 30
     """Bytes: about how large each file of a folder becomes."""

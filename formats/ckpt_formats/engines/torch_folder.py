@@ -64,6 +64,8 @@ class _File:
 class TorchFolder(Format):
     name = "torch-folder"
     summary = "a folder of files of torch.save: a model, its optimizer, schedulers, in a file each"
+    joins_ranks = False
+    files_are_checkpoints = True
 
     def detect(self, path: Path) -> bool:
         return path.is_dir() and any(map(_is_torch, (path / name for name in names_in(path))))

@@ -63,6 +63,7 @@ class Torch(WritableFormat):
 
     name = "torch"
     summary = "one file of torch.save: a state dict, flat or nested, with or without optimizer"
+    joins_ranks = False
     needs_model = False
 
     original: bool = False

@@ -83,7 +83,7 @@ def checkpoints_in(path: Path) -> list[Path]:
         format = _of_folder(path)
     except CkptError:
         return []
-    if format is not None and format.name in _OF_FILES:
+    if format is not None and format.files_are_checkpoints:
         if files := _models_in(path, format):
             return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
         if inside := _inner_checkpoints(path, format):
@@ -97,8 +97,6 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 _RLLIB, _POLICIES = "rllib_checkpoint.json", "policies"
 """In the folder of an algorithm of Ray's RLlib: its mark, and the folder with one folder for each policy."""
-_OF_FILES = ("hf", "safetensors", "torch-folder")
-"""Formats of folders whose files may be checkpoints of their own, as Lightning saves them."""
 _STEP = re.compile(
     r"(?:.*[._-])?(?:global[_-]?)?(?:steps?|iter|iteration|checkpoint|ckpt|epoch)[_=-]?\d+", re.IGNORECASE
 )
@@ -134,7 +132,7 @@ def _notices_of_inner_checkpoints(path: Path, format: Format) -> tuple[Notice, .
 
 def _inner_checkpoints(path: Path, format: Format) -> list[Path]:
     """The checkpoints in a folder that has a model, too. Parts of that model are none of them."""
-    if format.name not in _OF_FILES:
+    if not format.files_are_checkpoints:
         return []
     inside = all_inside(path, _is_checkpoint)
     if _stray_file(path, format) is not None:

@@ -1,42 +1,21 @@
 """The index of the checkpoint at a path, with notices about the files next to it."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from ckpt_formats.containers.torchfile import check_repeated, written_size
-from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm, Parameter
-from ckpt_formats.core.claims import MAX_NAME
-from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, form_of
+from ckpt_formats.core.checkpoint import Checkpoint, Opened, OriginalForm
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, form_of
 from ckpt_formats.core.folders import is_of_trainer, names_in
 from ckpt_formats.core.format import Format, ReadOptions, identified
 from ckpt_formats.core.gc_pause import gc_paused
-from ckpt_formats.core.missing_states import check_states
-from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value
-from ckpt_formats.registry.carried import notices_of_carried
-from ckpt_formats.registry.downloads import unfinished_downloads
-from ckpt_formats.registry.endings import notices_of_content
-from ckpt_formats.registry.location import Located, locate
+from ckpt_formats.registry.checks import OpenedCheckpoint, check
+from ckpt_formats.registry.location import Located, checkpoints_in, locate
 from ckpt_formats.registry.seal_places import seal_files_of
-from ckpt_formats.registry.shard_alone import check_alone, check_whole_of_meta, check_world, parts_unread
-from ckpt_formats.registry.stated_steps import contradicting_steps
-from ckpt_formats.registry.traces import check_traces
-from ckpt_formats.registry.unread_files import unread
+from ckpt_formats.registry.shard_alone import check_alone
 
-_OF_ENGINES = ("deepspeed", "deepspeed-universal", "megatron", "megatron-legacy", "dcp", "fsdp-ranks")
-"""Formats of engines: trainers of Hugging Face's save files of their own next to them."""
-_MAX_FOLDERS = 16
-"""How many folders of a checkpoint are searched for traces of another engine."""
-OWN_FORMATS = ("universal", "chain")
-"""Formats of ckpt: their files state the original format."""
-
-
-_ROW_NBYTES = 13
-"""What a parameter takes at least in an index of columns: each has a row, although many share their values."""
+_MAX_TRIED = 8
+"""How many of the newest checkpoints of a run are opened to find one that is whole."""
 
 
 @gc_paused()
@@ -46,99 +25,47 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     Its notices name files in its folder that are not read. Raises subclasses of `CkptError`; if the path is the folder
     of a run, the hint names its newest whole checkpoint.
     """
+    options = options or ReadOptions()
     try:
         return _opened(path, options)
     except CkptError as error:
-        from ckpt_formats.registry.newest_whole import hint_newest_whole  # only a damaged run needs it
-
-        hint_newest_whole(path, error, lambda other: _opened(other, options))
+        _hint_newest_whole(path, error, options)
         raise
 
 
-def _opened(path: Path, options: ReadOptions | None) -> Checkpoint:
-    if is_file := path.is_file():
+def _opened(path: Path, options: ReadOptions) -> Checkpoint:
+    is_file = path.is_file()
+    if is_file:
         check_alone(path)
     located = locate(path)
     format = located.format
     try:
         with form_of(format.name, path):  # the last guard: readers name the place where they can
-            checkpoint = identified(lambda: _sealed(located, options or ReadOptions()))
+            checkpoint = identified(lambda: _sealed(located, options))
     except CorruptError as error:
         error.where = error.where or printable(str(path))
         raise
-    if not checkpoint.parameters and format.name not in OWN_FORMATS:
-        raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(located.path)))
-    _check_names(checkpoint, path)
-    _check_folders(checkpoint, located)
-    check_whole_of_meta(checkpoint)
-    check_world(checkpoint, format.name)
-    written = [
-        checkpoint.extras,
-        [group.options for group in checkpoint.groups],
-        _values(checkpoint.parameters),
-    ]
-    # Here, so that every command gives the same answer.
-    check_repeated(written, printable(str(path)), *_rows_and_repeats(checkpoint.parameters))
-    notices = (*located.notices, *checkpoint.notices)
-    if format.name not in OWN_FORMATS:
-        notices = (
-            *notices,
-            *notices_of_carried(checkpoint),
-            *unfinished_downloads(checkpoint),
-            *contradicting_steps(checkpoint, located.path),
-            *check_states(checkpoint.parameters, checkpoint.groups, located.path, even=format.even_states),
-        )
-    if is_file:
-        notices = (*notices, *notices_of_content(path, format.name), *parts_unread(path))
-    elif format.name not in OWN_FORMATS:
-        named = {name for notice in notices for name in notice.names}
-        notices = (*notices, *unread(path, (shard.path for shard in checkpoint.files), named))
-    used = options or ReadOptions()
-    shapes = None if used.shapes is None else used.shapes.history
-    missing_files = (True,) if used.missing_files else ()
-    opened = Opened(path, (used.rules, used.order, used.orders, shapes, *missing_files))
-    identities = {} if used.shapes is None else used.shapes.identities
-    checkpoint = replace(
-        checkpoint, notices=notices, history=(opened,), identities={**identities, **checkpoint.identities}
+    notices = check(OpenedCheckpoint(path, located, checkpoint))
+    shapes = options.shapes
+    missing_files = (True,) if options.missing_files else ()
+    stated = (options.rules, options.order, options.orders, None if shapes is None else shapes.history, *missing_files)
+    identities = {} if shapes is None else shapes.identities
+    original = checkpoint.original
+    if not format.is_own and (original is None or original.format != format.name):
+        original = OriginalForm(format.name, path.name if is_file else None)
+    return replace(
+        checkpoint,
+        notices=notices,
+        history=(Opened(path, stated),),
+        identities={**identities, **checkpoint.identities},
+        original=original,
     )
-    if format.name in OWN_FORMATS or (checkpoint.original is not None and checkpoint.original.format == format.name):
-        return checkpoint
-    return replace(checkpoint, original=OriginalForm(format.name, path.name if is_file else None))
-
-
-def _check_names(checkpoint: Checkpoint, path: Path) -> None:
-    """Raise `CorruptError` if a tensor's name is longer than any that a model has."""
-    longest = max(map(len, checkpoint.parameters), default=0)
-    if longest > MAX_NAME:
-        raise CorruptError(
-            f"a tensor's name has {longest:,} characters; ckpt reads at most {MAX_NAME:,}", where=printable(str(path))
-        )
-
-
-def _values(parameters: Mapping[str, Parameter]) -> Sequence[Mapping[str, Value]]:
-    """The values of all parameters; those of a table once. Raises what a parameter raises that cannot be made."""
-    if not isinstance(parameters, TabulatedParameters):
-        return [parameter.values for parameter in parameters.values()]
-    parameters.check()
-    table = parameters.table
-    return [table.values[number] for number in np.unique(table.value).tolist()]
-
-
-def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
-    """What a table of parameters takes in its file, at least, and what is written again of values that many have."""
-    if not isinstance(parameters, TabulatedParameters):
-        return 0, 0
-    table = parameters.table
-    numbers, counts = np.unique(table.value, return_counts=True)
-    repeats = zip(numbers.tolist(), counts.tolist(), strict=True)
-    again = sum((count - 1) * written_size(table.values[number]) for number, count in repeats if count > 1)
-    return _ROW_NBYTES * len(parameters), again
 
 
 def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint with the checksums that a seal file has of it."""
     checkpoint = _read(located, options)
-    if located.format.name in OWN_FORMATS:
+    if located.format.is_own:
         return checkpoint
     seal_files = seal_files_of({file.path for file in checkpoint.files} | {located.path}, located.path)
     if not seal_files:
@@ -151,7 +78,7 @@ def _sealed(located: Located, options: ReadOptions) -> Checkpoint:
 def _read(located: Located, options: ReadOptions) -> Checkpoint:
     """The checkpoint, with the files that a trainer saved next to it."""
     checkpoint = _read_by(located.format, located.path, options)
-    if located.format.name not in _OF_ENGINES or not located.path.is_dir():
+    if not located.format.is_of_engine or not located.path.is_dir():
         return checkpoint
     if not any(map(is_of_trainer, names_in(located.path))):
         return checkpoint
@@ -169,9 +96,25 @@ def _read_by(format: Format, path: Path, options: ReadOptions) -> Checkpoint:
         return returned(format.read(path, options), Checkpoint)
 
 
-def _check_folders(checkpoint: Checkpoint, located: Located) -> None:
-    """Raise `IncompleteError` if files were read from a folder with traces of another engine."""
-    folders = dict.fromkeys(shard.path.parent for shard in checkpoint.files)
-    for folder in [folder for folder in folders if folder != located.path][:_MAX_FOLDERS]:
-        if folder.is_relative_to(located.path):
-            check_traces(folder, set(names_in(folder)), located.format.name)
+def _hint_newest_whole(run: Path, error: CkptError, options: ReadOptions) -> None:
+    """Add the newest whole checkpoint to the hint of an error about one of those in the folder of a run."""
+    if not isinstance(error, (IncompleteError, CorruptError)) or error.where is None or not run.is_dir():
+        return
+    where, paths = Path(error.where), checkpoints_in(run)
+    damaged = next((path for path in paths if path == where or path in where.parents), None)
+    if damaged is None:
+        return
+    newest_first = [path for path in paths if path != damaged][: -_MAX_TRIED - 1 : -1]
+    whole = next((path for path in newest_first if _is_whole(path, options)), None)
+    if whole is not None:
+        hint = f"The newest whole checkpoint is {printable(whole.name)}: name {printable(str(whole))}"
+        error.hint = hint if error.hint is None else f"{error.hint} {hint}"
+
+
+def _is_whole(path: Path, options: ReadOptions) -> bool:
+    """Whether the headers of a checkpoint are complete."""
+    try:
+        checkpoint = _opened(path, options)
+        return not any(any(True for _ in tensor.problems()) for _, _, tensor in checkpoint.tensors())
+    except CkptError:
+        return False

@@ -30,8 +30,6 @@ _WORLD = re.compile(r"(tp|pp|mp|(tensor|pipeline|model)(_model)?_parallel)(_worl
 _MAPPING = "mapping"
 """In config.json, the ranks of TensorRT-LLM, which has a file for each."""
 _MAX_DEPTH = 4
-_OF_ONE_FILE = ("hf", "safetensors", "torch", "torch-folder", "flax")
-"""Formats that join no files of ranks."""
 _NUMBER = re.compile(r"\d+")
 _MAX_INDICES = 16
 
@@ -84,10 +82,11 @@ def check_whole_of_meta(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_world(checkpoint: Checkpoint, format: str) -> None:
-    """Raise `IncompleteError` for the file of one rank or part, if it or its name states that there are several."""
-    if format not in _OF_ONE_FILE:
-        return
+def check_world(checkpoint: Checkpoint) -> None:
+    """Raise `IncompleteError` for the file of one rank or part, if it or its name states that there are several.
+
+    For formats that do not join files of ranks.
+    """
     files = [file.path for file in checkpoint.files if file.role in ("model", "all")]
     of_a_rank = next((file for file in files if _RANK.fullmatch(file.name)), None)
     for file in files:

@@ -90,6 +90,7 @@ class Universal(WritableFormat):
 
     name = "universal"
     summary = "all states in safetensors files of about 64 MiB, an index, and a JSON manifest"
+    is_own = True
     needs_model = False
 
     codec: str | None = None

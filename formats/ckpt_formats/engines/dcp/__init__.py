@@ -30,6 +30,7 @@ class DCP(RankOptions, WritableFormat):
 
     name = "dcp"
     summary = "PyTorch Distributed Checkpoint, of any number of ranks"
+    is_of_engine = True
     needs_model = False
 
     def detect(self, path: Path) -> bool:

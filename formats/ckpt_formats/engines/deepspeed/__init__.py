@@ -37,6 +37,7 @@ class DeepSpeed(LayoutOptions, WritableFormat):
 
     name = "deepspeed"
     summary = "DeepSpeed ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism"
+    is_of_engine = True
     even_states = True
 
     def detect(self, path: Path) -> bool:

@@ -25,6 +25,7 @@ from ckpt_formats.core.format import Format, ReadOptions
 class FsdpRanks(Format):
     name = "fsdp-ranks"
     summary = "FSDP, one file of torch.save for each rank: DTensors, ShardedTensors"
+    is_of_engine = True
 
     def detect(self, path: Path) -> bool:
         from ckpt_formats.engines.fsdp_ranks.folder import has_script_names, is_rank_file

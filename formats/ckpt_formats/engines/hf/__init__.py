@@ -29,6 +29,8 @@ class HuggingFace(WritableFormat):
 
     name = "hf"
     summary = "a folder of transformers, its Trainer, Accelerate or PEFT: weights, configuration, training state"
+    joins_ranks = False
+    files_are_checkpoints = True
     naming = "hf"
 
     shard_nbytes: Positive = 5 << 30

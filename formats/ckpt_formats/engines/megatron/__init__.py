@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class _Megatron(LayoutOptions, WritableFormat):
     naming = "megatron"
+    is_of_engine = True
     even_states = True
 
     config: LocalPath | None = None

@@ -13,6 +13,7 @@ from ckpt_formats.universal.chain.address import Address
 class ChainFormat(Format):
     name = "chain"
     summary = "a folder of states of one run, most of them deltas or gradients; read as its last step"
+    is_own = True
 
     def __init__(self, address: Address | None = None) -> None:
         """`address`: the state to read; None: the last one."""

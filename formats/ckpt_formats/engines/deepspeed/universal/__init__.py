@@ -28,6 +28,7 @@ class DeepSpeedUniversal(UniversalOptions, WritableFormat):
 
     name = "deepspeed-universal"
     summary = "DeepSpeed's universal checkpoint, for load_universal at ZeRO stages 1 to 3"
+    is_of_engine = True
     even_states = True
 
     def detect(self, path: Path) -> bool:
