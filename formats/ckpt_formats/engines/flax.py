@@ -1,6 +1,6 @@
 """Model weights of Flax: a `.msgpack` file of nested dicts, as `flax.serialization.to_bytes` writes it.
 
-See docs/flax.md. Source: flax.serialization; transformers.modeling_flax_utils.
+See docs/files.md. Source: flax.serialization; transformers.modeling_flax_utils.
 """
 
 import re
