@@ -10,6 +10,7 @@ mkdocs-material, whose successor it is, reads the same file.
 """
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,8 @@ def assemble(target: Path) -> None:
             shutil.copyfile(path, target / relative)
         elif path.suffix == ".md":
             (target / relative).write_text(page(path), "utf-8")
+    rooms = runpy.run_path(str(DOCS / "make_architecture.py"))["page"]()
+    (target / "modules.md").write_text(rooms, "utf-8")
     for name, new in TOP.items():
         (target / new).write_text(page(ROOT / name), "utf-8")
 

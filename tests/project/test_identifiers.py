@@ -1,6 +1,7 @@
 """Names in the source: no words that are not terms of the field, and no class name with two meanings.
 
-A name states what the value is, by the term of the field (`docs/architecture.md`, "The nouns"). The words below do not.
+A name states what the value is, by the term of the field (`docs/make_architecture.py` lists the nouns). The words below
+do not.
 """
 
 import ast
