@@ -33,7 +33,7 @@ check: $(VENV)/.tested $(VENV)/.kernels browser  ## everything that CI runs
 	$(PYTEST)
 
 versions: $(VENV)/.tested $(VENV)/.kernels  ## each Python that is promised, and the lowest versions of dependencies
-	$(BIN)/python tests/versions.py
+	$(BIN)/python tests/campaigns/versions.py
 
 campaign: $(VENV)/.tested $(VENV)/.kernels  ## what the check tries a sample of, twenty times as long: hours
 	CKPT_CAMPAIGN=20 $(PYTEST) -m "not engines"
@@ -63,16 +63,16 @@ kernels: $(VENV)/.installed  ## the library of C kernels, built in place from wh
 	$(BIN)/python hatch_build.py
 
 wheels: $(VENV)/.tested  ## a wheel for each platform, its contents compared with what they must be
-	$(BIN)/python tests/wheels.py
+	$(BIN)/python tests/campaigns/wheels.py
 
 aarch64: $(VENV)/.tested  ## the kernels of aarch64 against those of this machine, emulated by qemu-aarch64
-	$(BIN)/python tests/aarch64.py
+	$(BIN)/python tests/campaigns/aarch64.py
 
 test: $(VENV)/.tested $(VENV)/.kernels
 	$(PYTEST)
 
 browser: $(VENV)/.tested  ## what the tests of pages need beside Python: a Chromium, and axe-core from npm
-	$(BIN)/python tests/browsing.py
+	$(BIN)/python tests/support/browsing.py
 
 pictures: $(VENV)/.tested $(VENV)/.kernels browser  ## the pictures of pages in docs/pictures
 	$(BIN)/python docs/make_page_pictures.py

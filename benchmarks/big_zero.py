@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import deepspeed

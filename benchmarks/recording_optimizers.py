@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "jobs"), str(Path(__file__).parent)]
 
 from recording import LENGTH, Model, text  # noqa: E402
 

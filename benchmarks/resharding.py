@@ -58,7 +58,7 @@ CASES = {
 
 def make(out: Path, gigabytes: float, forms: list[str]) -> None:
     """The sources, by our own converter, in a process of its own: it has the model in memory."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
     from ckpt.job import save
     from ckpt_formats.registry import writable
     from megatron_models import args_of, model

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from measure import in_turn, medians, size
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 from object_stores import StoreServer, seaweedfs  # noqa: E402
 

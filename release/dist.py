@@ -2,7 +2,7 @@
 
 1. The last commit is exported twice, to folders of different names, and built: a source archive, and a wheel for each
    platform. Both builds must be equal byte for byte; all times in them are that of the commit.
-2. `twine check --strict`, `auditwheel show`, and the tests of `tests/wheels.py` look at the files. (`abi3audit` has
+2. `twine check --strict`, `auditwheel show`, and `tests/campaigns/wheels.py` look at the files. (`abi3audit` has
    nothing to look at: the library is loaded by ctypes and uses nothing of Python's ABI.)
 3. Each file that can run here is installed into a clean environment, where the demo of the README runs: the wheel in
    each Python that is found, and by uvx and pipx; the source archive in this Python; the wheel of aarch64, emulated.
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "campaigns")]
 import aarch64  # noqa: E402
 import wheels  # noqa: E402
 

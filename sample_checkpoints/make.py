@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import deepspeed

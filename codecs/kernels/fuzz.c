@@ -5,7 +5,8 @@
  *
  * It stops after READS hostile reads, spread over the families, and prints how often each kernel was called. A finding
  * ends it at once with a status other than zero. Without the sanitizer of addresses (zig has none), each buffer ends where
- * a page begins that nobody may touch. tests/fuzz_kernels.py builds and runs it, and compares the names with the headers.
+ * a page begins that nobody may touch. tests/campaigns/fuzz_kernels.py builds and runs it, and compares the names with
+ * the headers.
  *
  * Each family has a file fuzz_FAMILY.c with one function, `static void fuzz_FAMILY(void)`: one round, which makes a
  * valid stream, reads it back and compares, then reads what `mutate` makes of it, and bytes that are random altogether.

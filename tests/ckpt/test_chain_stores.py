@@ -301,6 +301,6 @@ def test_a_recorded_run_in_a_bucket_is_compacted(user: StoreServer, tmp_path: Pa
 
 @pytest.mark.slow
 def test_killed_at_any_request_the_chain_is_the_old_or_the_new(tmp_path: Path) -> None:
-    """A sample of `python tests/chain_store_kills.py`."""
+    """A sample of `python tests/campaigns/chain_store_kills.py`."""
     seen = campaign(6, 5, tmp_path, pairs=3)
     assert sum(seen.values()) == 9

@@ -1,4 +1,4 @@
-"""A sample of `tests/universal_kills.py`: the same bytes for any number of workers, and after random kills."""
+"""A sample of `tests/campaigns/universal_kills.py`: the same bytes for any number of workers, and after kills."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Shards in a store that are killed or wait at any request: a sample of `tests/shard_store_kills.py`, and findings."""
+"""Shards in a store that are killed or wait at a request: a sample of `tests/campaigns/shard_store_kills.py`."""
 
 import random
 import time

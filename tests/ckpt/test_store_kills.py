@@ -1,4 +1,4 @@
-"""A sample of `tests/store_kills.py`: kills in front of and after requests, and two writers at once."""
+"""A sample of `tests/campaigns/store_kills.py`: kills in front of and after requests, and two writers at once."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "store_kills.py"
+SCRIPT = Path(__file__).parents[1] / "campaigns" / "store_kills.py"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not COMPILER, reason="the operator is compiled by a C++ compiler"),
 ]
 
-SCRIPT = Path(__file__).parents[1] / "stepping_jobs" / "cpu_adam.py"
+SCRIPT = Path(__file__).parents[1] / "jobs" / "stepping_jobs" / "cpu_adam.py"
 STEPS = 12
 OPTIONS = [
     {"weight_decay": decay, "eps": eps, "adamw_mode": decoupled, "bias_correction": corrected, "betas": betas}

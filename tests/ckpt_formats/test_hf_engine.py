@@ -28,7 +28,7 @@ from trained import once
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-JOBS = Path(__file__).parents[1] / "hf_jobs"
+JOBS = Path(__file__).parents[1] / "jobs" / "hf_jobs"
 TRAINED = ("llama_tied", "gpt2", "qwen3")
 
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]
 
-TESTS = Path(__file__).parents[1]
+JOBS = Path(__file__).parents[1] / "jobs"
 INPUT = (torch.arange(24) * 7 % 64).reshape(2, 12)
 CLOSE = 1e-5
 """Logits are about 1, and other choices of any family change them by 1e-3 or more: see the last test."""
@@ -37,7 +37,7 @@ def convert(source: Path, target: Path, *options: str) -> str:
 def computed(jobs: Mapping[str, Mapping[str, Any]], script: str, out: Path) -> None:
     (out / "jobs.json").write_text(json.dumps(list(jobs.values()), default=str))
     arguments = [str(out / "jobs.json")]
-    run_script(TESTS / script, ["load", *arguments] if script.startswith("megatron") else arguments, 3)
+    run_script(JOBS / script, ["load", *arguments] if script.startswith("megatron") else arguments, 3)
 
 
 def by_transformers(folders: Mapping[str, Path], out: Path) -> dict[str, dict[str, Any]]:
@@ -62,7 +62,7 @@ def by_transformers(folders: Mapping[str, Path], out: Path) -> dict[str, dict[st
 @pytest.fixture(scope="module")
 def megatron() -> Path:
     """Checkpoints of Megatron core, and what it computes: see `megatron_jobs/logits.py`."""
-    script = TESTS / "megatron_jobs" / "logits.py"
+    script = JOBS / "megatron_jobs" / "logits.py"
     return once("megatron_jobs", "families", lambda out: run_script(script, ["save", str(out)], 3))
 
 
@@ -88,7 +88,7 @@ def test_transformers_computes_what_megatron_does(name: str, megatron: Path, loa
 def back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of transformers, what it computes of them, and what Megatron core does of our translation."""
     out = tmp_path_factory.mktemp("back")
-    run_script(TESTS / "hf_jobs" / "save_models.py", [str(out)], 2)
+    run_script(JOBS / "hf_jobs" / "save_models.py", [str(out)], 2)
     jobs = {}
     for name in MODELS:
         convert(out / name, out / f"{name}.megatron", "--to", "megatron-legacy")

@@ -20,7 +20,7 @@ from damage import SAMPLES
 from engines import launch
 
 TRAINER = SAMPLES / "transformers-5.23-trainer"
-JOB = Path(__file__).parents[1] / "hf_jobs" / "resume_zero.py"
+JOB = Path(__file__).parents[1] / "jobs" / "hf_jobs" / "resume_zero.py"
 
 
 def test_the_files_of_a_trainer_are_files_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples of the campaigns of bases; `python tests/bases_campaign.py` and `python tests/bases_kills.py` do many."""
+"""Samples of the campaigns of bases; `bases_campaign.py` and `bases_kills.py` in tests/campaigns do many."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from effort import TIMES
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[1] / "campaigns"
 
 
 def run(script: str, folder: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""A sample of the draws of tests/recording_draws.py: outside changes and flipped bits of short runs."""
+"""A sample of the draws of tests/campaigns/recording_draws.py: outside changes and flipped bits of short runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

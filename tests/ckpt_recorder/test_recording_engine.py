@@ -136,7 +136,7 @@ def test_a_step_of_megatron_is_restored_for_other_degrees(kind: str, runs: Path,
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", FOLLOWED)
 def test_shadows_have_what_the_engine_saved(kind: str, way: str, at: str, step: int, runs: Path) -> None:
-    """`python tests/shadow_engines.py` compares many steps of runs of 2 and 4 ranks."""
+    """`python tests/campaigns/shadow_engines.py` compares many steps of runs of 2 and 4 ranks."""
     shadow = open_checkpoint(runs / kind / f"shadow-{way}-{step}")
     assert log_of(runs / kind)[at] == shadow.step == step
     assert differences(shadow, open_checkpoint(runs / kind / at)) == {}

@@ -1,4 +1,4 @@
-"""A sample of the kills of recorded runs; `python tests/recording_kills.py --rounds 1000` does many."""
+"""A sample of the kills of recorded runs; `python tests/campaigns/recording_kills.py --rounds 1000` does many."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from effort import TIMES
 
-SCRIPT = Path(__file__).parents[1] / "recording_kills.py"
+SCRIPT = Path(__file__).parents[1] / "campaigns" / "recording_kills.py"
 
 
 @pytest.mark.slow

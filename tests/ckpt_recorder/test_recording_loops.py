@@ -1,4 +1,4 @@
-"""A sample of tests/recording_loops.py: training loops as people write them, restored at every step."""
+"""A sample of tests/campaigns/recording_loops.py: training loops as people write them, restored at every step."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A sample of trainers and shadows that are killed; `python tests/shadow_trainers.py --kills 200` does many."""
+"""Trainers and shadows that are killed; `python tests/campaigns/shadow_trainers.py --kills 200` kills many."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from effort import TIMES
 
-SCRIPT = Path(__file__).parents[1] / "shadow_trainers.py"
+SCRIPT = Path(__file__).parents[1] / "campaigns" / "shadow_trainers.py"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ckpt_codecs.delta import StatePair, States, StepInfo
 from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 
 from delta_cases import BF16, DELTAS, Case, adam, as_type, few_changes, fitted, momentum, only  # noqa: E402
 

@@ -16,7 +16,7 @@ from ckpt_codecs.lossy.subspace_rows import SubspaceRows
 from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 
 from lossy_states import BF16, table, training  # noqa: E402
 

@@ -31,6 +31,6 @@ def test_public_ci_runs_what_ci_runs() -> None:
     assert re.findall(r"- run: (.*)", workflow) == [
         "bash .ci/run",
         "make kernels",
-        "python tests/versions.py ${{ matrix.python }}",
+        "python tests/campaigns/versions.py ${{ matrix.python }}",
         "make dist",
     ]

@@ -40,7 +40,7 @@ def test_every_name_of_the_list_is_that_of_a_test(request: pytest.FixtureRequest
     slow = SlowTests.load()
     paths = {path for test in tests if (path := test.partition("::")[0]) not in some and not slow.name_of(path)}
     unknown = slow.unknown(tests, paths)
-    assert not unknown, "no such tests: run `python tests/durations.py` with their files, which lists them anew"
+    assert not unknown, "no such tests: run `python tests/support/durations.py` with their files, which lists them anew"
 
 
 def test_a_name_of_no_test_is_unknown_also_when_its_file_is_gone() -> None:
@@ -53,7 +53,7 @@ def test_a_name_of_no_test_is_unknown_also_when_its_file_is_gone() -> None:
 def test_a_survey_lists_cases_tests_and_files_and_keeps_what_it_did_not_see() -> None:
     here = "tests/conftest.py"
     before = SlowTests(
-        {f"{here}::test_old": 3.0, f"{here}::test_gone": 4.0, "tests/held.py": 5.0, "tests/gone.py": 1.0}
+        {f"{here}::test_old": 3.0, f"{here}::test_gone": 4.0, "tests/support/held.py": 5.0, "tests/gone.py": 1.0}
     )
     measured = {
         f"{here}::test_x[a]": 0.1,
@@ -63,7 +63,7 @@ def test_a_survey_lists_cases_tests_and_files_and_keeps_what_it_did_not_see() ->
     }
     slow = [f"{here}::test_old", f"{here}::test_by_hand", "tests/by_hand.py::test"]
     assert listed(before, measured, slow, [*measured, *slow]).seconds == {
-        "tests/held.py": 5.0,
+        "tests/support/held.py": 5.0,
         f"{here}::test_old": 3.0,
         f"{here}::test_x[b]": 0.6,
         f"{here}::test_y": 0.8,
@@ -82,4 +82,4 @@ def test_a_quick_test_that_grew_fails_and_says_what_to_run(seconds: float, outco
     Stopwatch().judge(item, seconds, [report])
     assert report.outcome == outcome
     if outcome == "failed":
-        assert "python tests/durations.py tests/a.py" in str(report.longrepr)
+        assert "python tests/support/durations.py tests/a.py" in str(report.longrepr)

@@ -1,0 +1,156 @@
+"""Thousands of flipped bits in universal checkpoints: `python tests/campaigns/universal_flips.py --flips 2000`.
+
+Checkpoints of all kinds (plain and coded packs, one file, a chain with deltas) are written from a sample. A bit of a
+random byte of a random file is flipped: in packs, indexes, manifests, and files ending in .ucp. Each must be named by
+`verify`: within the values of a state, by parameter, state and chunk; elsewhere by the file. And no conversion may give
+other values: it gives the right ones, or is refused. `--hostile N` changes numbers of columns instead, with all
+checksums right, as an attacker would: each is refused, or is another valid checkpoint (with another name, say),
+with no error but ours, in bounded time and memory. Not part of the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Execution
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.universal import Universal
+from ckpt_formats.universal.single_file import is_single, last_entries
+from damage import SAMPLES, ckpt
+from forged import Forged, forge
+from held import contents
+
+EFFORT = Execution(2, 1 << 20)
+ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """One of each kind; those of a chain are its last member."""
+    source = open_checkpoint(ZERO1)
+    save(source, folder / "plain", Universal(pack_nbytes=1 << 17), resources=EFFORT)
+    save(source, folder / "coded", Universal(codec="auto"), resources=EFFORT)
+    save(source, folder / "plain.ucp", Universal(), resources=EFFORT)
+    save(source, folder / "coded.ucp", Universal(codec="auto"), resources=EFFORT)
+    shutil.copytree(SAMPLES / "universal-1-delta", folder / "run")
+    return [folder / name for name in ("plain", "coded", "plain.ucp", "coded.ucp", "run")]
+
+
+def places(path: Path) -> dict[tuple[Path, int], str]:
+    """The first byte of what is stored of each state of a checkpoint without deltas, and its name."""
+    opened = Universal().read(path, ReadOptions())
+    return {(seal.path, seal.offset): seal.label for seal in opened.seals if "/" in seal.label}
+
+
+def flipped(path: Path, rng: random.Random, stored: Mapping[tuple[Path, int], str]) -> str:
+    """Flip a bit, check what is said of it, and flip it back. What was hit."""
+    files = sorted(file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    file = rng.choices(files, [file.stat().st_size for file in files])[0]
+    byte, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+    _flip(file, byte, bit)
+    try:
+        return _examined(path, file, byte, stored)
+    finally:
+        _flip(file, byte, bit)
+
+
+def _examined(path: Path, file: Path, byte: int, stored: Mapping[tuple[Path, int], str]) -> str:
+    done = ckpt("verify", path, "--json")
+    where = f"{file.name} byte {byte}"
+    assert "Traceback" not in done.err, (where, done.err)
+    assert done.code == 20, (where, done)
+    named = [offset for (own, offset) in stored if own == file and offset <= byte]
+    end = last_entries(file).begin if is_single(file) else file.stat().st_size
+    if not named or byte >= end:
+        assert file.name in done.out + done.err, (where, done)
+        return "elsewhere"
+    label = stored[file, max(named)]
+    findings = json.loads(done.out)["findings"]
+    assert len(findings) == 1, (where, findings)
+    assert label in findings[0]["what"], (where, label, findings)
+    assert "chunk" in findings[0]["what"], (where, findings)
+    assert findings[0]["tensors"] == [label.rpartition("/")[0]], (where, findings)
+    return "a state"
+
+
+def hostile(path: Path, rng: random.Random, expected: Mapping[tuple[str, str], object], work: Path) -> str:
+    """Change some numbers of a column, with all checksums right."""
+    target = work / "hostile"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(path, target)
+    name = rng.choice(sorted(load_file(target / "index.safetensors")))
+    value = rng.choice([0, 1, 255, 1 << 16, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) + 1, (1 << 64) - 1])
+
+    def change(forged: Forged) -> None:
+        column = forged.columns[name]
+        flat = column.reshape(-1)
+        if rng.random() < 0.2:
+            forged.columns[name] = np.concatenate([column, column[: rng.randrange(1, 5)]])
+        elif flat.size:
+            at = rng.randrange(flat.size)
+            flat[at : at + rng.choice([1, 1, 1, 7])] = np.array(value & ((1 << 8 * column.itemsize) - 1), column.dtype)
+
+    forge(target, change)
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        actual = contents(open_checkpoint(target))
+        problems = find_problems(open_checkpoint(target), EFFORT)
+    except CkptError:
+        outcome = "refused"
+    else:
+        outcome = "found by verify" if problems else "harmless" if actual == expected else f"other {name}"
+    seconds, grown = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert seconds < 1, (name, value, seconds)
+    assert grown < 100_000, (name, value, grown)
+    return outcome
+
+
+def _flip(file: Path, byte: int, bit: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(byte)
+        (value,) = opened.read(1)
+        opened.seek(byte)
+        opened.write(bytes([value ^ 1 << bit]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flips", type=int, default=2000)
+    parser.add_argument("--hostile", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, counts = random.Random(options.seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        targets = checkpoints(Path(folder))
+        stored = {path: {} if path.name == "run" else places(path) for path in targets}
+        for number in range(options.flips):
+            path = targets[number % len(targets)]
+            counts[f"{path.name}: {flipped(path, rng, stored[path])}"] += 1
+        for number in range(options.hostile):
+            path = targets[number % 2]
+            expected = contents(open_checkpoint(path))
+            counts[f"hostile {path.name}: {hostile(path, rng, expected, Path(folder))}"] += 1
+    for what, count in sorted(counts.items()):
+        print(f"{count:6} {what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
