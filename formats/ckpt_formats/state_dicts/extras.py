@@ -1,4 +1,7 @@
-"""Values that contain tensors: from a PyTorch file to the extras of a checkpoint, and back."""
+"""Values that contain tensors: from a PyTorch file to the extras of a checkpoint, and back.
+
+Of several ranks, the extras are those of the first rank, and under `ranks` what differs in others.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
@@ -6,6 +9,7 @@ from itertools import count
 import numpy as np
 
 from ckpt_formats.containers.torchfile import CompactRecord, Storage, StorageSlice, TensorRef, tensor_of
+from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import MODEL, Parameter
 from ckpt_formats.core.claims import MAX_DEPTH
 from ckpt_formats.core.dtypes import DTYPES
@@ -50,6 +54,40 @@ def map_leaves(value: Value, leaf: Callable[[Value], Value]) -> Value:
 def map_leaves_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
     """The same, but `leaf` also gets the place: `name`, then keys and numbers, joined by slashes."""
     return _Visitor(leaf).walk(value, name, 0)
+
+
+def differing_items(items: Mapping[str, Value], first: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the items of a rank that the first rank lacks, or that have another value there."""
+    return {key: value for key, value in items.items() if key not in first or not same(value, first[key])}
+
+
+def extras_of_ranks(
+    ranks: Iterable[tuple[str, Mapping[str, Value]]],
+    parameters: dict[str, Parameter],
+    section: str = "",
+    by_entry: bool = False,
+) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
+    """Return the extras of the first rank, and for each other rank, by its label, those that differ: maybe none.
+
+    `ranks` are labels with items. `section` precedes the keys in the names of tensors, which are added to
+    `parameters`. `by_entry`: of arguments and mappings, only the entries that differ are returned.
+    """
+    every = list(ranks)
+    first = every[0][1] if every else {}
+    extras = {key: names_for_tensors(value, f"{section}{key}", parameters) for key, value in first.items()}
+    others: dict[str, dict[str, Value]] = {}
+    for label, items in every[1:]:
+        others[label] = {}
+        for key, value in differing_items(items, first).items():
+            own = _entries(value, first[key]) if by_entry and key in first else value
+            others[label][key] = names_for_tensors(own, f"ranks/{label}/{section}{key}", parameters)
+    return extras, others
+
+
+def with_ranks(extras: Mapping[str, Value], others: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
+    """Return the extras with those of other ranks under `ranks`. Ranks without items are left out."""
+    present = {label: items for label, items in others.items() if items}
+    return {**extras, "ranks": present} if present else dict(extras)
 
 
 class _Extraction:
@@ -129,6 +167,16 @@ class _Visitor:
             else:
                 shown = brief(key, _MAX_SHOWN)
                 yield inner(key, f"{shown} (key)"), inner(item, shown)
+
+
+def _entries(value: Value, first: Value) -> Value:
+    """The entries of a value that differ from the first rank's, if both are arguments or mappings."""
+    if isinstance(value, Record) and isinstance(first, Record) and value.cls == first.cls:
+        namespaces = isinstance(value.state, dict) and isinstance(first.state, dict)
+        return Record(value.cls, state=_entries(value.state, first.state)) if namespaces else value
+    if isinstance(value, dict) and isinstance(first, dict):
+        return differing_items(value, first)
+    return value
 
 
 def _tensor(value: TensorRef | Tensor | Storage | StorageSlice) -> Tensor:

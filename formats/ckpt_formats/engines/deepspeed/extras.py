@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_formats.containers.torchfile import TorchFile
-from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.values import Value
-from ckpt_formats.state_dicts.extras import names_for_tensors
+from ckpt_formats.state_dicts.extras import extras_of_ranks, with_ranks
 
 BUFFERS = "buffers"
 """Key in the extras of a rank: buffers of the model that differ from those of the first rank."""
@@ -62,37 +61,29 @@ def collect_extras(
     readers of tensors. Tensors among the items are added to `parameters`.
     """
     more = more_items or {}
-    extras: dict[str, Value] = {}
-    rank_extras: dict[str, dict[str, Value]] = {}
-    for i, (rank, file) in enumerate(models.items()):
-        items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
-        items = {**_of_model(more.get(file.path, {})), **items}
-        _add(
-            extras if i == 0 else rank_extras.setdefault(rank, {}),
-            extras,
-            items,
-            "" if i == 0 else f"ranks/{rank}/",
-            parameters,
-        )
-    first: dict[str, Value] = {}
-    for i, (rank, file) in enumerate((optims or models).items()):  # stage 0 has the optimizer in the model's file
-        own: dict[str, Value] = first if i == 0 else {}
-        items = _optimizer_items(file) | {k: v for k, v in more.get(file.path, {}).items() if k == UNPLACED}
-        _add(own, first, items, "optimizer/" if i == 0 else f"ranks/{rank}/optimizer/", parameters)
-        if i and own:
-            rank_extras.setdefault(rank, {})["optimizer"] = own
-    if first:
-        extras["optimizer"] = first
-    if differing := {rank: items for rank, items in rank_extras.items() if items}:
-        extras["ranks"] = differing
-    return extras
+    extras, of_ranks = extras_of_ranks(
+        ((rank, _model_items(file, more.get(file.path, {}))) for rank, file in models.items()), parameters
+    )
+    optimizer, optimizer_of_ranks = extras_of_ranks(
+        # stage 0 has the optimizer in the model's file
+        ((rank, _optimizer_items(file, more.get(file.path, {}))) for rank, file in (optims or models).items()),
+        parameters,
+        "optimizer/",
+    )
+    if optimizer:
+        extras["optimizer"] = optimizer
+    for rank, items in optimizer_of_ranks.items():
+        if items:
+            of_ranks.setdefault(rank, {})["optimizer"] = items
+    return with_ranks(extras, of_ranks)
 
 
-def _of_model(items: Mapping[str, Value]) -> dict[str, Value]:
-    return {key: value for key, value in items.items() if key != UNPLACED}
+def _model_items(file: TorchFile, more: Mapping[str, Value]) -> dict[str, Value]:
+    items = {str(key): value for key, value in file.root.items() if key not in _LAYOUT_OF_MODEL}
+    return {**{key: value for key, value in more.items() if key != UNPLACED}, **items}
 
 
-def _optimizer_items(file: TorchFile) -> dict[str, Value]:
+def _optimizer_items(file: TorchFile, more: Mapping[str, Value]) -> dict[str, Value]:
     root = file.root.get("optimizer_state_dict")
     own = ("optimizer_state_dict", "ds_config", "optimizer")
     outer = {} if "module" in file.root else {key: value for key, value in file.root.items() if key not in own}
@@ -103,16 +94,6 @@ def _optimizer_items(file: TorchFile) -> dict[str, Value]:
         base = inner.get(key)
         if isinstance(base, dict):
             rest |= {str(k): v for k, v in base.items() if k not in ("state", "param_groups")}
-    return {**items, BASE: rest} if rest else items
-
-
-def _add(
-    target: dict[str, Value],
-    first: Mapping[str, Value],
-    items: Mapping[str, Value],
-    prefix: str,
-    parameters: dict[str, Parameter],
-) -> None:
-    for key, value in items.items():
-        if target is first or key not in first or not same(value, first[key]):
-            target[key] = names_for_tensors(value, f"{prefix}{key}", parameters)
+    if rest:
+        items[BASE] = rest
+    return {**items, UNPLACED: more[UNPLACED]} if UNPLACED in more else items

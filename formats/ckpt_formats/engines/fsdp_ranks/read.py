@@ -1,5 +1,6 @@
 """Read the files of all ranks -> one checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
@@ -11,7 +12,6 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.fsdp_ranks.extras import collect_extras, with_rank_items
 from ckpt_formats.engines.fsdp_ranks.folder import Folder, list_folder
 from ckpt_formats.engines.fsdp_ranks.leaves import SharedLeaves
 from ckpt_formats.engines.fsdp_ranks.merge import RankMerge
@@ -21,6 +21,8 @@ from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, matched_by_order,
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.engines.fsdp_ranks.sections import Files, merged_extras, sorted_files
 from ckpt_formats.engines.fsdp_ranks.unwrap import unwrapping
+from ckpt_formats.state_dicts.extras import differing_items, with_ranks
+from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
 from ckpt_formats.state_dicts.read import training_state
 
@@ -58,13 +60,13 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     model = merge_model(models, merge, shapes, listed, folder.path)
     root: dict[str, Value] = {"model": model}
     rest, shared = merged_extras(files.get("extra", {}))
-    extra = collect_extras(rest, merge.differing) | shared
+    extra = _collected_extras(rest, merge.differing) | shared
     if optimizers:
         order = options.orders.get("optim", options.order)
         optimizer = merge_optimizer(optimizers, model, merge.sharded, order)
         if optimizer is None:
             notices.append(Notice(UNNAMED, weight=Weight.LOST))
-            extra = with_rank_items(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
+            extra = _with_rank_items(extra, {rank: {"optim": tree} for rank, tree in optimizers.items()})
         else:
             root["optim"] = optimizer
             if not order and matched_by_order(optimizers, optimizer, model):
@@ -83,6 +85,50 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
         seals=tuple(seal for ranks in opened.values() for one in ranks.values() for seal in one.file.seals()),
         notices=(*notices, *state.notices),
     )
+
+
+def _collected_extras(files: Mapping[int, RankFile], differing: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
+    """The extras: the items of the first rank, and under `ranks` the items of other ranks that differ.
+
+    `differing` are values in the ranks' models that are no tensors and not the same on all ranks.
+    Raises `CorruptError` if the ranks' schedulers are at different steps.
+    """
+    _check_one_epoch(files)
+    first_rank = min(files, default=0)
+    first = _items(files[first_rank]) if files else {}
+    ranks = {str(rank): differing_items(_items(file), first) for rank, file in files.items() if rank != first_rank}
+    if any(key in ("model", "optim", "ranks") or is_optimizer(value) for key, value in first.items()):
+        first = {"extra_state": first}
+    models = {rank: {"model": dict(items)} for rank, items in differing.items()}
+    return _with_rank_items(with_ranks(first, ranks), models)
+
+
+def _with_rank_items(extras: Mapping[str, Value], ranks: Mapping[int, Mapping[str, Value]]) -> dict[str, Value]:
+    """The extras with more items of ranks. `ranks` are the items by rank."""
+    known = extras.get("ranks", {})
+    added = {str(rank): {**known.get(str(rank), {}), **items} for rank, items in ranks.items()}
+    return {**extras, "ranks": {**known, **added}} if ranks else dict(extras)
+
+
+def _check_one_epoch(files: Mapping[int, RankFile]) -> None:
+    seen: dict[str, tuple[Value, RankFile]] = {}
+    for file in files.values():
+        for key, value in file.root.items():
+            epoch = value.get("last_epoch") if isinstance(value, dict) else None
+            if isinstance(epoch, int):
+                first, other = seen.setdefault(str(key), (epoch, file))
+                if first != epoch:
+                    raise CorruptError(
+                        f"`{printable(str(key))}` counted to {first} in {other.path.name}, but to {epoch} here",
+                        where=file.path,
+                        hint="Files of several steps were mixed: copy all files of one step again.",
+                    )
+
+
+def _items(file: RankFile) -> dict[str, Value]:
+    if file.path.name.startswith("random_states"):
+        return {"random_states": file.root}
+    return {str(key): value for key, value in file.root.items()}
 
 
 def _layout(folder: Folder, mesh: Mesh | None) -> dict[str, Value]:

@@ -6,11 +6,9 @@ under their own keys. Values of another rank that differ are stored under `ranks
 
 from collections.abc import Mapping, Sequence
 
-from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.values import Record, Value
-from ckpt_formats.state_dicts.extras import names_for_tensors
+from ckpt_formats.core.values import Value
+from ckpt_formats.state_dicts.extras import extras_of_ranks, with_ranks
 
 EXTRA_STATE = "extra_state"
 """The key of the extra that has the modules' own extra states, by name."""
@@ -38,20 +36,7 @@ def collect_extras(
     ranks: Sequence[tuple[str, Mapping[str, Value]]], parameters: dict[str, Parameter]
 ) -> dict[str, Value]:
     """The extras of all ranks, given as (label, items). Tensors in them are added to `parameters`."""
-    (_, first), *further = ranks
-    extras = {key: names_for_tensors(value, key, parameters) for key, value in first.items()}
-    differing: dict[str, Value] = {}
-    for rank, items in further:
-        own = {}
-        for key, value in items.items():
-            if key in first:
-                if _same(value, first[key]):
-                    continue
-                value = _difference(value, first[key])
-            own[key] = names_for_tensors(value, f"ranks/{rank}/{key}", parameters)
-        if own:
-            differing[rank] = own
-    return extras | ({"ranks": differing} if differing else {})
+    return with_ranks(*extras_of_ranks(ranks, parameters, by_entry=True))
 
 
 def optimizer_items(saved: Value) -> Value:
@@ -71,20 +56,3 @@ def optimizer_items(saved: Value) -> Value:
     if isinstance(inner, dict) and (inner_extras := {str(k): v for k, v in inner.items() if k not in _KNOWN}):
         extras["optimizer"] = inner_extras
     return extras
-
-
-def _difference(value: Value, first: Value) -> Value:
-    """The part of a value that differs from the first rank's: only the differing entries of arguments and mappings."""
-    namespaces = isinstance(value, Record) and isinstance(first, Record) and value.cls == first.cls
-    if namespaces and isinstance(value.state, dict) and isinstance(first.state, dict):
-        return Record(value.cls, state=_difference(value.state, first.state))
-    if isinstance(value, dict) and isinstance(first, dict):
-        return {k: v for k, v in value.items() if k not in first or not _same(v, first[k])}
-    return value
-
-
-def _same(value: Value, other: Value) -> bool:
-    try:
-        return bool(encode(value) == encode(other))
-    except CkptError:
-        return False
