@@ -32,7 +32,7 @@ _NEVER = 10**6
 
 @dataclass(frozen=True)
 class Setting:
-    """One model on one GPU, in bytes, bytes a second and seconds. Figures: docs/log.md says where they are from."""
+    """One model on one GPU, in bytes, bytes a second and seconds. Sources: results/recording.md."""
 
     name: str
     state: float

@@ -3,7 +3,8 @@
 Without --source, checkpoints of about 1 and 4 GB are made of ZeRO stages 1 and 3 by real DeepSpeed (`big_zero.py`).
 All programs read through a warm page cache, in turn (A B C, B C A, C A B, ...); outputs are removed, and what the
 last one left is flushed, outside the timed part. Figures are medians; ratios are to `ckpt convert`, which returns
-when its output is on the disk: so `cp` is also given with an fsync of every file. Nothing is asserted: see docs/log.md.
+when its output is on the disk: so `cp` is also given with an fsync of every file. Nothing is asserted: see
+benchmarks/results.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Figures are medians of user + system seconds and of wall seconds of whole comman
     chain     the trained state, moved a little at each step, 6 and 31 members, with a tip
     plan      ZeRO-3 of 10,240 parameters for 1,024 ranks (`planning.py`)
 
-`--only compress` runs one section. Nothing is asserted: misses are printed as such, and written down in docs/log.md.
+`--only compress` runs one section. Nothing is asserted: misses are printed as such, and written down in
+benchmarks/results.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Costs:
-    """CPU seconds for each GB; measured here, see docs/log.md."""
+    """CPU seconds for each GB; measured here, see benchmarks/results/stores.md."""
 
     read: float = 0.6
     """To request ranges (obstore, 8 MiB each)."""

@@ -272,14 +272,18 @@ class SystemFigures:
     checkmate_slowdown: Figure = Figure(
         0.0, "Checkmate (arXiv 2507.13522), abstract: throughput comparable to a run without checkpoints"
     )
-    our_slowdown: Figure = Figure(0.0056, "docs/log.md: the hook takes 0.56 % of a step (CPU; on a GPU not measured)")
-    our_nbytes: Figure = Figure(1.333, "docs/log.md: bytes a parameter and step, exact, training in bfloat16")
-    our_int8_nbytes: Figure = Figure(0.908, "docs/log.md: bytes a parameter and step, int8 (the replay is approximate)")
+    our_slowdown: Figure = Figure(
+        0.0056, "results/recording.md: the hook takes 0.56 % of a step (CPU; on a GPU not measured)"
+    )
+    our_nbytes: Figure = Figure(1.333, "results/recording.md: bytes a parameter and step, exact, training in bfloat16")
+    our_int8_nbytes: Figure = Figure(
+        0.908, "results/recording.md: bytes a parameter and step, int8 (the replay is approximate)"
+    )
     our_topk_nbytes: Figure = Figure(
         0.04, "docs/recording.md: bytes a parameter and step for each 1 % of values; each rank of top 1 % adds its own"
     )
     our_replay_rate: Figure = Figure(
-        450e6, "docs/log.md, the shadow: 448 million parameters a second of a core, float32"
+        450e6, "results/recording.md, the shadow: 448 million parameters a second of a core, float32"
     )
     our_cores: Figure = Figure(16, "assumed: cores of a machine that replay while it would otherwise wait")
     our_flush: Figure = Figure(8, "docs/recording.md: flush = 8 steps by default")

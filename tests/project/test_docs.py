@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "SECURITY.md",
     *sorted(DOCS.glob("*.md")),
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 README = (ROOT / "README.md").read_text("utf-8")
 REFERENCE = (DOCS / "reference.md").read_text("utf-8")

@@ -13,7 +13,7 @@ SLAB = 1 << 20
 """Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written.
 
 Linux caches what one call of `write` brings in huge pages if it can, from 2 MiB on. To find and clear these costs it
-more than the copy: see docs/log.md.
+more than the copy: see benchmarks/results/converting.md.
 """
 
 
