@@ -30,10 +30,10 @@ ENTRY_POINTS = "ckpt.codecs"
 
 DELTA_CODECS: dict[str, str] = {
     "replay": "ckpt_codecs.deltas.replay:Replay",
-    "rows": "ckpt_codecs.deltas.rows:ReplayRows",
+    "rows": "ckpt_codecs.deltas.replay:ReplayRows",
     "difference": "ckpt_codecs.deltas.difference:Difference",
     "subspace": "ckpt_codecs.lossy.subspace:Subspace",
-    "subspace-rows": "ckpt_codecs.lossy.subspace_rows:SubspaceRows",
+    "subspace-rows": "ckpt_codecs.lossy.subspace:SubspaceRows",
     "lc": "ckpt_codecs.lossy.lc:LcCheckpoint",
     "excp": "ckpt_codecs.lossy.excp:Excp",
 }

@@ -19,7 +19,7 @@ from ckpt_codecs.gradients import (
     find_factor,
     gradient_codec,
 )
-from ckpt_codecs.gradients.magnitudes import encode_magnitudes
+from ckpt_codecs.gradients.exact import encode_magnitudes
 from ckpt_codecs.native.gradients import BLOCK
 from codec_chunks import of_array
 from effort import examples

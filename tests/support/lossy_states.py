@@ -6,7 +6,7 @@ import numpy as np
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, States
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
-from ckpt_codecs.lossy.subspace_rows import SubspaceRows
+from ckpt_codecs.lossy.subspace import SubspaceRows
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 from held import array

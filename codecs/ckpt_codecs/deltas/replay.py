@@ -1,19 +1,29 @@
-"""The codec `replay`: the states of a parameter are predicted by the arithmetic of the optimizer step."""
+"""The codecs `replay` and `rows`: the states of a parameter are predicted by the arithmetic of the optimizer step."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import ClassVar
 
 import numpy as np
 
-from ckpt_codecs.base import Array
+from ckpt_codecs.base import Array, Shape
 from ckpt_codecs.chunk.frame import as_uints
+from ckpt_codecs.chunk.row_marks import decode_marks, encode_marks, states_of_rows, with_rows
 from ckpt_codecs.chunk.streams import LEVELS
-from ckpt_codecs.delta import DeltaCodec, StatePair, StepInfo
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo, only_changed_rows
 from ckpt_codecs.deltas.chunk_parts import PartDecoder, PredictiveCodec, join_parts
 from ckpt_codecs.deltas.difference import Difference
-from ckpt_codecs.deltas.format_ids import DECAYED, DRIFTED, EXTRAPOLATED, GRADIENT, OPTIMIZER_STEP, ROUNDED, UNCHANGED
+from ckpt_codecs.deltas.format_ids import (
+    CHANGED_ROWS,
+    DECAYED,
+    DRIFTED,
+    EXTRAPOLATED,
+    GRADIENT,
+    OPTIMIZER_STEP,
+    ROUNDED,
+    UNCHANGED,
+)
 from ckpt_codecs.deltas.moment_drift import decode_drift
 from ckpt_codecs.deltas.replay_encoder import BFLOAT16, SIZE, ReplayEncoder
 from ckpt_codecs.errors import CodecError
@@ -64,8 +74,6 @@ class Replay(FittedStep, PredictiveCodec):
         return Replay(**asdict(fitted), level=self.level)
 
     def of_rows(self) -> DeltaCodec | None:
-        from ckpt_codecs.deltas.rows import ReplayRows  # which is a Replay
-
         return ReplayRows(**asdict(self))
 
     def encode(self, change: StatePair) -> bytes:
@@ -122,3 +130,52 @@ class Replay(FittedStep, PredictiveCodec):
         second = decoder.floats_before(SECOND).reshape(decoder.shape)
         gradients = FirstMoment().decode(part[1 + SIZE.size : end], decoder.shape, BFLOAT16, second)
         return gradients_from_bits(self, as_uints(gradients)), part[end:]
+
+
+@dataclass(frozen=True)
+class ReplayRows(Replay):
+    """Encodes only the rows of a table that changed in any state. The numbers of the step are fitted to these rows.
+
+    Check-N-Run (Eisenman et al., NSDI 2022) and IncrCP (Lin et al., PVLDB 18(4)) store such rows of embedding tables,
+    which sparse gradients step. Here they are also predicted: rows that changed follow the optimizer's step, all others
+    do not, so that a step which is fitted to both predicts neither.
+    """
+
+    name: ClassVar[str] = "rows"
+
+    def of_rows(self) -> DeltaCodec | None:
+        return None
+
+    def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> DeltaCodec:
+        """The codec fitted to the steps of the run, or to a single step, whichever makes a chunk of rows smaller.
+
+        Of many steps of the run, sparse gradients give most rows only one. A single step is accepted if it explains
+        nearly all rows; those that were not stepped follow it, too, so all rows are in that sample.
+        """
+        sample = next(only_changed_rows(changes()), None)
+        fitted = self._fitted(lambda: only_changed_rows(changes()), step)
+        if sample is None or step.before is None or step.after is None or step.after - step.before == 1:
+            return fitted
+        single = self._fitted(changes, replace(step, before=None, after=None))
+        return min(fitted, single, key=lambda codec: len(codec.encode(sample)))
+
+    def _fitted(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "ReplayRows":
+        fitted = super().fit(changes, step)
+        assert isinstance(fitted, Replay)
+        return ReplayRows(**asdict(fitted))
+
+    def encode(self, change: StatePair) -> bytes:
+        changed = change.few_changed_rows()
+        if changed is None:
+            return super().encode(change)
+        return bytes([CHANGED_ROWS]) + encode_marks(changed) + super().encode(change.rows(changed))
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, dtypes: StateTypes, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        if data[:1] != bytes([CHANGED_ROWS]):
+            return super().decode(data, before, shape, dtypes, wanted)
+        numbers, rest = decode_marks(data[1:], shape)
+        selected = states_of_rows(before, shape, dtypes, numbers)
+        decoded = super().decode(rest, selected, (numbers.size, shape[1]), dtypes, wanted)
+        return with_rows(before, decoded, numbers)

@@ -10,15 +10,14 @@ if TYPE_CHECKING:
     from ckpt_codecs.lossy.error_stats import ErrorStats, measure
     from ckpt_codecs.lossy.excp import Excp
     from ckpt_codecs.lossy.lc import LcCheckpoint
-    from ckpt_codecs.lossy.presets import PRESETS
     from ckpt_codecs.lossy.search import coarsest
-    from ckpt_codecs.lossy.subspace import Subspace
+    from ckpt_codecs.lossy.subspace import PRESETS, Subspace
 
 _WHERE = {
     "ErrorStats": "error_stats",
     "Excp": "excp",
     "LcCheckpoint": "lc",
-    "PRESETS": "presets",
+    "PRESETS": "subspace",
     "Subspace": "subspace",
     "coarsest": "search",
     "measure": "error_stats",

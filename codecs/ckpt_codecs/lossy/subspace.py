@@ -1,7 +1,7 @@
-"""The lossy codec `subspace`: quantizes weights in the subspace in which they change, and predicts moments.
+"""The lossy codecs `subspace` and `subspace-rows`: weights are quantized in the subspace in which they change.
 
-Second moments become row and column factors, first moments a multiple of the change. `docs/lossy-codecs.md` specifies
-the bytes.
+Moments are predicted: second moments become row and column factors, first moments a multiple of the change.
+`docs/lossy-codecs.md` specifies the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo
+from ckpt_codecs.chunk.row_marks import decode_marks, encode_marks, states_of_rows, with_rows
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StateTypes, StepInfo, only_changed_rows
 from ckpt_codecs.errors import CodecError, NotApplicable
 from ckpt_codecs.lossless.float_planes import Planes
 from ckpt_codecs.lossy import factors, first_moment, state_types
@@ -36,6 +37,8 @@ DEAD_ZONE = 0.6
 _PREFIX = 256
 """Values at the start of two states that almost always show whether they differ."""
 MAX_TRIES, STEP_REDUCTION = 40, 0.8
+_ALL, _SOME = bytes([0]), bytes([1])
+"""The first byte of a chunk: it has all rows, or says which ones it has."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,6 @@ class Subspace(DeltaCodec):
         return self.survey(((1, change) for change in islice(changes(), SAMPLES)), step)
 
     def of_rows(self) -> DeltaCodec | None:
-        from ckpt_codecs.lossy.subspace_rows import SubspaceRows  # which is a Subspace
-
         return SubspaceRows(**asdict(self))
 
     def at(self, step_size: float) -> "Subspace":
@@ -289,3 +290,47 @@ def _same_bits(a: Array, b: Array) -> bool:
     uint = f"u{min(a.dtype.itemsize, 8)}"
     first, second = (np.ascontiguousarray(x).reshape(-1).view(uint) for x in (a, b))
     return np.array_equal(first[:_PREFIX], second[:_PREFIX]) and np.array_equal(first, second)
+
+
+@dataclass(frozen=True)
+class SubspaceRows(Subspace):
+    """Encodes the rows of a table that changed in any state; all others are exact.
+
+    So a table of which few rows are stepped costs what these rows cost: quantised on demand, as in Check-N-Run
+    (Eisenman et al., NSDI 2022), but by the change and not by the values of a row.
+    """
+
+    name: ClassVar[str] = "subspace-rows"
+
+    def of_rows(self) -> DeltaCodec | None:
+        return None
+
+    def fit(self, changes: Callable[[], Iterator[StatePair]], step: StepInfo) -> "SubspaceRows":
+        return SubspaceRows(**asdict(super().fit(lambda: only_changed_rows(changes()), step)))
+
+    def encode(self, change: StatePair) -> bytes:
+        changed = change.few_changed_rows()
+        if changed is None:
+            return _ALL + super().encode(change)
+        return _SOME + encode_marks(changed) + super().encode(change.rows(changed))
+
+    def decode(
+        self, data: bytes, before: States, shape: Shape, form: StateTypes, wanted: frozenset[str] | None = None
+    ) -> dict[str, Array]:
+        if data[:1] == _ALL:
+            return super().decode(data[1:], before, shape, form, wanted)
+        if data[:1] != _SOME:
+            raise CodecError("a chunk of rows begins with neither 0 nor 1")
+        numbers, rest = decode_marks(data[1:], shape)
+        selected = states_of_rows(before, shape, form, numbers)
+        decoded = super().decode(rest, selected, (numbers.size, shape[1]), form, wanted)
+        return with_rows(before, decoded, numbers)
+
+
+PRESETS = {
+    "resume": Subspace(step_size=1.0, second_octaves=2.0),
+    "balanced": Subspace(step_size=2.0),
+    "archive": Subspace(step_size=4.0),
+    "standalone": Subspace(step_size=1.0, base_step_size=0.25, second_octaves=2.0),
+}
+"""Measured settings by the purpose of the checkpoints. docs/lossy-codecs.md has the figures."""

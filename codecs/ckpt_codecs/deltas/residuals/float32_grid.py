@@ -8,11 +8,11 @@ from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.chunk.frame import ChunkWriter, read_chunk
 from ckpt_codecs.chunk.streams import CodingLevel
 from ckpt_codecs.deltas.format_ids import CONSTANT_UNIT, FLOAT32_GRID, GROWTH_CONTEXTS, ROOT_BEFORE, UNIT_SOURCES
-from ckpt_codecs.deltas.residuals.contexts import group_by_context, undo_grouping
 from ckpt_codecs.deltas.residuals.second_moments import SecondMoments, grid_units
 from ckpt_codecs.deltas.unpredicted import sample_runs
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas, lossless
+from ckpt_codecs.scratch import thread_buffer
 
 HEAD = Struct("<BBhBbII")
 """Form, source and shift of the units, whether there are contexts, the least context, numbers of depths and of bytes
@@ -49,7 +49,7 @@ def encode_grid(
     if contexts:
         least = _least_context(second_moments)
         which = deltas.growth_contexts(second_moments.before(), second_moments.after(), least, GROWTH_CONTEXTS)
-        groups = group_by_context(symbols, which, GROWTH_CONTEXTS)
+        groups = _group_by_context(symbols, which, GROWTH_CONTEXTS)
     writer = ChunkWriter(FLOAT32_GRID, len(groups) + 2, size + depths.size + bits.size)
     for group in groups:
         writer.add(group, level, always_try=group.size > 64)
@@ -78,7 +78,7 @@ def decode_grid(data: Bytes, predicted: Array, second_moments: SecondMoments) ->
         which = deltas.growth_contexts(second_moments.before(), second_moments.after(), least, GROWTH_CONTEXTS)
     counts = [size] if which is None else deltas.count_contexts(which, GROWTH_CONTEXTS).tolist()
     *groups, depths, bits = read_chunk(data[HEAD.size :], [*counts, depth_count, bits_nbytes], "grid")
-    symbols = groups[0] if which is None else undo_grouping(groups, which)
+    symbols = groups[0] if which is None else _undo_grouping(groups, which)
     actual = np.empty(size, np.uint32)
     if not deltas.from_grid(predicted, units, symbols, depths, bits, actual):
         raise CodecError("residuals on a grid are damaged")
@@ -137,3 +137,21 @@ def _quantile(values: Array, share: float) -> int:
     """Return the value that has this share of all values below it."""
     index = int(share * values.size)
     return int(np.partition(values, index)[index])
+
+
+def _group_by_context(symbols: Array, contexts: Array, count: int) -> list[Array]:
+    """Return the symbols of each of `count` contexts, in their order: (m,) uint8 each, in this thread's buffer.
+
+    `symbols`, `contexts`: (n,) uint8.
+    """
+    grouped = thread_buffer("gathered", symbols.size)
+    deltas.gather(contexts, symbols, grouped)
+    return np.split(grouped, np.cumsum(deltas.count_contexts(contexts, count))[:-1])
+
+
+def _undo_grouping(groups: list[Array], contexts: Array) -> Array:
+    """Return the symbols in their original order: (n,) uint8, this thread's buffer. `contexts`: (n,) uint8."""
+    grouped, symbols = thread_buffer("gathered", contexts.size), thread_buffer("scattered", contexts.size)
+    np.concatenate(groups, out=grouped)
+    deltas.scatter(contexts, grouped, symbols)
+    return symbols
