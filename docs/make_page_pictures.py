@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 import browsing  # noqa: E402
 import page_samples as samples  # noqa: E402
-from ckpt_cli.views import log_page  # noqa: E402
+from ckpt_cli.views import chain_log  # noqa: E402
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile  # noqa: E402
 from held import checkpoint, parameter  # noqa: E402
 
@@ -91,7 +91,7 @@ def main() -> None:
             # Nothing is at its path, from which a format would be told.
             "inspect": samples.inspect(llama()).replace('"format":"shadow"', '"format":"deepspeed"'),
             "diff": samples.diff(*pair()),
-            "log": log_page.page_of(Path("run.chain"), fields),
+            "log": chain_log.page_of(Path("run.chain"), fields),
             "plan": samples.plan(),
         }
         for name, text in texts.items():

@@ -1,22 +1,24 @@
 """`ckpt log`: the steps of a chain."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt.chains.segments import SegmentView, open_segments
+from ckpt.chains.segments import SegmentView, open_segments, steps_nbytes
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
-from ckpt_cli.views.segments import lines as segment_lines
-from ckpt_cli.views.segments import to_json as segments_json
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.gradients.layout import LoggedOptimizer
+    from ckpt_formats.universal.gradients.segment import Segment
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 80
@@ -34,14 +36,22 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
     unfinished = unfinished_states(run, time.time())
     fields = {**to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]}
     if html is not None:
-        from ckpt_cli.views import log_page
-
-        page.write(log_page.page_of(run, fields), html, "log")
+        page.write(page_of(run, fields), html, "log")
     if as_json:
         data({"chain": str(run), **fields})
         return
     for line in (*lines(chain, segments), *([""] * bool(unfinished)), *map(str, unfinished)):
         columns.show(line)
+
+
+def page_of(run: Path, fields: Mapping[str, Any]) -> str:
+    """The page that `log --html` writes: size and error of the states of a chain, by step.
+
+    It has ASCII characters only. `fields`: those of `--json`. Equal chains give equal pages.
+    """
+    from ckpt_cli.views.page import page
+
+    return page("log", ("charts", "listing", "log"), {"chain": str(run), **fields})
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
     logged = [one.last for one in segments if one.last is not None]  # none of damaged segments
     return {
         "last": max((*(member.step for member in chain.members), *logged), default=None),
-        "segments": [segments_json(one) for one in segments],
+        "segments": [_segment_json(one) for one in segments],
         "steps": [_member_json(chain, member) for member in chain.members],
         "raw_nbytes": raw,
         "stored_nbytes": stored,
@@ -92,7 +102,7 @@ def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
     if chain.members:
         yield from _member_lines(chain)
         yield from [""] * bool(segments)
-    yield from segment_lines(segments)
+    yield from _segment_lines(segments)
 
 
 def _member_lines(chain: ChainIndex) -> Iterator[str]:
@@ -187,3 +197,87 @@ def _stored(members: Sequence[Member]) -> int:
 def _read(members: Sequence[Member]) -> int:
     """The bytes that are read to restore the last of some members, from the base on."""
     return sum(member.stored_nbytes + member.shared_nbytes for member in members)
+
+
+def _segment_json(view: SegmentView) -> dict[str, Any]:
+    """A segment as plain data."""
+    logged, segment = view.logged, view.segment
+    facts: dict[str, Any] = {"folder": logged.folder, "first": logged.first, "last": view.last, "time": logged.time}
+    if segment is None:
+        return facts | {"error": None if view.error is None else view.error.what}
+    steps = segment.last - segment.first
+    return facts | {
+        "has_ended": view.has_ended,
+        "ranks": len(segment.layout.ranks),
+        "codec": segment.layout.codec,
+        "optimizers": [
+            {"type": one.type, "method": one.method, "exactness": one.exactness, "figures": dict(one.figures)}
+            for one in segment.layout.optimizers
+        ],
+        "exact": segment.is_exact,
+        "proved": _proved(segment),
+        "difference": segment.difference,
+        "doubts": [
+            {"first": one.first, "last": one.last, "tensors": list(one.names)} for one in segment.doubtful_steps
+        ],
+        "elements": segment.layout.numel,
+        "stored_nbytes": segment.nbytes,
+        "nbytes_per_parameter": round(steps_nbytes(segment) / max(steps * segment.layout.numel, 1), 4),
+        "torn": {path.name: reason for path, reason in segment.torn.items()},
+    }
+
+
+def _segment_lines(views: list[SegmentView]) -> Iterator[str]:
+    """The segments as lines of text."""
+    for view in views:
+        segment = view.segment
+        if segment is None:
+            yield f"gradients from step {view.logged.first}: cannot be read: {view.error}"
+            continue
+        steps = segment.last - segment.first
+        average = steps_nbytes(segment) // max(steps, 1)
+        ranks = len(segment.layout.ranks)
+        yield (
+            f"gradients of steps {segment.first + 1} to {segment.last}"
+            f"{'' if view.has_ended else ', not ended'}: {format_nbytes(segment.nbytes)}, {format_nbytes(average)} a "
+            "step"
+            f" ({average / max(segment.layout.numel, 1):.2f} B for each parameter), {ranks} rank{'s' * (ranks > 1)}"
+        )
+        for one in segment.layout.optimizers:
+            yield f"  {one.type}: {_exactness(one, segment)}"
+        yield from _proof(segment)
+        for path, reason in segment.torn.items():
+            yield f"  {path.name}: records after step {segment.last} do not count: {reason}"
+
+
+def _proved(segment: "Segment") -> int | None:
+    """The last step that is proved; None if there are no proofs: of lossy gradients, and in logs of version 1."""
+    return segment.proved if segment.has_proofs else None
+
+
+def _proof(segment: "Segment") -> Iterator[str]:
+    if segment.difference is not None:
+        yield f"  DIFFERS from the run: {segment.difference}"
+    for one in segment.doubtful_steps:
+        names = ", ".join(f"`{printable(name)}`" for name in one.names[:3]) + ", …" * (len(one.names) > 3)
+        yield f"  in doubt: {names} at steps {one.first} to {one.last}, changed in a way that torch does not count"
+    if not segment.has_proofs:
+        return
+    if segment.proved >= segment.last:
+        yield "  proved: every step was compared with the run"
+    else:
+        yield f"  proved up to step {segment.proved}; `ckpt verify --replay` compares the others"
+
+
+def _exactness(optimizer: "LoggedOptimizer", segment: "Segment") -> str:
+    from ckpt_formats.universal.gradients.layout import UPDATE
+
+    if optimizer.method == UPDATE:
+        return "exact: the log has the states after each step"
+    if optimizer.exactness == "approximate":
+        return "approximate: replayed with other rounding"
+    if not segment.is_exact:
+        return f"approximate: gradients stored as {segment.layout.codec}"
+    if optimizer.exactness == "same library":
+        return "exact if replayed by torch on a machine like the run's"
+    return "exact, without torch"

@@ -7,15 +7,14 @@ from typing import Any
 import click
 
 from ckpt.compare import Selection, diff_selected, select_both
-from ckpt.compare.groups import grouped
-from ckpt.compare.pairs import Diff, TensorDiff
+from ckpt.compare.result import Diff, TensorDiff, grouped
 from ckpt.compare.sums import DiffSums
-from ckpt.compare.to_json import facts
+from ckpt.compare.to_json import facts, totals
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.views import diff_page, page
+from ckpt_cli.views import page
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.notices import Notice, Weight
@@ -31,6 +30,14 @@ SORTS: dict[str, Callable[[TensorDiff], Any]] = {
 }
 _HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
 _MAX_VALUES = 20
+_PAGE_SCRIPTS = ("listing", "diff", "head", "cells", "map", "histograms", "values", "table", "start")
+_PAGE_GROUPS = {
+    "cells": ("layer", "role", "state"),
+    "layers": ("layer", "state"),
+    "roles": ("role", "state"),
+    "states": ("state",),
+}
+"""The groups by their names in the page's script."""
 
 
 def show(
@@ -50,13 +57,26 @@ def show(
         figures = bool(as_json or options.html or options.by)  # of equal tensors, only these show any
         result = diff_selected(a, b, options.states, options.tensors_only, resources, progress, figures)
     if options.html:
-        page.write(diff_page.page_of(a, b, result), Path(options.html), "diff")
+        page.write(page_of(a, b, result), Path(options.html), "diff")
     note_differences(a, b, result)
     if as_json:
         data(facts(a, b, result, options.by))
     else:
         as_text(a, b, result, options.sort, options.by, options.top)
     return result.same
+
+
+def page_of(first: Checkpoint, second: Checkpoint, diff: Diff) -> str:
+    """The page that `--html` writes, of ASCII characters only. Equal differences give equal pages."""
+    return page.page("diff", _PAGE_SCRIPTS, _page_facts(first, second, diff))
+
+
+def _page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, Any]:
+    """The fields of `--json`, and the groups that the page draws. Single tensors have no histogram."""
+    fields = facts(first, second, diff)
+    for row in fields["tensors"]:
+        del row["histogram"]
+    return fields | {name: totals(diff, by) for name, by in _PAGE_GROUPS.items()}
 
 
 def _opened(checkpoint: Checkpoint) -> Path:

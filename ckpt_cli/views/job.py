@@ -12,7 +12,7 @@ from ckpt.pipeline import Execution, Result, complete_before, space_needed
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
-from ckpt_cli.views.report import conclude, data
+from ckpt_cli.views.report import conclude, data, file_count, first_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan
@@ -151,11 +151,6 @@ def show_result(
     conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
 
 
-def file_count(count: int) -> str:
-    """How many files, in words: `1 file`, `2 files`."""
-    return f"{count} file{'s' * (count != 1)}"
-
-
 def to_json(result: Result) -> dict[str, Any]:
     """The result of a job as plain data."""
     return {
@@ -190,9 +185,3 @@ def _changed_json(one: ChangedTensor) -> dict[str, Any]:
         "underflows": one.underflows,
         "not_finite": one.not_finite,
     }
-
-
-def first_names(names: Sequence[str], count: int) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(map(printable, names[:count])) + more

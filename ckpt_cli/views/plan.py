@@ -9,6 +9,8 @@ import click
 
 from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.schedule import FailurePlan, Schedule, plan_schedule
+from ckpt.planning.search import max_steps
+from ckpt.planning.waste import waste, waste_logged
 from ckpt_cli import notes
 from ckpt_cli.options.plan import PlanOptions
 from ckpt_cli.progress import doing
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from ckpt.planning.simulate import Simulation
 
 _MEASURED_SECONDS = 2.0
+_POINTS = 160
+_SPAN = 30.0
+"""The curves reach from the shortest interval of the plan by this to the longest times this."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,6 @@ def show_plan(chain: str | None, options: PlanOptions, as_json: bool) -> None:
         page.check_place(Path(options.html), "plan")
     report = _report(chain, options)
     if options.html:
-        from ckpt_cli.views.plan_page import page_of
-
         page.write(page_of(report, to_json(report)), Path(options.html), "plan")
     if as_json:
         data(to_json(report))
@@ -52,6 +55,29 @@ def show_plan(chain: str | None, options: PlanOptions, as_json: bool) -> None:
     notes.flush()
     for line in lines(report):
         click.echo(line)
+
+
+def page_of(report: PlanReport, fields: dict[str, Any]) -> str:
+    """The page that `--html` writes: the waste as a curve over the interval between bases.
+
+    It has ASCII characters only. `fields`: those of `--json`. Equal plans give equal pages.
+    """
+    from ckpt_cli.views.page import page
+
+    return page("plan", ("charts", "plan"), {**fields, "curves": curves(report.plan)})
+
+
+def curves(plan: FailurePlan) -> dict[str, list[tuple[int, float]]]:
+    """For bases only, and with a log that is flushed at the best interval: steps between bases, and the waste."""
+    schedules = [plan.bases, *([] if plan.logged is None else [plan.logged])]
+    first = max(1.0, min(one.base_steps for one in schedules) / _SPAN)
+    last = max(first + 1, min(max(one.base_steps for one in schedules) * _SPAN, max_steps(plan.run)))
+    steps = sorted({round(first * (last / first) ** (i / (_POINTS - 1))) for i in range(_POINTS)})
+    result = {"bases": [(k, waste(plan.run, k)) for k in steps]}
+    if plan.log is not None and plan.logged is not None and plan.logged.flush_steps is not None:
+        flush = plan.logged.flush_steps
+        result["logged"] = [(k, waste_logged(plan.run, plan.log, k, flush)) for k in steps]
+    return result
 
 
 def _report(chain: str | None, options: PlanOptions) -> PlanReport:

@@ -139,11 +139,20 @@ def findings_json(path: Path, problems: "Sequence[Finding]", seconds: float) -> 
 
 
 def print_findings(problems: "Sequence[Finding]") -> None:
-    from ckpt_cli.views.job import first_names
-
     for finding in problems:
         names = first_names(finding.tensors, 5)
         click.echo(
             f"{finding.kind}: {printable(finding.what)}\n  in "
             f"{printable(finding.where)}{f', tensors {names}' if names else ''}"
         )
+
+
+def first_names(names: Sequence[str], count: int) -> str:
+    """The first of many names, and how many more there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(map(printable, names[:count])) + more
+
+
+def file_count(count: int) -> str:
+    """How many files, in words: `1 file`, `2 files`."""
+    return f"{count} file{'s' * (count != 1)}"

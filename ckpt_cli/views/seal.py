@@ -7,8 +7,7 @@ from ckpt.copying.sealing import Sealed, SealPlan, plan_seal, run_seal
 from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.views.job import file_count
-from ckpt_cli.views.report import conclude, data
+from ckpt_cli.views.report import conclude, data, file_count
 from ckpt_formats.core.text import format_nbytes, printable
 
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.combine import average, ema_weights, merge_lora
+from ckpt.combine.average_blob import round_once
 from ckpt.combine.merged_blob import matmul_in_order, merged_blob
-from ckpt.combine.rounding import round_once
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.compare import Diff, DiffSums, Histogram, Selection, TensorDiff, compare, diff_sums, pair_tensors, select_both
-from ckpt.compare.groups import grouped, layer_of, role_of
+from ckpt.compare.result import grouped, layer_of, role_of
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin

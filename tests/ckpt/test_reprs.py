@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.combine.average import Average
-from ckpt.compare.pairs import TensorDiff
+from ckpt.compare.result import TensorDiff
 from ckpt.partial.changes import BlockChange
 from ckpt_formats.core.checkpoint import Group, Parameter
 from ckpt_formats.core.geometry import Box

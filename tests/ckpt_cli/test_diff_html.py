@@ -141,7 +141,7 @@ def test_a_difference_too_large_for_a_number_is_null_in_the_page(tmp_path: Path)
 
 def test_approximate_states_are_counted(pair: tuple[Path, Path]) -> None:
     from ckpt.compare import compare, pair_tensors
-    from ckpt_cli.views.diff_page import page_of
+    from ckpt_cli.views.diff import page_of
 
     source = everything()
     lossy = replace(source, path=pair[1], errors={("layers.0.w", "master"): {"largest": 1e-3}})

@@ -10,12 +10,14 @@ import numpy as np
 
 import ckpt
 from ckpt.compare import compare, pair_tensors
-from ckpt.compare.pairs import Diff, TensorDiff
+from ckpt.compare.result import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums, Histogram
 from ckpt.pipeline import Execution
 from ckpt.planning.simulate import exponential, simulate
-from ckpt_cli.views import chain_log, diff_page, inspect_page, log_page, plan_page
+from ckpt_cli.views import chain_log, inspect_page
+from ckpt_cli.views.diff import page_of as diff_page
 from ckpt_cli.views.plan import PlanReport
+from ckpt_cli.views.plan import page_of as plan_page
 from ckpt_cli.views.plan import to_json as plan_fields
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, SourceFile
 from ckpt_formats.core.notices import Notice
@@ -88,7 +90,7 @@ def inspect(source: Checkpoint) -> str:
 
 def diff(first: Checkpoint, second: Checkpoint) -> str:
     first, second = (replace(one, path=DEEPSPEED) for one in (first, second))
-    return diff_page.page_of(first, second, compare(pair_tensors(first, second), Execution()))
+    return diff_page(first, second, compare(pair_tensors(first, second), Execution()))
 
 
 def notebook(first: Checkpoint, second: Checkpoint, chain: Path) -> str:
@@ -108,7 +110,7 @@ def diff_of_many(count: int) -> str:
         role, changed = list(ROLES)[i % len(ROLES)], int(rng.integers(1, 1000))
         sums = DiffSums(1000, changed, 0.1, float(rng.random()), 10.0, 10.0, 9.9, 0, Histogram(-9, (changed // 2, 1)))
         pairs.append(TensorDiff(f"model.layers.{i // len(ROLES)}.{role}", "model", "changed", "", sums))
-    return diff_page.page_of(first, first, Diff(tuple(pairs)))
+    return diff_page(first, first, Diff(tuple(pairs)))
 
 
 def log(chain: Path, recorded: Path) -> str:
@@ -117,7 +119,7 @@ def log(chain: Path, recorded: Path) -> str:
     segments = [{**one, "codec": "<b>exact</b>"} for one in fields["segments"]]
     segments[0]["torn"] = {"<script>.log": "</script><script>alert(4)</script>"}
     segments.append({"folder": "gradients-9", "first": 1200, "last": None, "time": "", "error": "<b>cannot</b>"})
-    return log_page.page_of(Path("runs/<b>run</b>.chain"), {**fields, "segments": segments})
+    return chain_log.page_of(Path("runs/<b>run</b>.chain"), {**fields, "segments": segments})
 
 
 def log_fields(chain: Path, recorded: Path) -> dict[str, Any]:
@@ -153,9 +155,9 @@ def edge_cases(chain: Path, recorded: Path) -> dict[str, str]:
     }
     nothing = replace(checkpoint([]), path=DEEPSPEED)
     return {
-        **{name: log_page.page_of(Path("run.chain"), {**fields, **own}) for name, own in chains.items()},
+        **{name: chain_log.page_of(Path("run.chain"), {**fields, **own}) for name, own in chains.items()},
         **{name: inspect(one) for name, one in checkpoints.items()},
-        "no difference": diff_page.page_of(nothing, nothing, Diff(())),
+        "no difference": diff_page(nothing, nothing, Diff(())),
     }
 
 
@@ -175,4 +177,4 @@ def plan() -> str:
     times = exponential(costs.mtbf, 500, 0).tolist()
     simulations = {"bases": simulate(schedule.run, None, schedule.bases.base_steps, None, times)}
     report = PlanReport(schedule, None, simulations, {"source": "exponential", "seed": 0})
-    return plan_page.page_of(report, plan_fields(report))
+    return plan_page(report, plan_fields(report))

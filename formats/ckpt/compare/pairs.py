@@ -8,12 +8,12 @@ checkpoint with masters is compared with one that has these weights alone.
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
+from ckpt.compare.result import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums, changed_codes, diff_sums
 from ckpt.compare.tables import Key, TablePairs, TableTensors
 from ckpt.compare.values import values
@@ -21,23 +21,16 @@ from ckpt.pipeline import CountBytes, Resources
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
-from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.quantised import parts_of, quantised_weights
-from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.state_names import renamed
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
-
-Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
-"""`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
-COMPARED: tuple[Kind, ...] = ("equal", "changed", "retyped")
-"""The kinds that have figures."""
 
 
 @dataclass(frozen=True)
@@ -57,52 +50,6 @@ class TensorPairs:
             return TablePairs.of(first, second).nbytes
         both = ((first[key], second[key]) for key in first.keys() & second.keys())
         return sum(a.nbytes + b.nbytes for a, b in both if a.shape == b.shape)
-
-
-@dataclass(frozen=True)
-class TensorDiff:
-    """One state of one parameter, in either checkpoint or both."""
-
-    name: str
-    state: str
-    kind: Kind
-    what: str = ""
-    """How types or shapes differ; `codes` if the numbers alone mean nothing, so that only bits are compared."""
-    sums: DiffSums = field(default_factory=DiffSums)
-
-    __repr__ = short_repr
-
-
-@dataclass(frozen=True)
-class Diff(Checked):
-    """The pairs that were compared, and all other differences."""
-
-    pairs: tuple[TensorDiff, ...]
-    values: tuple[str, ...] = ()
-    """Differences of numbers of parameters, options of groups, and extras, as text."""
-    same_step: bool = True
-    tensors_only: bool = False
-    """Only tensors were compared."""
-
-    @property
-    def same(self) -> bool:
-        """Is every bit of every tensor equal, and everything else that was compared?"""
-        return not self.values and self.same_step and all(pair.kind == "equal" for pair in self.pairs)
-
-    @property
-    def compared(self) -> tuple[TensorDiff, ...]:
-        """The pairs that have figures."""
-        return tuple(pair for pair in self.pairs if pair.kind in COMPARED)
-
-    def __repr__(self) -> str:
-        unequal = sum(pair.kind != "equal" for pair in self.pairs)
-        return f"<Diff: {unequal:,} of {len(self.pairs):,} tensors differ, {len(self.values):,} other values>"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from ckpt.compare.notebook import of_diff
-
-        return of_diff(self)
 
 
 def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = ()) -> TensorPairs:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from ckpt.compare.groups import grouped, layer_of, role_of
-from ckpt.compare.pairs import Diff, TensorDiff
+from ckpt.compare.result import Diff, TensorDiff, grouped, layer_of, role_of
 from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.values import brief

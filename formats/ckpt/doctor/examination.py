@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ckpt.doctor.credentials import StoreCredentials, find_credentials
 from ckpt.doctor.file_system import FileSystem, try_file_system
-from ckpt.doctor.kernels import LoadedKernels, try_kernels
 from ckpt.doctor.machine import Machine, describe_machine
 from ckpt.doctor.packages import Package, find_packages
 from ckpt_formats.core.text import format_nbytes, printable
@@ -25,6 +24,27 @@ MIN_SHARED_NBYTES = 128 << 20
 """Containers often start with 64 MiB, which is too little for a log that is kept there."""
 MIN_FREE_NBYTES = 1 << 30
 MIN_FREE_FILES = 10_000
+
+
+_INSTRUCTIONS = {1: "any 64-bit ARM", 2: "x86-64-v2", 3: "x86-64-v3"}
+"""By level of the kernels."""
+
+
+@dataclass(frozen=True)
+class LoadedKernels:
+    """The library of C kernels, as it is loaded here."""
+
+    level: int | None
+    """The level that is bound."""
+    levels: tuple[int, ...]
+    """The levels that this CPU can run."""
+    problem: str | None
+    """Why they cannot be used; None if they can."""
+
+    @property
+    def instructions(self) -> str | None:
+        """The name of the bound level."""
+        return None if self.level is None else _INSTRUCTIONS.get(self.level, f"level {self.level}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,26 @@ def examine(folder: Path, environment: Mapping[str, str], home: Path) -> Examina
             *_of_machine(machine),
         ),
     )
+
+
+def try_kernels() -> LoadedKernels:
+    """Load the library, if it can be loaded."""
+    try:
+        from ckpt_codecs.native import library
+    except Exception as error:  # NumPy is missing or broken
+        return LoadedKernels(None, (), f"the compiled kernels cannot be loaded: {_first_line(error)}")
+    try:
+        levels = library.levels()
+        try:
+            return LoadedKernels(library.level(), levels, None)
+        except library.LibraryError:  # its message quotes the variable
+            return LoadedKernels(None, levels, "CKPT_CPU_LEVEL names no level that this CPU runs")
+    except (ImportError, OSError, AttributeError) as error:
+        return LoadedKernels(None, (), _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _of_packages(packages: tuple[Package, ...]) -> Iterator[Shortcoming]:

@@ -1,13 +1,21 @@
-"""Which tensors of two checkpoints are compared."""
+"""Compare two checkpoints: choose their parameters, pair the tensors, find what differs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ckpt.compare.pairs import compare, pair_tensors
+from ckpt.compare.result import Diff
+from ckpt.job import AnyProgress, count_to, load_kernels
+from ckpt.pipeline import Resources, check_complete
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NoMatchError
+from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.encoded import uses_codecs
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,52 @@ class Selection:
             return self.extras
         is_chosen = not self.keep or any(search(pattern, name) for pattern in self.keep)
         return is_chosen and not any(search(pattern, name) for pattern in self.drop)
+
+
+@checked
+def diff(
+    first: Checkpoint,
+    second: Checkpoint,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    states: Sequence[str] = (),
+    *,
+    tensors_only: bool = False,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+) -> Diff:
+    """Everything that differs between two checkpoints, whatever their formats and layouts. Reads each byte once.
+
+    `only` and `skip` are patterns of names, `states` names of states (`model`, `master`, `exp_avg`, ...). With
+    `tensors_only`, extras, counters and the optimizer's options are left out. Raises `NoMatchError` for a pattern that
+    matches nothing, `IncompleteError` or `CorruptError` if a checkpoint is incomplete or damaged.
+    """
+    a, b = select_both(first, second, Selection(tuple(only), tuple(skip), extras=not tensors_only))
+    return diff_selected(a, b, states, tensors_only, resources or Resources.of_machine(), progress)
+
+
+def diff_selected(
+    first: Checkpoint,
+    second: Checkpoint,
+    states: Sequence[str],
+    tensors_only: bool,
+    resources: Resources,
+    progress: AnyProgress | None,
+    figures: bool = True,
+) -> Diff:
+    """Everything that differs between two checkpoints that `select_both` returned.
+
+    Without `figures`, of tensors whose bits are all equal only the elements are counted.
+    """
+    for checkpoint in (first, second):
+        check_complete(checkpoint)
+    pairs = pair_tensors(first, second, states)
+    if uses_codecs(first) or uses_codecs(second):
+        load_kernels()
+    result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only, figures)
+    for checkpoint in (first, second):
+        check_unchanged(checkpoint.identities)
+    return result
 
 
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:
