@@ -12,13 +12,11 @@ from training_loops.run import STEPS, Run, adamw, batch, loop, loss_of, mlp, nor
 def plain(run: Run, model: nn.Module, after: Any = None, **options: Any) -> None:
     """A plain loop, with something after each step."""
     optimizer = adamw(model, **options)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if after is not None:
-                with torch.no_grad():
-                    after(model, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if after is not None:
+            with torch.no_grad():
+                after(model, step)
 
 
 class Buffered(nn.Module):
@@ -84,13 +82,11 @@ def statistics_kept_in_accumulation(run: Run) -> None:
     """Forward passes between two steps move the buffers."""
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for i in range(3):
-                (loss_of(model, 10 * step + i) / 3).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        for i in range(3):
+            (loss_of(model, 10 * step + i) / 3).backward()
+        optimizer.step()
 
 
 class Counting(nn.Module):

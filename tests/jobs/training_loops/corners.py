@@ -18,12 +18,10 @@ def plain(
 ) -> None:
     """A plain loop, with something after each step."""
     optimizer = adamw(model) if optimizer is None else optimizer
-    with run.record(model, optimizer):
-        for step in range(steps):
-            train(model, optimizer, step)
-            if after is not None:
-                after(step)
-            run.after()
+    for step in run.steps(model, optimizer, count=steps):
+        train(model, optimizer, step)
+        if after is not None:
+            after(step)
 
 
 # Values that are changed where nothing counts
@@ -35,16 +33,14 @@ def changed_by_numpy_and_back(run: Run) -> None:
     model = mlp()
     weight = model[0].weight.detach().numpy()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            if step == 6:
-                weight[0, 0] -= 1.0
-                run.also()
-            train(model, optimizer, step)
-            if step == 5:
-                weight[0, 0] += 1.0
-                run.note(changed=True)
-            run.after()
+    for step in run.steps(model, optimizer):
+        if step == 6:
+            weight[0, 0] -= 1.0
+            run.also()
+        train(model, optimizer, step)
+        if step == 5:
+            weight[0, 0] += 1.0
+            run.note(changed=True)
 
 
 @loop()
@@ -192,27 +188,23 @@ def clipped_in_zero_grad(run: Run) -> None:
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.zero_grad()
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            optimizer.zero_grad()
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        optimizer.zero_grad()
 
 
 @loop()
 def changed_between_two_optimizers(run: Run) -> None:
     model = mlp()
     one, other = adamw(model[0]), adamw(model[2])
-    with run.record(model, [one, other]):
-        for step in range(STEPS):
-            model.zero_grad()
-            loss_of(model, step).backward()
-            one.step()
-            model[2].weight.data.clamp_(-0.1, 0.1)
-            model[0].weight.data.clamp_(-0.1, 0.1)
-            run.after()
-            other.step()
-            run.after()
+    for step in run.steps(model, [one, other]):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        one.step()
+        model[2].weight.data.clamp_(-0.1, 0.1)
+        model[0].weight.data.clamp_(-0.1, 0.1)
+        run.after()
+        other.step()
 
 
 @loop()
@@ -228,27 +220,23 @@ def note_in_the_middle_of_a_swap(run: Run) -> None:
             other.data.copy_(mine)
             mine.copy_(held_back)
 
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            swap()
-            run.note(score=float(loss_of(model, 99)))
-            swap()
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        swap()
+        run.note(score=float(loss_of(model, 99)))
+        swap()
 
 
 @loop()
 def several_changes_of_one_step(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            for i in range(3):
-                model[0].weight.data.mul_(0.9)
-                run.note(i=i)
-                model(batch(i))
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        for i in range(3):
+            model[0].weight.data.mul_(0.9)
+            run.note(i=i)
+            model(batch(i))
 
 
 @loop()
@@ -450,12 +438,10 @@ def noted(schedule: Callable[[Any], Any]) -> Callable[[Run], None]:
         model = mlp()
         optimizer = adamw(model)
         scheduler = schedule(optimizer)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                scheduler.step(1.0) if isinstance(scheduler, RATES.ReduceLROnPlateau) else scheduler.step()
-                run.note(scheduler=scheduler)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            scheduler.step(1.0) if isinstance(scheduler, RATES.ReduceLROnPlateau) else scheduler.step()
+            run.note(scheduler=scheduler)
 
     return body
 
@@ -520,30 +506,26 @@ def zero_gradients_and_zero_weights(run: Run) -> None:
     """Of both signs; 0 / 0 without eps."""
     model = mlp()
     optimizer = adamw(model, eps=0.0)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            model[0].weight.grad[:3] = 0.0
-            model[0].weight.grad[3:6] = -0.0
-            model[0].weight.data[2:5] = -0.0
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        model[0].weight.grad[:3] = 0.0
+        model[0].weight.grad[3:6] = -0.0
+        model[0].weight.data[2:5] = -0.0
+        optimizer.step()
 
 
 @loop()
 def signs_of_zero_sgd(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            model[0].weight.grad[:3] = -0.0 if step % 2 else 0.0
-            with torch.no_grad():
-                model[0].weight[:3].copy_(torch.tensor(-0.0))
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        model[0].weight.grad[:3] = -0.0 if step % 2 else 0.0
+        with torch.no_grad():
+            model[0].weight[:3].copy_(torch.tensor(-0.0))
+        optimizer.step()
 
 
 @loop()
@@ -553,13 +535,11 @@ def flush_denormal_in_mid_run(run: Run) -> None:
     if not torch.set_flush_denormal(False):
         raise SkipLoop("this machine cannot flush denormal numbers")
     try:
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                torch.set_flush_denormal(step in (5, 6))
-                optimizer.zero_grad()
-                (loss_of(model, step) * 1e-37).backward()
-                optimizer.step()
-                run.after()
+        for step in run.steps(model, optimizer):
+            torch.set_flush_denormal(step in (5, 6))
+            optimizer.zero_grad()
+            (loss_of(model, step) * 1e-37).backward()
+            optimizer.step()
     finally:
         torch.set_flush_denormal(False)
 
@@ -641,12 +621,10 @@ def a_step_in_a_step(run: Run) -> None:
     model = mlp()
     one, other = adamw(model[0]), adamw(model[2])
     one.register_step_post_hook(lambda *_: other.step())
-    with run.record(model, [one, other]):
-        for step in range(STEPS):
-            model.zero_grad()
-            loss_of(model, step).backward()
-            one.step()
-            run.after()
+    for step in run.steps(model, [one, other]):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        one.step()
 
 
 @loop()
@@ -690,12 +668,10 @@ def one_gradient_for_two_parameters(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD([model[2].bias, model[0].bias], 0.1)
     shared = torch.ones(13)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            shared += step
-            model[0].bias.grad, model[2].bias.grad = shared, shared[:3]
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        shared += step
+        model[0].bias.grad, model[2].bias.grad = shared, shared[:3]
+        optimizer.step()
 
 
 @loop()
@@ -828,12 +804,10 @@ def parameters_of_one_shape_and_similar_names(run: Run) -> None:
     names = ("w", "w1", "w10", "w_1", "W")
     model = nn.ParameterDict({name: torch.randn(3) for name in names})
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            (torch.stack(list(model.values())) * step).square().sum().backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        (torch.stack(list(model.values())) * step).square().sum().backward()
+        optimizer.step()
 
 
 # Notes and random numbers
@@ -843,22 +817,18 @@ def parameters_of_one_shape_and_similar_names(run: Run) -> None:
 def notes_with_names_of_the_format(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(model=step, optimizer="a", extras=[1], step=step * 10)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(model=step, optimizer="a", extras=[1], step=step * 10)
 
 
 @loop()
 def note_named_random_states(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(random_states={"mine": step}, ckpt=step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(random_states={"mine": step}, ckpt=step)
 
 
 @loop()
@@ -866,14 +836,12 @@ def notes_of_two_calls(run: Run) -> None:
     """A callback notes one thing, the loop another: both belong to the step."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(epoch=step)
-            before = run._notes
-            run.note(loss=0.5 * step)
-            run._notes = {**before, **run._notes}
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(epoch=step)
+        before = run._notes
+        run.note(loss=0.5 * step)
+        run._notes = {**before, **run._notes}
 
 
 @loop()
@@ -897,14 +865,12 @@ def notes_of_odd_values(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     generator = torch.Generator().manual_seed(5)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            torch.randn(3, generator=generator)
-            odd = {1: float("nan"), (2, "a"): -0.0, "inf": float("inf"), "big": 1 << 80, "bytes": b"\0\xff", "": {}}
-            run.note(odd=odd, generator=generator.get_state(), t=torch.ones(2, requires_grad=True), np=np.float32(0.1))
-            run._notes = {key: leaf for key, leaf in run._notes.items() if not key.startswith("odd")}
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        torch.randn(3, generator=generator)
+        odd = {1: float("nan"), (2, "a"): -0.0, "inf": float("inf"), "big": 1 << 80, "bytes": b"\0\xff", "": {}}
+        run.note(odd=odd, generator=generator.get_state(), t=torch.ones(2, requires_grad=True), np=np.float32(0.1))
+        run._notes = {key: leaf for key, leaf in run._notes.items() if not key.startswith("odd")}
 
 
 def cached(draw: Callable[[], Any]) -> Callable[[Run], None]:
@@ -913,12 +879,10 @@ def cached(draw: Callable[[], Any]) -> Callable[[Run], None]:
     def body(run: Run) -> None:
         model = mlp()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                draw()
-                train(model, optimizer, step)
-                run.note(epoch=step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            draw()
+            train(model, optimizer, step)
+            run.note(epoch=step)
 
     return body
 

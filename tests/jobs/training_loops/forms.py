@@ -12,10 +12,8 @@ from training_loops.run import STEPS, Run, SkipLoop, adamw, add, batch, loop, lo
 
 
 def plain(run: Run, model: nn.Module, optimizer: Any, **options: Any) -> None:
-    with run.record(model, optimizer, **options):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, **options):
+        train(model, optimizer, step)
 
 
 class ClippingAdamW(torch.optim.AdamW):
@@ -110,12 +108,10 @@ def compiled_step(run: Run) -> None:
         step_compiled()
     except Exception as error:
         raise SkipLoop(f"torch.compile: {error}"[:80]) from None
-    with run.record(model, optimizer, step=2):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            step_compiled()
-            run.after()
+    for step in run.steps(model, optimizer, step=2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        step_compiled()
 
 
 @loop(slow=True)
@@ -288,14 +284,12 @@ def group_added_in_mid_run(run: Run) -> None:
     model[0].requires_grad_(False)
     optimizer = adamw(model[2])
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            if step == 4:
-                model[0].requires_grad_(True)
-                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
-                run.also()
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        if step == 4:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+            run.also()
+        train(model, optimizer, step)
 
 
 @loop()
@@ -304,13 +298,11 @@ def group_added_after_a_step(run: Run) -> None:
     model[0].requires_grad_(False)
     optimizer = adamw(model[2])
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model[0].requires_grad_(True)
-                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
 
 
 @loop()
@@ -319,13 +311,11 @@ def group_removed(run: Run) -> None:
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
     optimizer = torch.optim.AdamW(groups, 1e-2, fused=True)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                for parameter in optimizer.param_groups.pop(0)["params"]:
-                    del optimizer.state[parameter]
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            for parameter in optimizer.param_groups.pop(0)["params"]:
+                del optimizer.state[parameter]
 
 
 @loop()
@@ -363,14 +353,12 @@ def parameter_replaced(run: Run) -> None:
     """`nn.Parameter(...)` in the place of another, and in the group of the optimizer."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
-                del optimizer.state[optimizer.param_groups[0]["params"][0]]
-                optimizer.param_groups[0]["params"][0] = model[0].weight
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+            del optimizer.state[optimizer.param_groups[0]["params"][0]]
+            optimizer.param_groups[0]["params"][0] = model[0].weight
 
 
 @loop()
@@ -379,21 +367,19 @@ def parameter_grows(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                for name in ("weight", "bias"):
-                    old = getattr(model[2], name)
-                    new = nn.Parameter(torch.cat([old.detach(), old.detach()[:1]]))
-                    state = optimizer.state.pop(old)
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = torch.cat([state[key], torch.zeros_like(state[key][:1])])
-                    optimizer.state[new] = state
-                    params = optimizer.param_groups[0]["params"]
-                    params[next(i for i, p in enumerate(params) if p is old)] = new
-                    setattr(model[2], name, new)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            for name in ("weight", "bias"):
+                old = getattr(model[2], name)
+                new = nn.Parameter(torch.cat([old.detach(), old.detach()[:1]]))
+                state = optimizer.state.pop(old)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.cat([state[key], torch.zeros_like(state[key][:1])])
+                optimizer.state[new] = state
+                params = optimizer.param_groups[0]["params"]
+                params[next(i for i, p in enumerate(params) if p is old)] = new
+                setattr(model[2], name, new)
 
 
 @loop()
@@ -402,13 +388,11 @@ def module_added_in_mid_run(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model.append(nn.Linear(3, 3))
-                optimizer.add_param_group({"params": list(model[3].parameters())})
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model.append(nn.Linear(3, 3))
+            optimizer.add_param_group({"params": list(model[3].parameters())})
 
 
 @loop()
@@ -416,16 +400,14 @@ def recorder_before_the_model_is_finished(run: Run) -> None:
     """The model is moved to another memory format and type after the recorder began."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 3:
-                model.double()
-                for state in optimizer.state.values():
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = state[key].double()
-                run.resumes = False
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 3:
+            model.double()
+            for state in optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].double()
+            run.resumes = False
 
 
 def conv_net() -> nn.Sequential:
@@ -456,12 +438,10 @@ def channels_last_sgd(run: Run) -> None:
 def channels_last_after_the_recorder(run: Run) -> None:
     model = conv_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 3:
-                model.to(memory_format=torch.channels_last)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 3:
+            model.to(memory_format=torch.channels_last)
 
 
 @loop()
@@ -495,12 +475,10 @@ def flush_denormal(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     try:
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                (loss_of(model, step) * 1e-37).backward()
-                optimizer.step()
-                run.after()
+        for step in run.steps(model, optimizer):
+            optimizer.zero_grad()
+            (loss_of(model, step) * 1e-37).backward()
+            optimizer.step()
     finally:
         torch.set_flush_denormal(False)
 
@@ -509,12 +487,10 @@ def flush_denormal(run: Run) -> None:
 def denormal_gradients(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            (loss_of(model, step) * 1e-39).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        (loss_of(model, step) * 1e-39).backward()
+        optimizer.step()
 
 
 class Empty(nn.Module):
@@ -547,15 +523,13 @@ def frozen_parameter_without_elements(run: Run) -> None:
 def every_second_parameter_unused(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            for number, parameter in enumerate(model.parameters()):
-                if (number + step) % 2:
-                    parameter.grad = None
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for number, parameter in enumerate(model.parameters()):
+            if (number + step) % 2:
+                parameter.grad = None
+        optimizer.step()
 
 
 @loop()
@@ -596,12 +570,10 @@ def tied_in_mid_run(run: Run) -> None:
     model = Tied()
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model.head.weight = model.table.weight
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model.head.weight = model.table.weight
 
 
 @loop()
@@ -610,13 +582,11 @@ def untied_in_mid_run(run: Run) -> None:
     model.head.weight = model.table.weight
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model.head.weight = nn.Parameter(model.table.weight.detach().clone())
-                optimizer.add_param_group({"params": [model.head.weight]})
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model.head.weight = nn.Parameter(model.table.weight.detach().clone())
+            optimizer.add_param_group({"params": [model.head.weight]})
 
 
 def typed(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Run], None]:
@@ -645,12 +615,10 @@ def weights_of_mixed_types(run: Run) -> None:
     model[2].bfloat16()
     whole = nn.Sequential(model[0], nn.Tanh(), model[2])
     optimizer = adamw(whole, foreach=False, fused=False)
-    with run.record(whole, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(lambda x: model[2](torch.tanh(model[0](x)).bfloat16()), step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(whole, optimizer):
+        optimizer.zero_grad()
+        loss_of(lambda x: model[2](torch.tanh(model[0](x)).bfloat16()), step).backward()
+        optimizer.step()
 
 
 class Complex(nn.Module):
@@ -677,12 +645,10 @@ def complex_weights_sgd(run: Run) -> None:
 
 
 def plain_loop_complex(run: Run, model: nn.Module, optimizer: Any) -> None:
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 class StochasticRounding(torch.optim.Optimizer):
@@ -714,15 +680,13 @@ def functional_training(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     named = dict(model.named_parameters())
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            gradients = grad(lambda weights, step=step: loss_of(lambda x: functional_call(model, weights, x), step))(
-                {name: parameter.detach() for name, parameter in named.items()}
-            )
-            for name, parameter in named.items():
-                parameter.grad = gradients[name]
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        gradients = grad(lambda weights, step=step: loss_of(lambda x: functional_call(model, weights, x), step))(
+            {name: parameter.detach() for name, parameter in named.items()}
+        )
+        for name, parameter in named.items():
+            parameter.grad = gradients[name]
+        optimizer.step()
 
 
 @loop()
@@ -771,27 +735,23 @@ def module_dict_never_called(run: Run) -> None:
     model = nn.ModuleDict({"net": norm_net()})
     model["points"] = nn.ParameterDict({"mean": torch.randn(20, 3), "scale": torch.randn(20, 1)})
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            y = loss_of(model["net"], step) + (model["points"]["mean"] * model["points"]["scale"]).square().mean()
-            y.backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        y = loss_of(model["net"], step) + (model["points"]["mean"] * model["points"]["scale"]).square().mean()
+        y.backward()
+        optimizer.step()
 
 
 @loop()
 def evaluated_in_inference_mode(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model.eval()
-            with torch.inference_mode():
-                model(batch(50 + step))
-            model.train()
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        model.eval()
+        with torch.inference_mode():
+            model(batch(50 + step))
+        model.train()
 
 
 @loop()
@@ -849,12 +809,10 @@ def peft_merged_for_evaluation(run: Run) -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     model = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False))
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model.merge_adapter()
-            model.unmerge_adapter()
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        model.merge_adapter()
+        model.unmerge_adapter()
 
 
 @loop("peft")
@@ -867,14 +825,12 @@ def peft_adapter_switched(run: Run) -> None:
     model = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0"], r=2))
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model.add_adapter("other", peft.LoraConfig(target_modules=["0"], r=3))
-                model.set_adapter("other")
-                optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if "other" in n]})
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model.add_adapter("other", peft.LoraConfig(target_modules=["0"], r=3))
+            model.set_adapter("other")
+            optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if "other" in n]})
 
 
 @loop()
@@ -882,13 +838,11 @@ def fused_later(run: Run) -> None:
     """`load_state_dict` of an optimizer that was not fused."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                other = adamw(model, fused=False, foreach=True)
-                optimizer.load_state_dict({**other.state_dict(), "state": optimizer.state_dict()["state"]})
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            other = adamw(model, fused=False, foreach=True)
+            optimizer.load_state_dict({**other.state_dict(), "state": optimizer.state_dict()["state"]})
 
 
 @loop()

@@ -15,14 +15,12 @@ def poisoned(
     def body(run: Run) -> None:
         model = mlp()
         optimizer = make(model.parameters())
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                if step in when:
-                    model[0].weight.grad[0, :3] = value
-                optimizer.step()
-                run.after()
+        for step in run.steps(model, optimizer):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step in when:
+                model[0].weight.grad[0, :3] = value
+            optimizer.step()
 
     return body
 
@@ -44,27 +42,23 @@ def nan_with_payloads(run: Run) -> None:
     """NaNs of other bits, in a gradient and in a weight."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if step == 3:
-                model[0].weight.grad[0, 0] = torch.tensor(-4190000, dtype=torch.int32).view(torch.float32)
-                model[2].bias.data[0] = torch.tensor(0x7FC12345, dtype=torch.int32).view(torch.float32)
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step == 3:
+            model[0].weight.grad[0, 0] = torch.tensor(-4190000, dtype=torch.int32).view(torch.float32)
+            model[2].bias.data[0] = torch.tensor(0x7FC12345, dtype=torch.int32).view(torch.float32)
+        optimizer.step()
 
 
 @loop()
 def gradients_set_to_zero(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad(set_to_none=False)
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -85,38 +79,32 @@ def gradients_accumulated(run: Run) -> None:
 def gradients_never_zeroed(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
 def step_without_gradients(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            if step not in (0, 4):
-                loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        if step not in (0, 4):
+            loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
 def two_steps_with_one_gradient(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        run.after()
+        optimizer.step()
 
 
 @loop()
@@ -124,12 +112,10 @@ def gradients_expanded(run: Run) -> None:
     """Gradients whose elements share memory."""
     model = mlp()
     optimizer = adamw(model, fused=False)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            for parameter in model.parameters():
-                parameter.grad = torch.tensor(0.1 * (step - 3)).expand(parameter.shape)
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.tensor(0.1 * (step - 3)).expand(parameter.shape)
+        optimizer.step()
 
 
 @loop()
@@ -149,14 +135,12 @@ def gradients_that_are_the_weights(run: Run) -> None:
 def gradient_penalty(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = batch(step).requires_grad_()
-            slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
-            (loss_of(model, step) + (slope.norm(dim=1) - 1).square().mean()).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        x = batch(step).requires_grad_()
+        slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+        (loss_of(model, step) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
 
 
 def closed(make: Callable[[Any], torch.optim.Optimizer], seldom: bool = False) -> Callable[[Run], None]:
@@ -194,12 +178,10 @@ add("closure-lbfgs-wolfe", closed(lambda p: torch.optim.LBFGS(p, 0.5, max_iter=4
 def closure_that_skips_the_backward_pass(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step(lambda step=step: loss_of(model, step))
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step(lambda step=step: loss_of(model, step))
 
 
 @loop()
@@ -227,17 +209,15 @@ def scaled(
         model = net()
         optimizer = make(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-        with run.record(model, optimizer):
-            for step in range(STEPS + 2):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, step) * (float("inf") if step in (0, 4) else 1)).backward()
-                if unscales:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                scaler.step(optimizer)
-                scaler.update()
-                run.note(scaler=scaler)
-                run.after()
+        for step in run.steps(model, optimizer, count=STEPS + 2):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step) * (float("inf") if step in (0, 4) else 1)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            run.note(scaler=scaler)
 
     return body
 
@@ -252,14 +232,12 @@ add("scaler-foreach", scaled(lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
 def autocast_bfloat16(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
 
 
 class Sparse(nn.Module):
@@ -276,12 +254,10 @@ class Sparse(nn.Module):
 def sparse_gradients_sgd(run: Run) -> None:
     model = Sparse()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -302,25 +278,21 @@ def sparse_adam_and_adamw(run: Run) -> None:
 def sparse_adagrad(run: Run) -> None:
     model = Sparse()
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
 def sparse_only_in_some_steps(run: Run) -> None:
     model = Sparse()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model.table.sparse = step % 2 == 1
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        model.table.sparse = step % 2 == 1
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -328,26 +300,22 @@ def gan_with_two_optimizers(run: Run) -> None:
     generator, critic = norm_net(), nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     both = nn.ModuleDict({"generator": generator, "critic": critic})
     one, other = adamw(generator, betas=(0.5, 0.999)), adamw(critic, betas=(0.5, 0.999))
-    with run.record(both, [one, other]):
-        for step in range(STEPS):
-            other.zero_grad()
-            (critic(generator(batch(step)).detach()).mean() - critic(batch(step, 9, 3)).mean()).backward()
-            other.step()
-            run.after()
-            one.zero_grad()
-            (-critic(generator(batch(step)))).mean().backward()
-            one.step()
-            run.after()
+    for step in run.steps(both, [one, other]):
+        other.zero_grad()
+        (critic(generator(batch(step)).detach()).mean() - critic(batch(step, 9, 3)).mean()).backward()
+        other.step()
+        run.after()
+        one.zero_grad()
+        (-critic(generator(batch(step)))).mean().backward()
+        one.step()
 
 
 @loop()
 def two_optimizers_share_a_parameter(run: Run) -> None:
     model = mlp()
     one, other = adamw(model), torch.optim.SGD(model[2].parameters(), 0.05, momentum=0.9)
-    with run.record(model, [one, other]):
-        for step in range(STEPS):
-            train(model, other if step % 2 else one, step)
-            run.after()
+    for step in run.steps(model, [one, other]):
+        train(model, other if step % 2 else one, step)
 
 
 @loop()
@@ -362,10 +330,8 @@ def an_optimizer_for_each_parameter_in_backward(run: Run) -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_now)
-    with run.record(model, list(by.values())):
-        for step in range(STEPS):
-            loss_of(model, step).backward()
-            run.after()
+    for step in run.steps(model, list(by.values())):
+        loss_of(model, step).backward()
 
 
 @loop()
@@ -379,12 +345,10 @@ def stepped_in_backward_by_one_optimizer(run: Run) -> None:
         other.zero_grad()
 
     model[2].weight.register_post_accumulate_grad_hook(step_now)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -394,12 +358,10 @@ def gradient_checkpointing(run: Run) -> None:
 
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(lambda x: checkpoint(model, x, use_reentrant=False), step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(lambda x: checkpoint(model, x, use_reentrant=False), step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -460,18 +422,14 @@ def trained_with_threads(run: Run) -> None:
     torch.set_num_threads(2)
     model = mlp(hidden=20_011)
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(4):
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, count=4):
+        train(model, optimizer, step)
 
 
 @loop()
 def number_of_threads_changes(run: Run) -> None:
     model = mlp(hidden=20_011)
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(6):
-            torch.set_num_threads(1 + step % 2)
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, count=6):
+        torch.set_num_threads(1 + step % 2)
+        train(model, optimizer, step)

@@ -23,11 +23,9 @@ def changed(change: Change, make: Callable[[], nn.Module] = mlp, **options: Any)
         model = make()
         optimizer = adamw(model, **options)
         run.checks_random = False  # some changes draw numbers
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                change(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            change(model, optimizer, step)
 
     return body
 
@@ -154,19 +152,17 @@ def wgan_critic_of_a_gan(run: Run) -> None:
     generator, critic = mlp(), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
     both = nn.ModuleDict({"generator": generator, "critic": critic})
     one, other = torch.optim.RMSprop(generator.parameters(), 5e-3), torch.optim.RMSprop(critic.parameters(), 5e-3)
-    with run.record(both, [one, other]):
-        for step in range(STEPS):
-            for i in range(2):
-                other.zero_grad()
-                (critic(generator(batch(step)).detach()).mean() - critic(batch(step + i, 9, 3)).mean()).backward()
-                other.step()
-                for parameter in critic.parameters():
-                    parameter.data.clamp_(-0.05, 0.05)
-                run.after()
-            one.zero_grad()
-            (-critic(generator(batch(step)))).mean().backward()
-            one.step()
+    for step in run.steps(both, [one, other]):
+        for i in range(2):
+            other.zero_grad()
+            (critic(generator(batch(step)).detach()).mean() - critic(batch(step + i, 9, 3)).mean()).backward()
+            other.step()
+            for parameter in critic.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
             run.after()
+        one.zero_grad()
+        (-critic(generator(batch(step)))).mean().backward()
+        one.step()
 
 
 class Renormed(nn.Module):
@@ -195,14 +191,12 @@ def max_norm_embedding_with_evaluation(run: Run) -> None:
 def decay_between_backward_and_step(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            for parameter in model.parameters():
-                parameter.data.mul_(0.99)
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for parameter in model.parameters():
+            parameter.data.mul_(0.99)
+        optimizer.step()
 
 
 @loop()
@@ -210,46 +204,40 @@ def sam_by_hand(run: Run) -> None:
     """Weights are moved and moved back, up to the last bit."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            loss_of(model, step).backward()
-            moves = [p.grad * 0.05 for p in model.parameters() if p.grad is not None]
-            with torch.no_grad():
-                torch._foreach_add_(list(model.parameters()), moves)
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            with torch.no_grad():
-                torch._foreach_sub_(list(model.parameters()), moves)
-            optimizer.step()
-            optimizer.zero_grad()
-            run.after()
+    for step in run.steps(model, optimizer):
+        loss_of(model, step).backward()
+        moves = [p.grad * 0.05 for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), moves)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moves)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @loop()
 def change_at_the_top_of_an_iteration(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            if step == 5:
-                nn.init.zeros_(model[2].weight)
-                run.after()  # still the state of step 5
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        if step == 5:
+            nn.init.zeros_(model[2].weight)
+            run.after()  # still the state of step 5
+        train(model, optimizer, step)
 
 
 @loop()
 def best_weights_reloaded(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 2:
-                best = deepcopy(model.state_dict())
-            if step == 6:
-                model.load_state_dict(best)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 2:
+            best = deepcopy(model.state_dict())
+        if step == 6:
+            model.load_state_dict(best)
 
 
 @loop()
@@ -257,15 +245,13 @@ def rolled_back_to_a_checkpoint(run: Run) -> None:
     """After a spike of the loss: model and optimizer."""
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 2:
-                best = deepcopy((model.state_dict(), optimizer.state_dict()))
-            if step == 6:
-                model.load_state_dict(best[0])
-                optimizer.load_state_dict(best[1])
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 2:
+            best = deepcopy((model.state_dict(), optimizer.state_dict()))
+        if step == 6:
+            model.load_state_dict(best[0])
+            optimizer.load_state_dict(best[1])
 
 
 @loop()
@@ -274,12 +260,10 @@ def weights_assigned(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                model.load_state_dict(mlp(2).state_dict(), assign=True)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            model.load_state_dict(mlp(2).state_dict(), assign=True)
 
 
 @loop()
@@ -302,12 +286,10 @@ def pruned_in_mid_run(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                prune.random_unstructured(model[0], "weight", 0.3)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            prune.random_unstructured(model[0], "weight", 0.3)
 
 
 @loop()
@@ -315,12 +297,10 @@ def pruned_from_the_start(run: Run) -> None:
     model = mlp()
     prune.l1_unstructured(model[0], "weight", 0.3)
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                prune.l1_unstructured(model[0], "weight", 0.3)  # a mask of more zeros
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            prune.l1_unstructured(model[0], "weight", 0.3)  # a mask of more zeros
 
 
 @loop()
@@ -329,12 +309,10 @@ def pruning_made_permanent(run: Run) -> None:
     prune.l1_unstructured(model[0], "weight", 0.3)
     optimizer = adamw(model)
     run.resumes = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 4:
-                prune.remove(model[0], "weight")
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 4:
+            prune.remove(model[0], "weight")
 
 
 @loop()
@@ -359,16 +337,14 @@ def lora_merged_and_unmerged(run: Run) -> None:
     base.requires_grad_(False)
     model = nn.ModuleDict({"base": base, "down": nn.Linear(7, 2, bias=False), "up": nn.Linear(2, 3, bias=False)})
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(lambda x: base(x) + model["up"](model["down"](x)), step).backward()
-            optimizer.step()
-            with torch.no_grad():
-                delta = model["up"].weight @ model["down"].weight
-                base.weight.add_(delta)
-                base.weight.sub_(delta)
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(lambda x: base(x) + model["up"](model["down"](x)), step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            delta = model["up"].weight @ model["down"].weight
+            base.weight.add_(delta)
+            base.weight.sub_(delta)
 
 
 @loop()
@@ -377,18 +353,16 @@ def relora_merges_and_starts_again(run: Run) -> None:
     model = nn.ModuleDict({"base": base, "down": nn.Linear(7, 2, bias=False), "up": nn.Linear(2, 3, bias=False)})
     optimizer = adamw(model)
     run.checks_random = False  # new weights draw numbers
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(lambda x: base(x) + model["up"](model["down"](x)), step).backward()
-            optimizer.step()
-            if step % 3 == 2:
-                with torch.no_grad():
-                    base.weight.add_(model["up"].weight @ model["down"].weight)
-                model["down"].reset_parameters()
-                nn.init.zeros_(model["up"].weight)
-                optimizer.state.clear()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(lambda x: base(x) + model["up"](model["down"](x)), step).backward()
+        optimizer.step()
+        if step % 3 == 2:
+            with torch.no_grad():
+                base.weight.add_(model["up"].weight @ model["down"].weight)
+            model["down"].reset_parameters()
+            nn.init.zeros_(model["up"].weight)
+            optimizer.state.clear()
 
 
 @loop()
@@ -396,14 +370,12 @@ def reptile_interpolates(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     slow = [p.detach().clone() for p in model.parameters()]
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step % 3 == 2:
-                with torch.no_grad():
-                    for mine, other in zip(slow, model.parameters(), strict=True):
-                        other.copy_(mine.lerp_(other, 0.5))
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step % 3 == 2:
+            with torch.no_grad():
+                for mine, other in zip(slow, model.parameters(), strict=True):
+                    other.copy_(mine.lerp_(other, 0.5))
 
 
 @loop()
@@ -411,19 +383,17 @@ def swapped_with_averages_for_evaluation(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     average = deepcopy(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            with torch.no_grad():
-                for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-                    mine.lerp_(other, 0.1)
-                    swap = other.data
-                    other.data, mine.data = mine.data, swap
-                model(batch(step))
-                for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-                    swap = other.data
-                    other.data, mine.data = mine.data, swap
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        with torch.no_grad():
+            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(other, 0.1)
+                swap = other.data
+                other.data, mine.data = mine.data, swap
+            model(batch(step))
+            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+                swap = other.data
+                other.data, mine.data = mine.data, swap
 
 
 @loop()
@@ -432,13 +402,11 @@ def left_swapped_with_averages(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     average = deepcopy(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step % 3 == 2:
-                for mine, other in zip(average.parameters(), model.parameters(), strict=True):
-                    mine.data, other.data = other.data, mine.data
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step % 3 == 2:
+            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+                mine.data, other.data = other.data, mine.data
 
 
 @loop()
@@ -446,28 +414,24 @@ def steps_without_the_optimizer(run: Run) -> None:
     """Some updates are done by hand, as an evolution strategy does."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            for i in range(2):
-                loss_of(model, 50 + i).backward()
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.sub_(parameter.grad, alpha=1e-3)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        for i in range(2):
+            loss_of(model, 50 + i).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=1e-3)
 
 
 @loop()
 def clipped_after_note(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(loss=1.5 * step)
-            with torch.no_grad():
-                model[0].weight.clamp_(-0.1, 0.1)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(loss=1.5 * step)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
 
 
 @loop()
@@ -486,34 +450,28 @@ def views_of_one_flat_tensor(run: Run) -> None:
 def momentum_begins_later(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 3:
-                optimizer.param_groups[0]["momentum"] = 0.9
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 3:
+            optimizer.param_groups[0]["momentum"] = 0.9
 
 
 @loop()
 def momentum_ends(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            if step == 3:
-                optimizer.param_groups[0]["momentum"] = 0.0
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        if step == 3:
+            optimizer.param_groups[0]["momentum"] = 0.0
 
 
 def rate(start: Any, **options: Any) -> Callable[[Run], None]:
     def body(run: Run) -> None:
         model = mlp()
         optimizer = adamw(model, start, **options)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
 
     return body
 
@@ -532,12 +490,10 @@ def rate_by_a_step_of_a_schedule_at_the_top(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     run.sets_rates_first = True
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (step + 1)
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        train(model, optimizer, step)
 
 
 def scheduled(
@@ -547,13 +503,11 @@ def scheduled(
         model = mlp()
         optimizer = optimize(model.parameters())
         scheduler = schedule(optimizer)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                scheduler.step()
-                if noted:
-                    run.note(scheduler=scheduler)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            scheduler.step()
+            if noted:
+                run.note(scheduler=scheduler)
 
     return body
 

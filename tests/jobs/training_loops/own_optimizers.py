@@ -437,12 +437,10 @@ def in_bfloat16(kind: Any) -> Callable[[Run], None]:
     def body(run: Run) -> None:
         model = mlp().bfloat16()
         optimizer = kind(model.parameters(), lr=1e-2)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model, step, next(model.parameters())).backward()
-                optimizer.step()
-                run.after()
+        for step in run.steps(model, optimizer):
+            optimizer.zero_grad()
+            loss_of(model, step, next(model.parameters())).backward()
+            optimizer.step()
 
     return body
 
@@ -455,15 +453,13 @@ for kind in (Lion, HalfMoments, Kahan, Masters, Lars):
 def own_schedule_free_with_evaluations(run: Run) -> None:
     model = mlp()
     optimizer = ScheduleFree(model.parameters(), lr=0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.train()
-            run.also()
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.eval()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.train()
+        run.also()
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.eval()
 
 
 @loop()
@@ -471,16 +467,14 @@ def own_sophia_with_hessian(run: Run) -> None:
     """The state changes after the step, by a second backward pass."""
     model = mlp()
     optimizer = Sophia(model.parameters(), lr=1e-2)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if step % 3 == 1:
             optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            if step % 3 == 1:
-                optimizer.zero_grad()
-                loss_of(model, 50 + step).backward()
-                optimizer.update_hessian()
-            run.after()
+            loss_of(model, 50 + step).backward()
+            optimizer.update_hessian()
 
 
 class Sam(torch.optim.Optimizer):
@@ -556,13 +550,11 @@ def own_sam_by_two_steps(run: Run) -> None:
 def own_sam_base_recorded(run: Run) -> None:
     model = mlp()
     optimizer = Sam(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-    with run.record(model, optimizer.base_optimizer):
-        for step in range(STEPS):
-            for half in (optimizer.first_step, optimizer.second_step):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                half()
-            run.after()
+    for step in run.steps(model, optimizer.base_optimizer):
+        for half in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            half()
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -595,12 +587,10 @@ class Lookahead(torch.optim.Optimizer):
 def own_lookahead(run: Run) -> None:
     model = mlp()
     optimizer = Lookahead(adamw(model))
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 @loop()
@@ -609,12 +599,10 @@ def own_master_weights_outside(run: Run) -> None:
     model = mlp().bfloat16()
     masters = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, 1e-2, fused=True)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            loss_of(model, step, next(model.parameters())).backward()
-            for master, p in zip(masters, model.parameters(), strict=True):
-                master.grad, p.grad = p.grad.float() if p.grad is not None else None, None
-            optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), masters)
-            run.after()
+    for step in run.steps(model, optimizer):
+        loss_of(model, step, next(model.parameters())).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float() if p.grad is not None else None, None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)

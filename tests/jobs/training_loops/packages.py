@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from training_loops.optimizers import trained
-from training_loops.run import STEPS, Run, add, batch, loop, loss_of, mlp, train
+from training_loops.run import Run, add, batch, loop, loss_of, mlp, train
 
 
 def of(package: str, name: str, **options: Any) -> Callable[[Any], Any]:
@@ -63,14 +63,12 @@ def schedulefree_with_evaluations(run: Run) -> None:
     model = mlp()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, warmup_steps=3)
     optimizer.train()
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            optimizer.eval()
-            with torch.no_grad():
-                model(batch(step))
-            optimizer.train()
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        optimizer.eval()
+        with torch.no_grad():
+            model(batch(step))
+        optimizer.train()
 
 
 @loop("schedulefree")
@@ -80,13 +78,11 @@ def schedulefree_saved_in_evaluation(run: Run) -> None:
 
     model = mlp()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.train()
-            run.also()
-            train(model, optimizer, step)
-            optimizer.eval()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.train()
+        run.also()
+        train(model, optimizer, step)
+        optimizer.eval()
 
 
 @loop("torchao")
@@ -133,12 +129,10 @@ def with_lora(run: Run, base: nn.Module) -> None:
         h = model["up"](x)
         return model["head"](model["base"](h) + model["high"](model["low"](h)))
 
-    with run.record(model, optimizer):
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(forward, step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer, count=4):
+        optimizer.zero_grad()
+        loss_of(forward, step).backward()
+        optimizer.step()
 
 
 @loop("bitsandbytes")

@@ -144,13 +144,11 @@ def folder_changed(run: Run) -> None:
     os.chdir(run.chain.parent)
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer, chain=Path("run.chain")):
-        for step in range(STEPS):
-            if step == 4:
-                os.makedirs("other")
-                os.chdir("other")
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, chain=Path("run.chain")):
+        if step == 4:
+            os.makedirs("other")
+            os.chdir("other")
+        train(model, optimizer, step)
 
 
 @loop()
@@ -158,13 +156,11 @@ def folder_changed_with_bases(run: Run) -> None:
     os.chdir(run.chain.parent)
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer, chain="run.chain", base=3):
-        for step in range(STEPS):
-            if step == 4:
-                os.makedirs("other")
-                os.chdir("other")
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, chain="run.chain", base=3):
+        if step == 4:
+            os.makedirs("other")
+            os.chdir("other")
+        train(model, optimizer, step)
 
 
 @loop()
@@ -212,13 +208,11 @@ def drawing(noted: bool, draws: Callable[[], Any]) -> Callable[[Run], None]:
         model = norm_net()
         optimizer = adamw(model)
         run.checks_random = noted
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                draws()
-                if noted:
-                    run.note(epoch=step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            draws()
+            if noted:
+                run.note(epoch=step)
 
     return body
 
@@ -243,10 +237,8 @@ def noise_in_the_step(run: Run) -> None:
 
     model = mlp()
     optimizer = Noisy(model.parameters(), 0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
 
 
 @loop()
@@ -263,13 +255,11 @@ def notes_of_everything(run: Run) -> None:
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     loader = Loader()
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            loader.at += 1
-            train(model, optimizer, step)
-            scheduler.step()
-            run.note(scheduler=scheduler, loader=loader, best=0.5 * step, names=["a", "b"], when=(1, None, True))
-            run.after()
+    for step in run.steps(model, optimizer):
+        loader.at += 1
+        train(model, optimizer, step)
+        scheduler.step()
+        run.note(scheduler=scheduler, loader=loader, best=0.5 * step, names=["a", "b"], when=(1, None, True))
 
 
 @loop()
@@ -295,13 +285,11 @@ def notes_changed_after_they_were_taken(run: Run) -> None:
 def several_notes_for_a_step(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(a=step)
-            torch.randn(3)
-            run.note(a=step + 1)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(a=step)
+        torch.randn(3)
+        run.note(a=step + 1)
 
 
 def resumed(change: Callable[[Any], None] = lambda model: None) -> Callable[[Run], None]:
@@ -310,10 +298,8 @@ def resumed(change: Callable[[Any], None] = lambda model: None) -> Callable[[Run
     def body(run: Run) -> None:
         model = norm_net()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(5):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer, count=5):
+            train(model, optimizer, step)
         path = run.chain.with_name("at3.pt")
         done = ckpt("restore", f"{run.chain}@3", path, "--to", "torch")
         assert done.code == 0, done.err
@@ -352,10 +338,8 @@ def recorded_again_from_scratch(run: Run) -> None:
     for _ in range(2):
         model = mlp()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(4):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer, count=4):
+            train(model, optimizer, step)
 
 
 @loop()
@@ -394,10 +378,8 @@ def trained_between_two_blocks(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
     for _ in range(2):
-        with run.record(model, optimizer):
-            for step in range(4):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer, count=4):
+            train(model, optimizer, step)
         train(model, optimizer, 77)
         model[0].weight.data.clamp_(-0.2, 0.2)
 
@@ -507,10 +489,8 @@ def default_type_is_float64(run: Run) -> None:
     try:
         model = mlp()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -521,10 +501,8 @@ def default_type_is_float64_weights_float32(run: Run) -> None:
     try:
         model = mlp().float()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -554,10 +532,8 @@ def deterministic_algorithms(run: Run) -> None:
     try:
         model = norm_net()
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -584,44 +560,36 @@ def begins_in_the_middle(run: Run) -> None:
         optimizer.zero_grad()
         loss_of(model[0], step).backward()
         optimizer.step()
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model[step % 2], step).backward()
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model[step % 2], step).backward()
+        optimizer.step()
 
 
 @loop()
 def steps_are_numbered_by_the_loop(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer, step=1_000_000):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer, step=1_000_000):
+        train(model, optimizer, step)
 
 
 @loop()
 def bases_every_three_steps_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer, base=3):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model[0].weight.data.clamp_(-0.1, 0.1)
-            run.after()
+    for step in run.steps(model, optimizer, base=3):
+        train(model, optimizer, step)
+        model[0].weight.data.clamp_(-0.1, 0.1)
 
 
 @loop()
 def bases_at_once_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer, base="at once", base_every=3):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model[0].weight.data.clamp_(-0.1, 0.1)
-            run.after()
+    for step in run.steps(model, optimizer, base="at once", base_every=3):
+        train(model, optimizer, step)
+        model[0].weight.data.clamp_(-0.1, 0.1)
 
 
 @loop()
@@ -640,22 +608,18 @@ def rolling_bases_with_a_clip(run: Run) -> None:
 def fingerprints_every_step_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer, fingerprint=1):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model[0].weight.data.clamp_(-0.1, 0.1)
-            run.after()
+    for step in run.steps(model, optimizer, fingerprint=1):
+        train(model, optimizer, step)
+        model[0].weight.data.clamp_(-0.1, 0.1)
 
 
 @loop()
 def rounding_codec_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer, codec="bf16"):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            model[0].weight.data.clamp_(-0.1, 0.1)
-            run.after()
+    for step in run.steps(model, optimizer, codec="bf16"):
+        train(model, optimizer, step)
+        model[0].weight.data.clamp_(-0.1, 0.1)
 
 
 @loop()
@@ -663,12 +627,10 @@ def a_hundred_and_fifty_steps(run: Run) -> None:
     """The first change comes between two proofs."""
     model = mlp()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(150):
-            train(model, optimizer, step)
-            if step == 77:
-                model[0].weight.data[3, 3] = 0.5
-            run.after()
+    for step in run.steps(model, optimizer, count=150):
+        train(model, optimizer, step)
+        if step == 77:
+            model[0].weight.data[3, 3] = 0.5
 
 
 def distributed(
@@ -684,14 +646,12 @@ def distributed(
             model = nn.parallel.DistributedDataParallel(make())
             optimizer = adamw(model)
             run.checks_random = False  # ranks draw other numbers
-            with run.record(model, optimizer):
-                for step in range(STEPS):
-                    optimizer.zero_grad()
-                    loss_of(model, step * world + rank).backward()
-                    optimizer.step()
-                    with torch.no_grad():
-                        change(model.module)
-                    run.after()
+            for step in run.steps(model, optimizer):
+                optimizer.zero_grad()
+                loss_of(model, step * world + rank).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    change(model.module)
         finally:
             if rank:
                 os._exit(0)

@@ -74,6 +74,13 @@ class Run:
         with self.recorder as recorder:
             yield recorder
 
+    def steps(self, model: Any, optimizer: Any, count: int = STEPS, **options: Any) -> Iterator[int]:
+        """Record so many iterations: yields the number of each before it, and has its truth after it."""
+        with self.record(model, optimizer, **options):
+            for step in range(count):
+                yield step
+                self.after()
+
     def start(self, model: Any, optimizer: Any, **options: Any) -> Any:
         """Start to record. The loop closes the recorder itself, or does not."""
         self.model = model

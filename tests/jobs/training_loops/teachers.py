@@ -32,12 +32,10 @@ def taught(move: Callable[[Distilled, int], Any], make: Callable[[], nn.Module] 
     def body(run: Run) -> None:
         model = Distilled(make)
         optimizer = adamw(model)
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                with torch.no_grad():
-                    move(model, step)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            with torch.no_grad():
+                move(model, step)
 
     return body
 
@@ -135,21 +133,17 @@ class Moco(Distilled):
 def moco(run: Run) -> None:
     model = Moco()
     optimizer = torch.optim.SGD(model.student.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
 
 
 @loop()
 def moco_with_note(run: Run) -> None:
     model = Moco()
     optimizer = torch.optim.SGD(model.student.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            run.note(epoch=step)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        run.note(epoch=step)
 
 
 @loop()
@@ -158,38 +152,34 @@ def dino(run: Run) -> None:
     model = Distilled()
     model.register_buffer("center", torch.zeros(1, 3))
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            x = batch(step)
-            with torch.no_grad():
-                wanted = ((model.teacher(x) - model.center) / 0.04).softmax(-1)
-            optimizer.zero_grad()
-            (-wanted * (model.student(x) / 0.1).log_softmax(-1)).sum(-1).mean().backward()
-            for parameter in model.student.parameters():
-                nn.utils.clip_grad_norm_(parameter, 3.0)
-            if step < 3:
-                model.student[2].weight.grad = None
-            optimizer.step()
-            with torch.no_grad():
-                for teacher, student in model.pairs():
-                    teacher.data.mul_(0.996).add_(0.004 * student.detach().data)
-                model.center.mul_(0.9).add_(model.teacher(x).mean(0, keepdim=True), alpha=0.1)
-            run.after()
+    for step in run.steps(model, optimizer):
+        x = batch(step)
+        with torch.no_grad():
+            wanted = ((model.teacher(x) - model.center) / 0.04).softmax(-1)
+        optimizer.zero_grad()
+        (-wanted * (model.student(x) / 0.1).log_softmax(-1)).sum(-1).mean().backward()
+        for parameter in model.student.parameters():
+            nn.utils.clip_grad_norm_(parameter, 3.0)
+        if step < 3:
+            model.student[2].weight.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for teacher, student in model.pairs():
+                teacher.data.mul_(0.996).add_(0.004 * student.detach().data)
+            model.center.mul_(0.9).add_(model.teacher(x).mean(0, keepdim=True), alpha=0.1)
 
 
 @loop()
 def teacher_moved_before_the_step(run: Run) -> None:
     model = Distilled()
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            with torch.no_grad():
-                for teacher, student in model.pairs():
-                    teacher.lerp_(student, 0.1)
-            optimizer.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            for teacher, student in model.pairs():
+                teacher.lerp_(student, 0.1)
+        optimizer.step()
 
 
 @loop()
@@ -198,25 +188,21 @@ def ddpg_with_soft_targets(run: Run) -> None:
     nets = nn.ModuleDict({"actor": nn.Linear(7, 3), "critic": nn.Linear(10, 1)})
     nets.update({f"{name}_target": deepcopy(net).requires_grad_(False) for name, net in list(nets.items())})
     one, other = adamw(nets["actor"]), adamw(nets["critic"], 1e-3)
-    with run.record(nets, [one, other]):
-        for step in range(STEPS):
-            x = batch(step)
-            with torch.no_grad():
-                wanted = nets["critic_target"](torch.cat([x, nets["actor_target"](x)], -1))
-            other.zero_grad()
-            (nets["critic"](torch.cat([x, nets["actor"](x).detach()], -1)) - wanted - 1).square().mean().backward()
-            other.step()
-            run.after()
-            one.zero_grad()
-            (-nets["critic"](torch.cat([x, nets["actor"](x)], -1))).mean().backward()
-            one.step()
-            with torch.no_grad():
-                for name in ("actor", "critic"):
-                    for target, source in zip(
-                        nets[f"{name}_target"].parameters(), nets[name].parameters(), strict=True
-                    ):
-                        target.lerp_(source, 0.005)
-            run.after()
+    for step in run.steps(nets, [one, other]):
+        x = batch(step)
+        with torch.no_grad():
+            wanted = nets["critic_target"](torch.cat([x, nets["actor_target"](x)], -1))
+        other.zero_grad()
+        (nets["critic"](torch.cat([x, nets["actor"](x).detach()], -1)) - wanted - 1).square().mean().backward()
+        other.step()
+        run.after()
+        one.zero_grad()
+        (-nets["critic"](torch.cat([x, nets["actor"](x)], -1))).mean().backward()
+        one.step()
+        with torch.no_grad():
+            for name in ("actor", "critic"):
+                for target, source in zip(nets[f"{name}_target"].parameters(), nets[name].parameters(), strict=True):
+                    target.lerp_(source, 0.005)
 
 
 class WithAverage(nn.Module):
@@ -234,14 +220,12 @@ def averaged(ema: bool) -> Callable[[Run], None]:
         model = WithAverage(ema)
         optimizer = adamw(model.net)
         run.checks_random = False
-        with run.record(model, optimizer):
-            for step in range(STEPS):
-                train(model, optimizer, step)
-                if ema or step >= 4:
-                    model.average.update_parameters(model.net)
-                if step == STEPS - 1:
-                    update_bn([batch(i) for i in range(3)], model.average)
-                run.after()
+        for step in run.steps(model, optimizer):
+            train(model, optimizer, step)
+            if ema or step >= 4:
+                model.average.update_parameters(model.net)
+            if step == STEPS - 1:
+                update_bn([batch(i) for i in range(3)], model.average)
 
     return body
 
@@ -256,14 +240,12 @@ def swa_copied_into_the_model_at_the_end(run: Run) -> None:
     average = AveragedModel(model)
     optimizer = adamw(model)
     run.checks_random = False
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            average.update_parameters(model)
-            if step == STEPS - 1:
-                model.load_state_dict(average.module.state_dict())
-                update_bn([batch(i) for i in range(3)], model)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        average.update_parameters(model)
+        if step == STEPS - 1:
+            model.load_state_dict(average.module.state_dict())
+            update_bn([batch(i) for i in range(3)], model)
 
 
 @loop()
@@ -271,14 +253,12 @@ def teacher_outside_the_model_noted(run: Run) -> None:
     model = mlp()
     teacher = deepcopy(model)
     optimizer = adamw(model)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            train(model, optimizer, step)
-            with torch.no_grad():
-                for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
-                    one.lerp_(other, 0.1)
-            run.note(teacher=teacher)
-            run.after()
+    for step in run.steps(model, optimizer):
+        train(model, optimizer, step)
+        with torch.no_grad():
+            for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+        run.note(teacher=teacher)
 
 
 @loop()
@@ -286,12 +266,10 @@ def part_is_stepped_by_an_optimizer_nobody_knows(run: Run) -> None:
     model = mlp()
     optimizer = adamw(model[0])
     other = torch.optim.SGD(model[2].parameters(), 0.1)
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            other.zero_grad()
-            train(model, optimizer, step)
-            other.step()
-            run.after()
+    for step in run.steps(model, optimizer):
+        other.zero_grad()
+        train(model, optimizer, step)
+        other.step()
 
 
 @loop()
@@ -318,10 +296,8 @@ def ema_pytorch_inside(run: Run) -> None:
     model = nn.ModuleDict({"net": mlp()})
     model["ema"] = EMA(model["net"], beta=0.9, update_after_step=2, update_every=2, include_online_model=False)
     optimizer = adamw(model["net"])
-    with run.record(model, optimizer):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model["net"], step).backward()
-            optimizer.step()
-            model["ema"].update()
-            run.after()
+    for step in run.steps(model, optimizer):
+        optimizer.zero_grad()
+        loss_of(model["net"], step).backward()
+        optimizer.step()
+        model["ema"].update()
