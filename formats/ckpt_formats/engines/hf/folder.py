@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.folders import CONFIG, SEAL_SUFFIX, TRAINER_STATE, entries_of, is_torch_file_of_run
 
 Container = Literal["safetensors", "torch"]
@@ -115,8 +116,11 @@ def _is_around_sharded_model(names: set[str]) -> bool:
 
 
 def sort_files(path: Path) -> Folder:
-    """The files of a folder by kind, from their names. No file is opened."""
-    names = {entry.name for entry in entries_of(path) if entry.is_file()}
+    """The files of a folder by kind, from their names. No file is opened. Raises `CkptError` if it cannot be listed."""
+    try:
+        names = {entry.name for entry in entries_of(path) if entry.is_file()}
+    except OSError as error:  # a link to itself, too
+        raise unreadable(error, Path(error.filename or path)) from None
     entry, container = _entry(path, names)
     candidates = (path / name for name in sorted(names) if _OPTIMIZER.fullmatch(name))
     optimizer = next(candidates, None) if entry is not None else None
