@@ -13,8 +13,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import ckpt
-
-WEIGHTS = {"0.weight": torch.arange(12.0).reshape(3, 4), "0.bias": torch.arange(3.0)}
+from format_sources import WEIGHTS, fairseq2
 
 
 def holds(path: Path) -> Any:
@@ -53,26 +52,6 @@ def test_the_policies_of_rllib_are_read_and_its_algorithm_named(tmp_path: Path) 
     policy(tmp_path / "policies" / "other")
     with pytest.raises(NotFoundError, match="holds 2 checkpoints: default_policy, other"):
         open_checkpoint(tmp_path)
-
-
-def fairseq2(step: Path, ranks: int) -> Path:
-    """What fairseq2's checkpoint manager writes: with FSDP, each rank has its rows."""
-
-    def put(file: str, content: Any) -> None:
-        (step / file).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, step / file)
-
-    for rank in range(ranks):
-        parts = {name: one.chunk(ranks)[rank].clone() for name, one in WEIGHTS.items() if rank < len(one.chunk(ranks))}
-        states = {i: {"step": torch.tensor(7.0), "exp_avg": one + 1} for i, one in enumerate(parts.values())}
-        put(f"model/pp_00/tp_00/sdp_{rank:02}.pt", parts)
-        put(
-            f"optimizer/pp_00/tp_00/sdp_{rank:02}.pt",
-            {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
-        )
-        put(f"trainer/rank_{rank:02}.pt", {"_step_nr": 7, "_lr_scheduler": {"last_epoch": 7}})
-        put(f"data_reader/dp_{rank:02}.pt", {"position": rank})
-    return step
 
 
 def test_the_step_of_fairseq2_is_read_with_optimizer_and_trainer(tmp_path: Path) -> None:

@@ -1,0 +1,335 @@
+"""What every format keeps, stated once: each law is tried with a small checkpoint of each format of the registry."""
+
+import io
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.findings import find_problems
+from ckpt.job import Job, save
+from ckpt.pipeline import Execution
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsafeError, UnsupportedError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.format import WritableFormat
+from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.registry import FORMATS, ONLY_READ, format_named, writable
+from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.opening import open_checkpoint
+from effort import TIMES
+from format_sources import MAKE
+from held import contents, flip, plain
+
+EACH = pytest.mark.parametrize("name", FORMATS)
+WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
+EACH_WRITABLE = pytest.mark.parametrize("name", WRITABLE)
+UNSEALED = ("safetensors", "flax", "hf", "torchtune")
+"""Formats of files without checksums: a flipped bit may become another value."""
+EFFORT = Execution(1, 1 << 20)
+Content = dict[tuple[str, str], Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The good checkpoint of a format, made once."""
+    folder, made = tmp_path_factory.mktemp("whole"), dict[str, Path]()
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = MAKE[name](folder / name)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def copied(whole: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of it, to be damaged."""
+
+    def of(name: str) -> Path:
+        source, target = whole(name), tmp_path / whole(name).name
+        shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+        return target
+
+    return of
+
+
+def values_of(checkpoint: Checkpoint) -> Content:
+    """Every bit of its parameters; not of extras, where what has lost its parameter is carried."""
+    extras = {name for name, one in checkpoint.parameters.items() if one.role == "extra"}
+    return {key: values for key, values in contents(checkpoint).items() if key[0] not in extras}
+
+
+def outcome(path: Path) -> Content | None:
+    """All values, if the checkpoint opens and `verify` finds nothing; None where it is refused by a `CkptError`."""
+    try:
+        checkpoint = open_checkpoint(path)
+        return None if find_problems(checkpoint, EFFORT) else values_of(checkpoint)
+    except CkptError:
+        return None
+
+
+def files_of(path: Path) -> list[Path]:
+    """Its files, at most five of them, evenly spread."""
+    every = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return every[:: -(-len(every) // 5)]
+
+
+def test_contract_covers_every_format() -> None:
+    assert list(MAKE) == list(FORMATS)
+
+
+# --- detecting and reading
+
+
+def odd_paths(folder: Path) -> Iterator[Path]:
+    """Paths that are no checkpoints."""
+    for number, content in enumerate((b"", b"hello\n", bytes(5000), b"[]", b"PK\3\4")):
+        for ending in ("", ".pt", ".safetensors", ".msgpack", ".npz", ".tar", ".zip"):
+            path = folder / f"{number}{ending}"
+            path.write_bytes(content)
+            yield path
+    (folder / "folder").mkdir()
+    (folder / "loop").symlink_to("loop")
+    (folder / "nowhere").symlink_to("gone")
+    yield from (folder / "folder", folder / "loop", folder / "nowhere", folder / "absent" / "too")
+
+
+@EACH
+def test_format_detects_its_checkpoint_and_never_raises(
+    name: str, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    assert detect(whole(name)).name == name
+    assert format_named(name).detect(whole(name))
+    for path in (*map(whole, FORMATS), *odd_paths(tmp_path)):
+        assert format_named(name).detect(path) in (True, False)
+
+
+@EACH
+def test_format_reads_the_same_from_an_index_that_was_pickled(name: str, whole: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(whole(name))
+    again: Checkpoint = pickle.loads(pickle.dumps(checkpoint))
+    assert contents(again) == contents(checkpoint)
+    assert contents(checkpoint)
+    assert not find_problems(checkpoint, EFFORT)
+
+
+# --- damage
+
+
+def instead(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_instead(to: str) -> Callable[[Path], object]:
+    def harm(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(to or path.name)
+
+    return harm
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: path.unlink(),
+    "empty": instead(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "text": instead(b"version https://git-lfs.github.com/spec/v1\n"),
+    "json": instead(b'{"a": [1, 2]}'),
+    "another archive": instead(b"PK\5\6" + bytes(18)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0more"),
+    "a folder": folder_instead,
+    "a link to itself": link_instead(""),
+    "a link to nowhere": link_instead("not-there"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", HARMS)
+@EACH
+def test_format_refuses_a_damaged_file_or_reads_no_other_value(
+    name: str, harm: str, whole: Callable[[str], Path], copied: Callable[[str], Path]
+) -> None:
+    """What comes of a checkpoint one of whose files is damaged is a part of what was there, or a `CkptError`."""
+    good, path, refused = values_of(open_checkpoint(whole(name))), copied(name), 0
+    for file in files_of(path):
+        data = file.read_bytes()
+        HARMS[harm](file)
+        result = outcome(path)
+        refused += result is None
+        assert result is None or result.items() <= good.items(), file
+        if file.is_dir() and not file.is_symlink():
+            file.rmdir()
+        else:
+            file.unlink(missing_ok=True)
+        file.write_bytes(data)
+    assert refused or harm == "longer"
+    assert outcome(path) == good
+
+
+@pytest.mark.slow
+@EACH
+def test_format_refuses_a_file_that_is_cut(
+    name: str, whole: Callable[[str], Path], copied: Callable[[str], Path]
+) -> None:
+    """A small file at every byte, a large one at its beginning, its end and in between."""
+    good, path, refused = values_of(open_checkpoint(whole(name))), copied(name), 0
+    for file in files_of(path):
+        data = file.read_bytes()
+        places = {*range(0, 60, 6), *range(0, len(data), len(data) // 12 + 1), len(data) - 9, len(data) - 1}
+        for at in range(len(data)) if len(data) < 700 and path.is_file() else sorted(places):
+            file.write_bytes(data[: max(at, 0)])
+            result = outcome(path)
+            refused += result is None
+            assert result is None or result.items() <= good.items(), (file, at)
+        file.write_bytes(data)
+    assert refused
+
+
+@pytest.mark.slow
+@EACH
+def test_format_finds_a_flipped_bit(name: str, whole: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
+    good, path, rng = values_of(open_checkpoint(whole(name))), copied(name), random.Random(name)
+    extras, groups = plain(open_checkpoint(path).extras), open_checkpoint(path).groups
+    files, refused = sorted(one for one in path.rglob("*") if one.is_file()) or [path], 0
+    for _ in range(40 * TIMES):
+        file = rng.choice(files)
+        at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+        flip(file, at, bit)
+        result = outcome(path)
+        if result is not None and name not in UNSEALED:
+            assert result == good, (file, at, bit)
+            assert plain(open_checkpoint(path).extras) == extras, (file, at, bit)
+            assert open_checkpoint(path).groups == groups, (file, at, bit)
+        refused += result is None
+        flip(file, at, bit)
+    assert refused or name in UNSEALED
+
+
+class Attack:
+    """Pickles into a call of `os.mkdir`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@EACH
+def test_format_runs_no_code_of_a_pickle(name: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
+    path, unsafe = copied(name), list[tuple[str, str]]()
+    for file in files_of(path):
+        data = file.read_bytes()
+        if data[:4] == b"PK\3\4" or data[:1] == b"\x80":
+            for torchs in (True, False):
+                attack, stream = {"w": Attack(tmp_path / "ran")}, io.BytesIO()
+                torch.save(attack, stream) if torchs else pickle.dump(attack, stream, 2)
+                file.write_bytes(stream.getvalue())
+                try:
+                    find_problems(open_checkpoint(path), EFFORT)
+                except UnsafeError as error:
+                    unsafe.append((file.name, str(error)))
+                except CkptError:
+                    pass
+        file.write_bytes(data)
+    assert unsafe or name in PICKLE_FREE
+    assert all(file in error for file, error in unsafe)
+    assert not (tmp_path / "ran").exists()
+
+
+PICKLE_FREE = ("universal", "chain", "safetensors", "flax", "numpy", "tar")
+"""Formats without pickles of their own."""
+
+
+# --- writing
+
+
+def source_of(name: str, whole: Callable[[str], Path]) -> Checkpoint:
+    """A checkpoint that the format can hold."""
+    return open_checkpoint(whole(name if name.startswith(("megatron", "hf")) else "deepspeed"))
+
+
+def target_of(name: str, folder: Path) -> Path:
+    endings = {"safetensors": ".safetensors", "torch": ".pt", "flax": ".msgpack"}
+    return folder / f"out{endings.get(name, '')}"
+
+
+def files_in(path: Path) -> dict[str, bytes]:
+    every = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return {one.relative_to(path.parent).as_posix(): one.read_bytes() for one in every}
+
+
+@pytest.mark.slow
+@EACH_WRITABLE
+def test_format_is_read_back_as_it_was_written(name: str, whole: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its values are those of the source; written again, the bytes are the same."""
+    source = source_of(name, whole)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        save(source, target_of(name, folder), writable(name), resources=EFFORT)
+    target = target_of(name, tmp_path / "a")
+    assert detect(target).name == name
+    assert files_in(target) == files_in(target_of(name, tmp_path / "b"))
+    written, good = outcome(target), contents(source)
+    assert written
+    names = {(parameter, values) for (parameter, _), values in good.items()}
+    assert all((parameter, values) in names for (parameter, _), values in written.items())
+
+
+@EACH_WRITABLE
+def test_format_plans_without_side_effects(name: str, whole: Callable[[str], Path], tmp_path: Path) -> None:
+    job = Job(source_of(name, whole), target_of(name, tmp_path), writable(name))
+    plans = [[(one.file, one.role, dict(one.rank), one.nbytes) for one in job.plan().files] for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@EACH_WRITABLE
+def test_format_writes_the_same_files_by_a_plan_that_was_pickled(
+    name: str, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = source_of(name, whole)
+    target = target_of(name, tmp_path)
+    format = writable(name).for_target(target)
+    plan = Job(source, target, format).plan()
+    written = []
+    for number, files in enumerate((plan.files, pickle.loads(pickle.dumps(plan.files)))):
+        folder = tmp_path / str(number)
+        with Reader() as reader, Transfer(reader) as transfer:
+            for file in reversed(files):
+                (folder / file.file).parent.mkdir(parents=True, exist_ok=True)
+                receipt = format.write(folder, file, transfer)
+                assert format.is_intact(folder, receipt, reader)
+        written.append({path.partition("/")[2]: data for path, data in files_in(folder).items()})
+    assert written[0] == written[1]
+
+
+@EACH_WRITABLE
+def test_format_refuses_unknown_options_by_name(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"format {name} has no option no_option"):
+        writable(name, no_option=1)
+    assert isinstance(format_named(name), WritableFormat)
+    assert writable(name) == writable(name)
+    assert isinstance(writable(name).identity(), dict)
+
+
+@pytest.mark.parametrize("name", ONLY_READ)
+def test_format_that_is_only_read_says_so(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} can be read, not written"):
+        writable(name)
+    with pytest.raises(CkptError):
+        ckpt.open(tmp_path / "absent")
