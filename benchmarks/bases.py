@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt_codecs.base import Array
-from ckpt_recorder import Recorder, base_copies
+from ckpt_recorder import Bases, Recorder, base_copies
 
 _NEVER = 10**6
 """Steps between bases: the benchmark says when one begins."""
@@ -134,10 +134,12 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
     copies = SlowCopies(bandwidth)
     base_copies.copies_of = lambda device: copies  # type: ignore[assignment]
     rows = []
-    options = {"base_every": _NEVER, "base_spread": spread, "base_memory": 1 << 30, "random_states": False}
+    bases_of_run = Bases(every=_NEVER, spread=spread, memory=1 << 30)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Recorder(model, optimizer, Path(folder) / "run.chain", base=base, fingerprint=0, **options) as recorder,
+        Recorder(
+            model, optimizer, Path(folder) / "run.chain", bases=bases_of_run, fingerprint=0, random_states=False
+        ) as recorder,
     ):
         optimizer.step()
         schedule = recorder._bases

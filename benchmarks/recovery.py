@@ -3,7 +3,7 @@
     python benchmarks/recovery.py [--width 320] [--layers 8] [--base-every 40] [--rounds 5] [--seed 0]
 
 Each round trains the GPT-like model of `recording.py` on a CPU, in a process of its own. Every N steps it stores a base
-twice: with `torch.save`, and in the log (`Recorder(base=N)`). A shadow follows the log. The trainer gets SIGKILL at a
+twice: with `torch.save`, and in the log (`Bases(every=N)`). A shadow follows the log. The trainer gets SIGKILL at a
 random moment between two bases. Then each way restores:
 
     base only       the file of `torch.save` is loaded; the steps since are trained again
@@ -87,11 +87,11 @@ def train(folder: Path, width: int, layers: int, every: int) -> None:
     import torch
     from recording import Training
 
-    from ckpt_recorder import Recorder
+    from ckpt_recorder import Bases, Recorder
 
     torch.set_num_threads(1)
     training, number = Training(width, layers), 0
-    with Recorder(training.model, training.optimizer, folder / CHAIN, base=every):
+    with Recorder(training.model, training.optimizer, folder / CHAIN, bases=Bases(every=every)):
         while True:
             seconds, number = training.step(), number + 1
             if number % every == 0:

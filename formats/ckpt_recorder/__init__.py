@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from ckpt_recorder.gradient_compression import int8, topk
     from ckpt_recorder.huggingface_callback import HuggingFaceCallback
     from ckpt_recorder.lightning_callback import LightningCallback
-    from ckpt_recorder.options import RecorderWarning
+    from ckpt_recorder.options import Bases, RecorderWarning
     from ckpt_recorder.random_states import restore_random_states
     from ckpt_recorder.recorder import Recorder
     from ckpt_recorder.resumption import ResumeState, resume
 
 __all__ = [
+    "Bases",
     "HuggingFaceCallback",
     "LightningCallback",
     "Recorder",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Bases": "options",
     "HuggingFaceCallback": "huggingface_callback",
     "LightningCallback": "lightning_callback",
     "Recorder": "recorder",

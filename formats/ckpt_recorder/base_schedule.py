@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_recorder import ranks
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.intervals import RecorderIntervals
-from ckpt_recorder.options import RecorderOptions, RecorderWarning
+from ckpt_recorder.options import Bases, RecorderWarning
 
 
 class BaseSchedule:
@@ -26,21 +25,12 @@ class BaseSchedule:
     def __init__(
         self,
         chain: Path,
-        options: RecorderOptions,
+        bases: Bases,
         intervals: RecorderIntervals,
         start: Callable[[], BackgroundBases | None],
     ) -> None:
-        """`start`: starts the process that makes bases; None if the recording is broken.
-
-        Raises `InvalidArgumentError` if an option has a value that it cannot have.
-        """
-        _check_positive("base_spread", options.base_spread)
-        _check_positive("base_memory", options.base_memory)
-        every = options.base_every
-        if options.base == "at once":
-            self.spread = 1
-        else:
-            self.spread = options.base_spread if every == "auto" else min(options.base_spread, every)
+        """`start`: starts the process that makes bases; None if the recording is broken."""
+        self.spread = bases.spread if bases.every == "auto" else min(bases.spread, bases.every)
         self.process: BackgroundBases | None = None
         self._chain, self._intervals, self._start = chain, intervals, start
         self._unclosed: weakref.finalize[Any, Any] | None = None
@@ -130,8 +120,3 @@ class BaseSchedule:
             self._unclosed = None
         process, self.process = self.process, None
         return process
-
-
-def _check_positive(option: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{value!r} cannot be `{option}`", where=option, hint="Give a number of at least 1.")

@@ -8,6 +8,7 @@ from typing import Literal
 from ckpt.planning.tuner import IntervalTuner
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_recorder import ranks
+from ckpt_recorder.options import check_interval
 
 _FIRST_REVIEW = 8
 """The number of steps after a base after which the ranks agree on an interval. Then after twice as many, and so on."""
@@ -27,30 +28,24 @@ class RecorderIntervals:
 
     def __init__(
         self,
-        base: int | Literal["auto"],
+        every: int | Literal["auto"],
         flush: int | Literal["auto"],
         mtbf: float | None,
         clock: Callable[[], float] = time.monotonic,
-        base_option: str = "base",
     ) -> None:
         """Begin with no figures.
 
         Args:
-            base: The steps between bases, 0 for none, or `"auto"`.
+            every: The steps between bases, 0 for none, or `"auto"`.
             flush: The steps between flushes, or `"auto"`.
             mtbf: The mean seconds between failures; needed for `"auto"`.
             clock: The time in seconds.
-            base_option: The option that `base` is from, for errors. Only `base` itself may be 0.
 
         Raises:
             InvalidArgumentError: An interval makes no sense, or there is no `mtbf` for `"auto"`.
         """
-        for name, value in ((base_option, base), ("flush", flush)):
-            if value != "auto" and not (isinstance(value, int) and value >= (name != "base")):
-                raise InvalidArgumentError(
-                    f"{value!r} cannot be `{name}`", where=name, hint='Give a number of steps, or "auto".'
-                )
-        self._is_auto = {"base": base == "auto", "flush": flush == "auto"}
+        check_interval("flush", flush, 1)
+        self._is_auto = {"base": every == "auto", "flush": flush == "auto"}
         self._tuner: IntervalTuner | None = None
         if any(self._is_auto.values()):
             if mtbf is None or not 0 < mtbf < math.inf:
@@ -61,7 +56,7 @@ class RecorderIntervals:
                     hint="Give the seconds: Recorder(..., mtbf=3 * 3600).",
                 )
             self._tuner = IntervalTuner(mtbf)
-        self.base_steps = base if isinstance(base, int) else 0
+        self.base_steps = every if isinstance(every, int) else 0
         self.flush_steps = flush if isinstance(flush, int) else _DEFAULT_FLUSH
         self._min_base_steps = 0
         self._clock = clock

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt_formats.core.errors import InvalidArgumentError
+
 WhenBroken = Literal["warn", "raise"]
 
 
@@ -12,22 +14,47 @@ class RecorderWarning(UserWarning):
 
 
 @dataclass(frozen=True)
+class Bases:
+    """When a recorder stores the whole state as a base, besides the one at the start of the log.
+
+    Raises `InvalidArgumentError` if a field has a value that it cannot have.
+    """
+
+    every: int | Literal["auto"] = 0
+    """The number of steps between bases; 0: only the one at the start. `"auto"`: the number with the lowest waste for
+    the times that the run measures, and `mtbf`."""
+    spread: int = 0
+    """The number of steps over which a base is copied in the background, piece by piece; at most `every`. With 1, the
+    whole state is copied after one step, and the next update waits for it. With 0, training stops for each base."""
+    memory: int = 256 << 20
+    """The maximum size in bytes of the buffer for pieces of bases in the background. It has room for four chunks in any
+    case."""
+
+    def __post_init__(self) -> None:
+        check_interval("bases.every", self.every, min(self.spread, 1) if isinstance(self.spread, int) else 0)
+        for name, value, minimum in (("bases.spread", self.spread, 0), ("bases.memory", self.memory, 1)):
+            if not isinstance(value, int) or value < minimum:
+                raise InvalidArgumentError(
+                    f"{value!r} cannot be `{name}`", where=name, hint=f"Give a number of at least {minimum}."
+                )
+
+
+def check_interval(option: str, value: object, minimum: int) -> None:
+    """Raise `InvalidArgumentError` unless a value is a number of steps, or `"auto"`."""
+    if value != "auto" and not (isinstance(value, int) and value >= minimum):
+        raise InvalidArgumentError(
+            f"{value!r} cannot be `{option}`", where=option, hint='Give a number of steps, or "auto".'
+        )
+
+
+@dataclass(frozen=True)
 class RecorderOptions:
     """The options of a recorder."""
 
     codec: str = "exact"
     """`exact`; or `bf16` or `int8`, which round the gradients: restored states are then approximate."""
-    base: int | Literal["auto", "rolling", "at once"] = 0
-    """The number of steps between states that the log stores; 0: only the one at its start. `"auto"`: the number with
-    the lowest waste for the times that the run measures, and `mtbf`. Training stops while such a state is stored.
-    It goes on with `"rolling"` and `"at once"`, which copy the state in the background: piece by piece after several
-    steps, or all of one step, for which the next update waits."""
-    base_every: int | Literal["auto"] = 1000
-    """The number of steps between bases that are copied in the background; `"auto"`: as for `base`."""
-    base_spread: int = 100
-    """The number of steps over which a rolling base is copied; at most `base_every`."""
-    base_memory: int = 256 << 20
-    """The maximum size in bytes of the buffer for pieces of such a base. It has room for four chunks in any case."""
+    bases: Bases = Bases()
+    """When the log stores whole states."""
     flush: int | Literal["auto"] = 8
     """The number of steps between flushes to the disk, or `"auto"`. Only a crash of the machine loses steps after the
     last flush."""

@@ -95,16 +95,13 @@ class Recorder:
             OutputError: The chain cannot be written, or another run records into it.
         """
         self.options = RecorderOptions(**options)
-        base, flush, mtbf = self.options.base, self.options.flush, self.options.mtbf
         codec = gradient_codec(self.options.codec)
         self.chain = Path(chain).absolute()  # the loop may change its working directory
         self._bases: BaseSchedule | None = None
         """The bases that are copied in the background."""
-        if base == "rolling" or base == "at once":
-            self._intervals = RecorderIntervals(self.options.base_every, flush, mtbf, base_option="base_every")
-            self._bases = BaseSchedule(self.chain, self.options, self._intervals, self._start_bases)
-        else:
-            self._intervals = RecorderIntervals(base, flush, mtbf)
+        self._intervals = RecorderIntervals(self.options.bases.every, self.options.flush, self.options.mtbf)
+        if self.options.bases.spread:
+            self._bases = BaseSchedule(self.chain, self.options.bases, self._intervals, self._start_bases)
         self.broken: str | None = None
         self.is_in_block = False
         self._model, self._optimizer = model, optimizer
@@ -132,14 +129,14 @@ class Recorder:
         if self._bases is not None and self._has_updates:
             raise UnsupportedError(
                 "the steps of this run cannot be replayed, which bases in the background need",
-                where="base",
-                hint="Give the number of steps between bases: base=1000.",
+                where="bases.spread",
+                hint="Let training stop for each base: Bases(every=1000, spread=0).",
             )
-        if base == "rolling" and self.exactness == "approximate":
+        if self.options.bases.spread > 1 and self.exactness == "approximate":
             raise UnsupportedError(
                 "a replay of this run is approximate: it cannot bring the pieces of a base to one step",
-                where="base",
-                hint='Use base="at once".',
+                where="bases.spread",
+                hint="Copy all of a base after one step: Bases(every=1000, spread=1).",
             )
         self.step = max(ranks.gather(self._first_step())) if step is None else step
         self._first = self.step
@@ -778,7 +775,7 @@ class Recorder:
 
         rank_layout = layout.ranks[self._rank]
         offsets = [(number, part.offset) for number, part, _ in self._share.replayed]
-        spread, memory = self._bases.spread, self.options.base_memory
+        spread, memory = self._bases.spread, self.options.bases.memory
         return BackgroundBases(self._run, rank_layout, offsets, settings, layout.run, spread, memory)
 
     def _record_random_states(self, step: int) -> None:

@@ -26,7 +26,7 @@ from torch import distributed
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.members import open_member
-from ckpt_recorder import Recorder
+from ckpt_recorder import Bases, Recorder
 from engines import ranks
 from recorded import differences
 from recording_jobs import model
@@ -34,8 +34,9 @@ from recording_jobs.kinds import KINDS, Kind
 from recording_jobs.run import start
 from recording_jobs.train import joining
 
-EVERY, SPREAD, WIDTH, SECONDS = 5, 4, 270, 600
+WIDTH, SECONDS = 270, 600
 """With this width a rank has several chunks, so that the pieces of a rolling base are of several steps."""
+MODES = {"rolling": Bases(every=5, spread=4), "at once": Bases(every=5, spread=1)}
 
 
 def train(kind: Kind, mode: str, bases: int, out: Path) -> None:
@@ -45,8 +46,8 @@ def train(kind: Kind, mode: str, bases: int, out: Path) -> None:
     run.train(2)
     chain, report = out / "run.chain", {"bases": 0, "values": 0, "differences": {}, "steps": 0, "pieces": 0}
     begin = time.monotonic()
-    options: dict[str, Any] = {"base_every": EVERY, "base_spread": SPREAD, "random_states": False, "fingerprint": 0}
-    with Recorder(run.model, run.optimizer, chain, step=2, base=mode, **options) as recorder:
+    options: dict[str, Any] = {"bases": MODES[mode], "random_states": False, "fingerprint": 0}
+    with Recorder(run.model, run.optimizer, chain, step=2, **options) as recorder:
         is_done = False
         while not is_done:
             run.train(1)
@@ -86,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bases", type=int, default=10)
     parser.add_argument("--kinds", nargs="*", default=["plain", "ddp", "fsdp2", "zero1", "zero3"])
-    parser.add_argument("--modes", nargs="*", default=["rolling", "at once"])
+    parser.add_argument("--modes", nargs="*", default=list(MODES))
     arguments = parser.parse_args()
     root, total, failed = Path(tempfile.mkdtemp(prefix="bases-")), 0, 0
     print(f"{'kind':12} {'base':8} {'ranks':>5} {'bases':>6} {'of steps':>8} {'values':>12} {'different':>9}")

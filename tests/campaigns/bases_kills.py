@@ -32,10 +32,11 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
-from ckpt_recorder import Recorder
+from ckpt_recorder import Bases, Recorder
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, await_ended, forked, hash_of, waited
 
-STEPS, WIDTH, EVERY = 80, 260, 4
+STEPS, WIDTH = 80, 260
+BASES = {"rolling": Bases(every=4, spread=3), "at once": Bases(every=4, spread=1)}
 VICTIMS = ("trainers", "one trainer", "bases", "one base", "writers and bases", "everything")
 
 
@@ -81,7 +82,7 @@ def train(rank: int, work: Path, base: str | None, progress: Progress) -> None:
 
 
 def options(base: str) -> dict[str, Any]:
-    return {"base": base, "base_every": EVERY, "base_spread": 3, "random_states": False, "fingerprint": 50}
+    return {"bases": BASES[base], "random_states": False, "fingerprint": 50}
 
 
 def one_round(root: Path, truth: list[str], base: str, victims: str, rng: random.Random) -> dict[str, int]:
@@ -159,7 +160,7 @@ def main() -> None:
     assert waited(ranks) == [0, 0], (root / "said").read_text()
     truth = json.loads((root / "truth" / "hashes-0.json").read_text())
     counts: dict[tuple[str, str], Counter[str]] = {}
-    plans = [(base, victims) for victims in VICTIMS for base in ("rolling", "at once")]
+    plans = [(base, victims) for victims in VICTIMS for base in BASES]
     for number in range(arguments.rounds):
         key = plans[number % len(plans)]
         row = counts.setdefault(key, Counter())

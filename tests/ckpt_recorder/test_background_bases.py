@@ -7,6 +7,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.gradients.layout import CHUNK, OptimizerVector, RankLayout, VectorPart
-from ckpt_recorder import Recorder, RecorderWarning, base_copies
+from ckpt_recorder import Bases, Recorder, RecorderWarning, base_copies
 from ckpt_recorder.background_bases import BackgroundBases, plan_pieces
 from ckpt_recorder.base_copies import HostCopies
 from ckpt_recorder.intervals import RecorderIntervals
@@ -32,6 +33,8 @@ from killing import killed_after
 WIDTH, LAYERS, SECONDS = 258, 5, 120
 EVERY = 1000
 """Steps between bases: tests say when one begins."""
+ROLLING, AT_ONCE = Bases(EVERY, spread=3), Bases(EVERY, spread=1)
+BOTH_BASES = pytest.mark.parametrize("bases", [ROLLING, AT_ONCE], ids=["rolling", "at once"])
 Truth = dict[tuple[str, str], np.ndarray]
 
 
@@ -62,7 +65,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(parameters, 1e-3, fused=True) if make is None else make(parameters)
         self.truth: dict[int, Truth] = {}
         self.chain = chain
-        options = {"base": "rolling", "base_every": EVERY, "base_spread": 3, "random_states": False, **options}
+        options = {"bases": ROLLING, "random_states": False, **options}
         self.recorder = Recorder(self.model, self.optimizer, chain, **options)
 
     def step(self, count: int = 1) -> None:
@@ -151,11 +154,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("base", ["rolling", "at once"])
+@BOTH_BASES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.quick(2)
-def test_each_base_has_the_bits_of_its_step(name: str, base: str, chain: Path) -> None:
-    run = Run(chain, OPTIMIZERS[name], base=base)
+def test_each_base_has_the_bits_of_its_step(name: str, bases: Bases, chain: Path) -> None:
+    run = Run(chain, OPTIMIZERS[name], bases=bases)
     begun = []
     with run.recorder as recorder:
         for _ in range(2):
@@ -163,7 +166,7 @@ def test_each_base_has_the_bits_of_its_step(name: str, base: str, chain: Path) -
             begun.append(recorder.step)
             run.step(3)
     assert recorder.broken is None
-    assert run.check_bases() == [step + 2 * (base == "rolling") for step in begun]
+    assert run.check_bases() == [step + 2 * (bases == ROLLING) for step in begun]
     last = states.open_state(chain, index.read(chain), recorder.step)  # replayed from the last base
     assert (
         read(last.parameters["out.weight"].weight).tobytes() == run.truth[recorder.step]["out.weight", MODEL].tobytes()
@@ -173,7 +176,7 @@ def test_each_base_has_the_bits_of_its_step(name: str, base: str, chain: Path) -
 def test_bases_at_once_of_an_approximate_log_are_exact(chain: Path) -> None:
     with pytest.raises(UnsupportedError, match="approximate"):
         Run(chain, codec="int8")
-    run = Run(chain, codec="int8", base="at once")
+    run = Run(chain, codec="int8", bases=AT_ONCE)
     with run.recorder:
         run.begin_base()
     assert len(run.check_bases()) == 1
@@ -228,7 +231,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def test_an_update_waits_for_the_copies_of_what_it_changes(chain: Path, gate: Gate) -> None:
-    run = Run(chain, base="at once")
+    run = Run(chain, bases=AT_ONCE)
     with run.recorder:
         bases = run.begin_base()
         assert gate.copied == 0
@@ -242,7 +245,7 @@ def test_an_update_waits_for_the_copies_of_what_it_changes(chain: Path, gate: Ga
 def test_with_free_memory_on_the_device_late_pieces_are_staged(chain: Path, gate: Gate) -> None:
     """The update does not wait for them, and they have the values from before it."""
     gate.free = 1 << 30
-    run = Run(chain, base="at once")
+    run = Run(chain, bases=AT_ONCE)
     with run.recorder:
         run.until_ready()._orders.put(lambda link: gate.open.wait(SECONDS))
         run.begin_base()
@@ -254,7 +257,7 @@ def test_with_free_memory_on_the_device_late_pieces_are_staged(chain: Path, gate
 
 def test_with_little_memory_the_update_waits_for_the_pieces_that_are_not_staged(chain: Path, gate: Gate) -> None:
     gate.free = 2 * 3 * 4 * WIDTH * WIDTH
-    run = Run(chain, base="at once", base_memory=1)
+    run = Run(chain, bases=replace(AT_ONCE, memory=1))
     with run.recorder:
         run.until_ready()._orders.put(lambda link: gate.open.wait(SECONDS))
         bases = run.begin_base()
@@ -266,10 +269,10 @@ def test_with_little_memory_the_update_waits_for_the_pieces_that_are_not_staged(
     assert len(run.check_bases()) == 1
 
 
-@pytest.mark.parametrize("base", ["rolling", "at once"])
-def test_a_base_that_differs_from_the_log_is_not_named(base: str, chain: Path, gate: Gate) -> None:
+@BOTH_BASES
+def test_a_base_that_differs_from_the_log_is_not_named(bases: Bases, chain: Path, gate: Gate) -> None:
     gate.open.set()
-    run = Run(chain, base=base)
+    run = Run(chain, bases=bases)
     with run.recorder as recorder:
         gate.flip = True
         with pytest.warns(RecorderWarning, match="not stored: .* differs from the (log|run)") as warned:
@@ -282,15 +285,16 @@ def test_a_base_that_differs_from_the_log_is_not_named(base: str, chain: Path, g
     assert len(run.check_bases()) == 1
 
 
-@pytest.mark.parametrize("base", ["rolling", "at once"])
-def test_memory_is_that_of_the_ring(base: str, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(chain, base=base, base_spread=6, base_memory=1 << 20)
+@BOTH_BASES
+def test_memory_is_that_of_the_ring(bases: Bases, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = 6 if bases == ROLLING else 1
+    run = Run(chain, bases=Bases(EVERY, spread, memory=1 << 20))
     state = 3 * sum(parameter.nbytes for parameter in run.model.parameters())
     largest = 3 * 4 * WIDTH * WIDTH
     with run.recorder:
         run.step(16)  # proofs of the first steps copy states, too
-        bases = run.until_ready()
-        assert bases.nbytes <= 4 * (largest + 4096) < state
+        process = run.until_ready()
+        assert process.nbytes <= 4 * (largest + 4096) < state
         monkeypatch.setattr(run, "_state", dict)
         tracemalloc.start()
         try:
@@ -301,7 +305,7 @@ def test_memory_is_that_of_the_ring(base: str, chain: Path, monkeypatch: pytest.
         finally:
             tracemalloc.stop()
         assert peak < state / 4
-    assert [member.step for member in index.read(chain).members] == [begun + 5 * (base == "rolling")]
+    assert [member.step for member in index.read(chain).members] == [begun + spread - 1]
 
 
 def test_killed_bases_do_not_stop_training_and_others_follow(chain: Path, gate: Gate) -> None:
@@ -346,7 +350,7 @@ def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> N
     """A base whose pieces are complete is stored even then; any other one is dropped."""
 
     def work() -> None:
-        run = Run(chain, base_every=4)
+        run = Run(chain, bases=replace(ROLLING, every=4))
         with run.recorder:
             while True:
                 run.step()
@@ -377,16 +381,16 @@ def test_leftovers_of_bases_are_removed_by_the_next_recorder(chain: Path) -> Non
 
 
 def test_what_makes_no_sense_is_refused(chain: Path) -> None:
-    for options in ({"base_every": 0}, {"base_spread": 0}, {"base_memory": 0}, {"base": "sometimes"}):
+    for fields in ({"every": 0}, {"spread": -1}, {"memory": 0}, {"every": "sometimes"}):
         with pytest.raises(InvalidArgumentError, match="cannot be"):
-            Run(chain, **options)
+            replace(ROLLING, **fields)
     with pytest.raises(InvalidArgumentError, match="mean time between failures"):
-        Run(chain, base_every="auto")
+        Run(chain, bases=replace(ROLLING, every="auto"))
 
 
 def test_bases_follow_each_other_at_a_distance() -> None:
     """With `auto`, four times as many steps as a base takes until it is stored."""
-    intervals = RecorderIntervals("auto", 8, 3600.0, base_option="base_every")
+    intervals = RecorderIntervals("auto", 8, 3600.0)
     intervals.base_copied(1e-9, 500)
     for done in range(1, 17):
         intervals.step_done(done, 0.0)

@@ -23,7 +23,7 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
-from ckpt_recorder import Recorder, RecorderWarning, callbacks, ranks
+from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks, ranks
 from ckpt_recorder.holders import _shares
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
@@ -55,7 +55,7 @@ def test_a_relative_chain_stays_where_it_began_after_chdir(tmp_path: Path, monke
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     run = Run()
-    with run.recorder("run.chain", base=2):
+    with run.recorder("run.chain", bases=Bases(every=2)):
         os.chdir("elsewhere")
         run.step(3)
     assert last_step(tmp_path / "run.chain") == 3

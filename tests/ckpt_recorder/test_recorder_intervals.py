@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import InvalidArgumentError, NoSpaceError
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Recorder, resume, segments
+from ckpt_recorder import Bases, Recorder, resume, segments
 from ckpt_recorder.intervals import RecorderIntervals
 
 
@@ -62,7 +62,7 @@ Recorded = tuple[Path, list[dict[str, bytes]]]
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """A chain of twelve steps with a base every five, and what the run had after each step."""
     chain = tmp_path_factory.mktemp("recorded") / "run.chain"
-    recorder, truths = trained(chain, 12, base=5)
+    recorder, truths = trained(chain, 12, bases=Bases(every=5))
     assert recorder.broken is None
     return chain, truths
 
@@ -113,7 +113,7 @@ def test_automatic_intervals_are_those_of_the_plan_for_what_is_measured() -> Non
 def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) -> None:
     """Failures all the time: after the first agreement, at step 8, a base is due after each step."""
     chain = tmp_path / "run.chain"
-    recorder, truths = trained(chain, 10, base="auto", flush="auto", mtbf=0.001)
+    recorder, truths = trained(chain, 10, bases=Bases(every="auto"), flush="auto", mtbf=0.001)
     assert recorder.broken is None
     assert recorder._intervals.base_steps > 0
     assert len(index.read(chain).segments) > 1
@@ -122,7 +122,11 @@ def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) 
 
 
 def test_intervals_without_sense_are_refused(tmp_path: Path) -> None:
-    for options in ({"base": -1}, {"base": "often"}, {"flush": 0}, {"base": "auto"}, {"flush": "auto", "mtbf": -1.0}):
+    for every in (-1, "often"):
+        with pytest.raises(InvalidArgumentError) as refused:
+            Bases(every=every)
+        assert refused.value.hint
+    for options in ({"flush": 0}, {"bases": Bases(every="auto")}, {"flush": "auto", "mtbf": -1.0}):
         with pytest.raises(InvalidArgumentError) as refused:
             trained(tmp_path / "run.chain", 1, **options)
         assert refused.value.hint
@@ -140,6 +144,6 @@ def test_a_base_that_cannot_be_stored_does_not_stop_training(tmp_path: Path, mon
 
     monkeypatch.setattr(segments, "begin", fails)
     with pytest.warns(UserWarning, match="no space left"):
-        recorder, truths = trained(chain, 8, base=5, retry=0)
+        recorder, truths = trained(chain, 8, bases=Bases(every=5), retry=0)
     assert recorder.broken is not None
     assert restored(chain, 5) == truths[5]

@@ -245,7 +245,7 @@ def chains_of(name: str, examples: Path) -> tuple[Path, Path]:
     return examples / f"{name}.chain", examples / f"{name}-later.chain"
 
 
-BASES = ("base=5", 'base="auto", flush="auto", mtbf=0.001')
+BASES = ("bases=Bases(every=5)", 'bases=Bases(every="auto"), flush="auto", mtbf=0.001')
 """With `"auto"` and failures all the time, a base is stored after each step from the eighth on."""
 
 
@@ -258,6 +258,7 @@ def with_bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, options in enumerate(BASES):
             script = out / f"{name}-{number}.py"
             text = (EXAMPLES / f"{name}.py").read_text("utf-8")
+            text = text.replace("import Recorder", "import Bases, Recorder")
             script.write_text(re.sub(r"(with Recorder\(.*?)\)(?= as|:)", rf"\1, {options})", text))
             jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script})
     launch.run_examples(jobs, out)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Bases, Recorder, resume
 from damage import ckpt
 from training_loops.run import STEPS, Run, adamw, add, batch, loop, loss_of, mlp, norm_net, train
 
@@ -156,7 +156,7 @@ def folder_changed_with_bases(run: Run) -> None:
     os.chdir(run.chain.parent)
     model = mlp()
     optimizer = adamw(model)
-    for step in run.steps(model, optimizer, chain="run.chain", base=3):
+    for step in run.steps(model, optimizer, chain="run.chain", bases=Bases(every=3)):
         if step == 4:
             os.makedirs("other")
             os.chdir("other")
@@ -578,7 +578,7 @@ def steps_are_numbered_by_the_loop(run: Run) -> None:
 def bases_every_three_steps_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    for step in run.steps(model, optimizer, base=3):
+    for step in run.steps(model, optimizer, bases=Bases(every=3)):
         train(model, optimizer, step)
         model[0].weight.data.clamp_(-0.1, 0.1)
 
@@ -587,7 +587,7 @@ def bases_every_three_steps_with_a_clip(run: Run) -> None:
 def bases_at_once_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    for step in run.steps(model, optimizer, base="at once", base_every=3):
+    for step in run.steps(model, optimizer, bases=Bases(every=3, spread=1)):
         train(model, optimizer, step)
         model[0].weight.data.clamp_(-0.1, 0.1)
 
@@ -596,7 +596,7 @@ def bases_at_once_with_a_clip(run: Run) -> None:
 def rolling_bases_with_a_clip(run: Run) -> None:
     model = norm_net()
     optimizer = adamw(model)
-    with run.record(model, optimizer, base="rolling", base_every=4, base_spread=3):
+    with run.record(model, optimizer, bases=Bases(every=4, spread=3)):
         for step in range(2 * STEPS):
             train(model, optimizer, step)
             model[0].weight.data.clamp_(-0.1, 0.1)
