@@ -23,6 +23,7 @@ from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_recorder import base_copies
 from ckpt_recorder.base_pieces import BaseSettings, folder_name, give_up
 from ckpt_recorder.link import WriterLink
+from ckpt_recorder.orders import BeginBase, FinishBase, WritePiece
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import TrackedRun, state_names, state_of
 
@@ -212,7 +213,7 @@ class BackgroundBases:
         self._folder = folder_name(step, self._run_name)
         self._todo.extend(self._plan)
         self._is_ready.clear()
-        self._orders.put(lambda link: link.order_task({"begin": step}))
+        self._orders.put(lambda link: link.order(BeginBase(step)))
 
     def copy_next(self, step: int) -> None:
         """Copy the pieces that are due after a step, in the background."""
@@ -331,13 +332,13 @@ class BackgroundBases:
         self._copies.copy(targets, sources, piece.after)
         piece.staged = None if staged is None else {}  # the memory is free again
         piece.done.set()
-        link.order_task({"slot": slot, "step": piece.step, "chunks": chunks, "states": list(self.names)})
+        link.order(WritePiece(slot, piece.step, chunks, list(self.names)))
 
     def _finish(self, link: WriterLink, step: int) -> None:
         """Order the base to be made of its pieces, and wait for the result."""
         if self._is_dropped:
             return
-        link.order_task({"finish": step})
+        link.order(FinishBase(step))
         word, rest = link.next_message()
         if word == "stored":
             self.stored = step

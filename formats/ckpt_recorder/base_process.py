@@ -1,8 +1,8 @@
 """The process beside a rank that makes bases: it writes the pieces in the ring to a file, and rank 0's folds them.
 
 `python -m ckpt_recorder.base_process RING STATUS TRAINER` starts it, with two descriptors and a process id, as
-`ckpt_recorder.writer`. It has a low priority. It reads orders from its standard input, one line of JSON each: the
-settings, then for each base `{"begin":STEP}`, one order for each piece, and `{"finish":STEP}`.
+`ckpt_recorder.writer`. It has a low priority. It reads the settings and then orders from its standard input: for each
+base `BeginBase`, a `WritePiece` for each piece, and `FinishBase`.
 
 It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `broken REASON`, and after each
 base `stored STEP` or `failed REASON`. If the trainer is killed, a base whose pieces are complete is still folded, and
@@ -13,11 +13,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.segment import open_layout
 from ckpt_recorder.base_folding import fold
 from ckpt_recorder.base_pieces import BaseSettings, PiecesFile, folder_name
+from ckpt_recorder.orders import BeginBase, End, FinishBase, Order, WritePiece, decode_order
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.writer import MessagesEnd, TrainerMessages, reason_of
 
@@ -68,26 +68,24 @@ class BaseWriter:
         os.nice(_NICE)  # after its start
         self._send("ready")
 
-    def do(self, order: Mapping[str, Any]) -> None:
+    def do(self, order: Order) -> None:
         """Execute an order."""
         try:
-            if "begin" in order:
-                self._begin(order["begin"])
-            elif "finish" in order:
-                self._finish(order["finish"])
-            elif self._file is not None:
-                names, chunks = order["states"], order["chunks"]
+            if isinstance(order, BeginBase):
+                self._begin(order.step)
+            elif isinstance(order, FinishBase):
+                self._finish(order.step)
+            elif isinstance(order, WritePiece) and self._file is not None:
                 layout = self._layout.ranks[self._settings.rank]
-                self._file.add(
-                    order["step"], chunks, piece_values(self._ring.slot(order["slot"]), layout, chunks, names)
-                )
+                values = piece_values(self._ring.slot(order.slot), layout, order.chunks, order.states)
+                self._file.add(order.step, order.chunks, values)
         except Exception as error:
             self._failure = self._failure or (error.what if isinstance(error, CkptError) else reason_of(error))
             self._close()
-        if "slot" in order:
+        if isinstance(order, WritePiece):
             self._send("free")
-        if "finish" in order:
-            self._send(f"stored {order['finish']}" if self._failure is None else f"failed {self._failure}")
+        if isinstance(order, FinishBase):
+            self._send(f"stored {order.step}" if self._failure is None else f"failed {self._failure}")
 
     def drop(self) -> None:
         """Give up the base that is not complete, if there is one."""
@@ -140,11 +138,12 @@ def write_bases(orders: TrainerMessages, ring_file: int, status: int, trainer: i
         settings = BaseSettings(**first[0])
         writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status, trainer)
         while True:
-            order = orders.next(_IDLE_SECONDS)
-            if order is not None:
-                if "end" in order[0]:
+            message = orders.next(_IDLE_SECONDS)
+            if message is not None:
+                order = decode_order(message[0])
+                if isinstance(order, End):
                     break
-                writer.do(order[0])
+                writer.do(order)
     except MessagesEnd:
         pass
     if writer is not None:

@@ -10,12 +10,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
-from ckpt_formats.universal.gradients.record import Kind
+from ckpt_recorder.orders import End, Flush, FlushEvery, Order, encode_order
 from ckpt_recorder.ring import Ring
 
 WRITER = "ckpt_recorder.writer"
@@ -121,40 +121,10 @@ class WriterLink:
         slot, self._next = self._next, (self._next + 1) % self._slots
         return slot
 
-    def order(
-        self,
-        kind: int,
-        step: int,
-        meta: Mapping[str, Any],
-        slot: int | None = None,
-        chunks: Sequence[int] | None = None,
-    ) -> None:
-        """Order a record of a filled slot, or a record without values.
-
-        `chunks`: the numbers of the chunks with values; None: all.
-        """
-        fields = {"kind": int(kind), "step": step, "meta": meta, "slot": slot, "chunks": chunks}
-        self._send(fields, b"")
-
-    def order_values(
-        self, step: int, meta: Mapping[str, Any], tensors: Sequence[Any], changes: Sequence[list[int]], content: bytes
-    ) -> None:
-        """Order a record of tensors as they are.
-
-        `tensors`: the rows that it announces. `changes`: the numbers of the rows that changed and whether each is
-        `WHOLE`, with its bytes in `content`, or `GONE`.
-        """
-        fields = {"kind": int(Kind.VALUES), "step": step, "meta": meta, "tensors": tensors, "changes": changes}
-        self._send({**fields, "nbytes": len(content)}, content)
-
-    def order_random(self, step: int, generators: Sequence[tuple[str, int, Any]], content: bytes) -> None:
-        """Order a record of random number generators: of each its name, the size of its bytes, and its fields."""
-        fields = {"kind": int(Kind.RANDOM), "step": step, "generators": generators, "nbytes": len(content)}
-        self._send(fields, content)
-
-    def order_task(self, fields: Mapping[str, Any]) -> None:
-        """Send an order that only the process's own task knows."""
-        self._send(dict(fields), b"")
+    def order(self, order: Order, content: bytes = b"") -> None:
+        """Send an order, and the bytes that follow it."""
+        self.check()
+        self._write(encode_order(order, content))
 
     def next_message(self) -> tuple[str, str]:
         """Wait for a message of the process's own task, for as long as the process lives."""
@@ -168,12 +138,12 @@ class WriterLink:
 
     def set_flush_steps(self, steps: int) -> None:
         """Order the writer to flush after so many steps from now on."""
-        self._send({"flush_steps": steps}, b"")
+        self.order(FlushEvery(steps))
 
     def wait_until_flushed(self) -> None:
         """Wait until all ordered records are on the disk."""
         before = self._flushes
-        self._send({"flush": True}, b"")
+        self.order(Flush())
         self._wait(lambda: self._flushes > before, self._stall_seconds, self._stuck)
 
     def check(self) -> None:
@@ -191,7 +161,7 @@ class WriterLink:
             self._process.returncode = 0  # do not wait for it: it ends when the system lets it
             return
         with suppress(WriterBroken):
-            self._write(b'{"end":true}\n')  # children of the trainer may hold the pipe open
+            self._write(encode_order(End()))  # children of the trainer may hold the pipe open
         self._orders.close()
         try:
             code = self._process.wait(_END_SECONDS)
@@ -207,10 +177,6 @@ class WriterLink:
     def reason(self) -> str | None:
         """Why the writer is broken; None if it is not, as far as the trainer knows."""
         return self._reason
-
-    def _send(self, fields: dict[str, Any], content: bytes) -> None:
-        self.check()
-        self._write(json.dumps(fields, separators=(",", ":")).encode() + b"\n" + content)
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -277,7 +243,7 @@ def _end_unused(trainer: int, process: "subprocess.Popen[bytes]", status: int) -
         process.returncode = 0  # not a child of this process
     else:
         with suppress(OSError, ValueError):  # children of the trainer may hold the pipe open
-            os.write(process.stdin.fileno(), b'{"end":true}\n')
+            os.write(process.stdin.fileno(), encode_order(End()))
         with suppress(RuntimeError):  # the interpreter ends
             threading.Thread(target=process.wait, daemon=True).start()
     process.stdin.close()

@@ -341,8 +341,13 @@ class Recorder:
         """Record the start of the segment. Returns the error if it fails."""
         layout, options = segment.layout.ranks[self._rank], self.options
         settings = WriterSettings(
-            *(str(segment.path), self._rank, options.codec, max(layout.size, 1) * 4, options.slots),
-            *(self._intervals.flush_steps, options.flush_seconds),
+            folder=str(segment.path),
+            rank=self._rank,
+            codec=options.codec,
+            slot_nbytes=max(layout.size, 1) * 4,
+            slots=options.slots,
+            flush_steps=self._intervals.flush_steps,
+            flush_seconds=options.flush_seconds,
         )
         try:
             self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
@@ -671,7 +676,9 @@ class Recorder:
         method = self._probed[number]
         _LOG.warning(
             "step %d: the steps of %s cannot be replayed (%s); from here on the log has the states after each step",
-            *(self.step, method.type, reason),
+            self.step,
+            method.type,
+            reason,
         )
         self._probed[number] = as_updates(self._run.optimizers[number])
         self._between.is_known = False  # the new segment begins with the next step

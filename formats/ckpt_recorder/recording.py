@@ -25,6 +25,7 @@ from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.composite_tensors import SEPARATOR, is_composite
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
+from ckpt_recorder.orders import WriteRandomStates, WriteRecord
 from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
@@ -165,7 +166,7 @@ class RankRecording:
                     target.zero_()
                 else:
                     target.copy_(values[offset : offset + size])
-        self._link.order(Kind.STATE, step, meta, slot, chunks)
+        self._link.order(WriteRecord(Kind.STATE, step, meta, slot, chunks))
 
     def _state_names(self) -> list[str]:
         """The names of the states that are replayed; none if no optimizer's steps are."""
@@ -206,13 +207,14 @@ class RankRecording:
             chunks = sorted(frozenset().union(*(self._chunks[vector] for vector in vectors)))
         if call[1] > 1:
             meta["part"] = list(call)
-        self._link.order(Kind.GRADIENTS, step, meta, slot, chunks)
+        self._link.order(WriteRecord(Kind.GRADIENTS, step, meta, slot, chunks))
 
     def record_random_states(self, step: int, states: Mapping[str, GeneratorState]) -> None:
         """Record states of random number generators, by generator."""
         if states:
             generators = [(name, one.words.size, one.fields) for name, one in states.items()]
-            self._link.order_random(step, generators, b"".join(one.words.tobytes() for one in states.values()))
+            content = b"".join(one.words.tobytes() for one in states.values())
+            self._link.order(WriteRandomStates(step, generators), content)
 
     def record_nothing(self, step: int, number: int = 0, call: tuple[int, int] = (0, 1)) -> None:
         """Record a call of an optimizer whose gradients are not in the log: it did nothing, or its states are."""
@@ -222,26 +224,26 @@ class RankRecording:
             meta["optimizer"] = number
         if call[1] > 1:
             meta["part"] = list(call)
-        self._link.order(Kind.GRADIENTS, step, meta)
+        self._link.order(WriteRecord(Kind.GRADIENTS, step, meta))
 
     def record_skipped(self, step: int, number: int) -> None:
         """Record a step that the optimizer skips."""
-        self._link.order(Kind.SKIPPED, step, {"optimizer": number})
+        self._link.order(WriteRecord(Kind.SKIPPED, step, {"optimizer": number}))
 
     def record_notes(self, step: int, notes: Mapping[str, Any]) -> None:
         """Record notes of a step, values that `typed_json` can encode."""
-        self._link.order(Kind.NOTES, step, {"notes": encode(dict(notes))})
+        self._link.order(WriteRecord(Kind.NOTES, step, {"notes": encode(dict(notes))}))
 
     def record_doubt(self, first: int, last: int, names: Sequence[str]) -> None:
         """Record that some tensors may have other values from one step to another."""
-        self._link.order(Kind.NOTES, last + 1, {"doubt": [first, last, list(names)]})
+        self._link.order(WriteRecord(Kind.NOTES, last + 1, {"doubt": [first, last, list(names)]}))
 
     def record_options(self, step: int) -> None:
         """Record the options of all groups if they changed since a step: a schedule has set those of the next one."""
         groups = self._groups()
         if groups != self._logged_groups:
             self._logged_groups = groups
-            self._link.order(Kind.NOTES, step, {"groups": groups})
+            self._link.order(WriteRecord(Kind.NOTES, step, {"groups": groups}))
 
     def has_logged_options(self, number: int) -> bool:
         """Have the groups of an optimizer the options that were last recorded?"""
@@ -298,11 +300,11 @@ class RankRecording:
             arrays = {number: _array(state_of(self._run, number, name)) for number in replayed}
             if all(array is not None for array in arrays.values()):
                 digests[name] = list(self._digests(arrays))
-        self._link.order(Kind.FINGERPRINT, step, {"digests": digests, "nan": "one", **proof})
+        self._link.order(WriteRecord(Kind.FINGERPRINT, step, {"digests": digests, "nan": "one", **proof}))
 
     def record_end(self, step: int, proof: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Record the end of the log. `proof`: what is known of its steps."""
-        self._link.order(Kind.END, step, dict(proof))
+        self._link.order(WriteRecord(Kind.END, step, dict(proof)))
 
     def _digests(self, arrays: Mapping[int, Array | None]) -> Iterator[int]:
         places = dict(zip(map(id, self._layout.parts), self._part_offsets, strict=True))

@@ -17,6 +17,7 @@ from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.universal.gradients.recorded_values import GONE, WHOLE, FlatBlock, RecordedRow
 from ckpt_recorder.composite_tensors import SEPARATOR, as_value, is_composite
 from ckpt_recorder.link import WriterLink
+from ckpt_recorder.orders import WriteValues
 from ckpt_recorder.run import LocalPart, TrackedRun, content_of, dtype_name, local_shard
 
 
@@ -163,7 +164,7 @@ class ValueRecording:
         self._values |= new
         if changes or new:
             meta = {"values": new} if new else {}
-            self._link.order_values(step, meta, announced, changes, b"".join(contents))
+            self._link.order(WriteValues(step, meta, announced, changes), b"".join(contents))
 
     def record_composite(self, step: int, name: str, tensor: torch.Tensor) -> None:
         """Record a tensor of the model that consists of others: as an extra, which has these."""
@@ -178,7 +179,7 @@ class ValueRecording:
         new = {name: value for name, value in new.items() if self._extras.get(name) != value}
         if new:
             self._extras |= new
-            self._link.order_values(step, {"extras": new}, [], [], b"")
+            self._link.order(WriteValues(step, {"extras": new}, [], []))
 
     def _number(self, row: RecordedRow, announced: list[Any]) -> int:
         if row not in self._numbers:

@@ -1,8 +1,7 @@
 """The writer process of a rank: it encodes the values in the ring and appends them to the rank's file.
 
 `python -m ckpt_recorder.writer RING STATUS TRAINER` starts it, with two descriptors and a process id. It reads orders
-from its standard input: first the settings, then one line of JSON for each record, `{"flush":true}`,
-`{"flush_steps":N}` or `{"end":true}`.
+from its standard input: first the settings, then those of `ckpt_recorder.orders`.
 If the trainer is killed, the writer writes and flushes all orders, so the file ends with a complete record. It does not
 need torch.
 
@@ -40,6 +39,16 @@ from ckpt_formats.universal.gradients.recorded_values import (
     encode_chunk,
 )
 from ckpt_formats.universal.gradients.segment import rank_file
+from ckpt_recorder.orders import (
+    End,
+    Flush,
+    FlushEvery,
+    Order,
+    WriteRandomStates,
+    WriteRecord,
+    WriteValues,
+    decode_order,
+)
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
 
@@ -94,12 +103,11 @@ class Encoder:
         """The empty chunks of a record without gradients, and their hashes."""
         return [b""] * self._layout.chunk_count, [0] * self._layout.chunk_count
 
-    def chunks(self, order: dict[str, Any]) -> tuple[list[Bytes], list[int]]:
+    def chunks(self, order: WriteRecord, slot: int) -> tuple[list[Bytes], list[int]]:
         """The encoded chunks of a slot, and the XXH3-64 of the values that a reader decodes from each."""
-        values = self._ring.slot(order["slot"])[: self._layout.size * 4].view(np.float32)
-        codec = self._codec if order["kind"] == Kind.GRADIENTS else self._exact
-        numbers = order.get("chunks")
-        selected = range(self._layout.chunk_count) if numbers is None else frozenset(numbers)
+        values = self._ring.slot(slot)[: self._layout.size * 4].view(np.float32)
+        codec = self._codec if order.kind == Kind.GRADIENTS else self._exact
+        selected = range(self._layout.chunk_count) if order.chunks is None else frozenset(order.chunks)
         chunks: list[Bytes] = []
         hashes = []
         for index in range(self._layout.chunk_count):
@@ -126,14 +134,14 @@ class ValueEncoder:
         self._deltas: dict[int, int] = {}
         """The number of differences since the last record of the full values, by row."""
 
-    def record(self, order: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[Bytes], list[int]]:
+    def record(self, order: WriteValues, data: bytes) -> tuple[dict[str, Any], list[Bytes], list[int]]:
         """The fields of a record's text, its encoded chunks, and the XXH3-64 of the values of each."""
-        self._rows += map(RecordedRow.from_json, order["tensors"])
+        self._rows += map(RecordedRow.from_json, order.tensors)
         changes: list[list[int]] = []
         chunks: list[Bytes] = []
         hashes: list[int] = []
         at = 0
-        for number, coding in order["changes"]:
+        for number, coding in order.changes:
             before = self._last.pop(number, None)
             if coding == GONE:
                 changes.append([number, GONE])
@@ -151,8 +159,8 @@ class ValueEncoder:
                 part = slice(start, start + chunk_size(dtype))
                 chunks.append(encode_chunk(row.state, values[part], None if before is None else before[part]))
                 hashes.append(hash_values(values[part]))
-        meta = {**order["meta"], "changes": changes}
-        return (meta | {"tensors": order["tensors"]} if order["tensors"] else meta), chunks, hashes
+        meta = {**order.meta, "changes": changes}
+        return (meta | {"tensors": order.tensors} if order.tensors else meta), chunks, hashes
 
 
 class MessagesEnd(Exception):
@@ -213,18 +221,17 @@ class LogWriter:
         self._flush_steps = settings.flush_steps
         self._report_errors(self._begin)
 
-    def do(self, order: dict[str, Any], data: bytes) -> None:
+    def do(self, order: Order, data: bytes) -> None:
         """Execute an order. `data`: its bytes."""
-        if "flush_steps" in order:
-            self._flush_steps = order["flush_steps"]
-            return
-        if "flush" in order:
+        if isinstance(order, FlushEvery):
+            self._flush_steps = order.steps
+        elif isinstance(order, Flush):
             self._report_errors(self._flush)
             self._send("flushed")
-            return
-        self._report_errors(lambda: self._append(order, data))
-        if order.get("slot") is not None:
-            self._send("free")
+        else:
+            self._report_errors(lambda: self._append(order, data))
+            if isinstance(order, WriteRecord) and order.slot is not None:
+                self._send("free")
 
     def idle(self) -> None:
         """Flush if it is due. Called after some time without an order."""
@@ -243,22 +250,21 @@ class LogWriter:
         self._flush()
         self._send("ready")
 
-    def _append(self, order: dict[str, Any], data: bytes) -> None:
+    def _append(self, order: Order, data: bytes) -> None:
         if self._file is None or self._encoder is None:
             return
-        if order["kind"] == Kind.RANDOM:
-            self._file.append(Kind.RANDOM, order["step"], *self._random.record(_generators(order, data)))
-            return
-        if order["kind"] == Kind.VALUES:
-            self._file.append(Kind.VALUES, order["step"], *self._values.record(order, data))
-            return
-        _append(self._file, self._encoder, order)
-        if order["kind"] == Kind.GRADIENTS:
-            self._file.check_path()
-            self._unflushed += 1
-        is_late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
-        if self._unflushed >= self._flush_steps or is_late or order["kind"] == Kind.END:
-            self._flush()
+        if isinstance(order, WriteRandomStates):
+            self._file.append(Kind.RANDOM, order.step, *self._random.record(_generators(order, data)))
+        elif isinstance(order, WriteValues):
+            self._file.append(Kind.VALUES, order.step, *self._values.record(order, data))
+        elif isinstance(order, WriteRecord):
+            _append(self._file, self._encoder, order)
+            if order.kind == Kind.GRADIENTS:
+                self._file.check_path()
+                self._unflushed += 1
+            is_late = time.monotonic() - self._flushed_at >= self._settings.flush_seconds
+            if self._unflushed >= self._flush_steps or is_late or order.kind == Kind.END:
+                self._flush()
 
     def _flush(self) -> None:
         if self._file is not None:
@@ -288,31 +294,32 @@ def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
         return
     try:
         while True:
-            order = orders.next(_IDLE_SECONDS)
-            if order is None:
+            message = orders.next(_IDLE_SECONDS)
+            if message is None:
                 writer.idle()
-            elif "end" in order[0]:
+                continue
+            order = decode_order(message[0])
+            if isinstance(order, End):
                 break
-            else:
-                writer.do(*order)
+            writer.do(order, message[1])
     except MessagesEnd:
         pass
     writer.flush()
 
 
-def _append(file: LogFile, encoder: Encoder, order: dict[str, Any]) -> None:
-    kind, chunks, values = Kind(order["kind"]), list[Bytes](), list[int]()
-    if order.get("slot") is not None:
-        chunks, values = encoder.chunks(order)
+def _append(file: LogFile, encoder: Encoder, order: WriteRecord) -> None:
+    kind, chunks, values = Kind(order.kind), list[Bytes](), list[int]()
+    if order.slot is not None:
+        chunks, values = encoder.chunks(order, order.slot)
     elif kind is Kind.GRADIENTS:
         chunks, values = encoder.no_chunks()
-    file.append(kind, order["step"], order["meta"], chunks, values)
+    file.append(kind, order.step, dict(order.meta), chunks, values)
 
 
-def _generators(order: dict[str, Any], data: bytes) -> dict[str, GeneratorState]:
+def _generators(order: WriteRandomStates, data: bytes) -> dict[str, GeneratorState]:
     """The states of an order, by generator."""
     states, at = dict[str, GeneratorState](), 0
-    for name, nbytes, fields in order["generators"]:
+    for name, nbytes, fields in order.generators:
         states[name] = GeneratorState(fields, np.frombuffer(data, np.uint8, nbytes, at))
         at += nbytes
     return states
