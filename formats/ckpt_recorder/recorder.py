@@ -6,8 +6,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,23 +16,23 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_codecs.gradients import gradient_codec
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
-from ckpt_recorder import deepspeed, megatron, open_recorders, ranks, segments
+from ckpt_recorder import open_recorders, ranks, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_check import differing_base
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.base_schedule import BaseSchedule
 from ckpt_recorder.between_steps import BetweenSteps, Moment
-from ckpt_recorder.denormals import flushes_denormals
-from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
+from ckpt_recorder.engines import check_initialized, tracked_run
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
+from ckpt_recorder.methods import find_methods, flushes_denormals
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
 from ckpt_recorder.plain_notes import extra_name, plain_note
-from ckpt_recorder.probe import ProbeResult, as_updates, class_name, flags_of, probe
+from ckpt_recorder.probe import as_updates, class_name, flags_of
 from ckpt_recorder.proof import begin_proof
 from ckpt_recorder.prover import SegmentProof
 from ckpt_recorder.random_states import RandomStates
@@ -45,22 +44,16 @@ from ckpt_recorder.run import (
     has_plain_gradients,
     is_swapped,
     persistent_buffers,
-    plain_run,
     renamed,
-    stepped_dtypes,
-    threads_of_whole,
 )
 from ckpt_recorder.step_calls import StepCalls
 from ckpt_recorder.writer import WriterSettings
-from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
 
 _LOG = logging.getLogger("ckpt_recorder")
 _PROOF_SECONDS = 60.0
 """The maximum time that the end of a recording waits for the proof of its last steps."""
 _FIRST_PROOFS = 16
 """The number of first steps of an optimizer that are all proved."""
-_KNOWN_LIBRARIES = ("torch.optim.", "deepspeed.", "apex.", "megatron.", "transformer_engine.")
-"""The packages of optimizers whose steps are replayed. A class of anybody else may do more than it does in a probe."""
 
 
 class Recorder:
@@ -114,10 +107,10 @@ class Recorder:
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
         ranks.await_all(self.options.stall_seconds, _warn)
-        self._check_initialized()
+        check_initialized(model)
         self._is_attached = False
         """Is the run being recorded?"""
-        self._run = self._track_run()
+        self._run = self._tracked_run()
         self._replace_others()
         self._lossless = codec.lossless
         self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
@@ -125,7 +118,7 @@ class Recorder:
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
         """The last step with notes, and its notes."""
         self._proof = SegmentProof(0)
-        self._probed = self._probe()
+        self._probed = find_methods(self._run)
         if self._bases is not None and self._has_updates:
             raise UnsupportedError(
                 "the steps of this run cannot be replayed, which bases in the background need",
@@ -229,51 +222,9 @@ class Recorder:
             except OSError as error:
                 _LOG.warning("the steps of the run are not proved: %s", error.strerror)
 
-    def _track_run(self) -> TrackedRun:
-        if deepspeed.is_engine(self._model):
-            run = deepspeed.deepspeed_run(self._model, self._rank)
-        elif megatron.is_megatron(self._optimizer):
-            run = megatron.megatron_run(self._model, self._optimizer)
-        else:
-            optimizers = self._optimizer if isinstance(self._optimizer, (list, tuple)) else [self._optimizer]
-            run = _torch_run(self._model, [_innermost(one) for one in optimizers], has_begun=self._is_attached)
+    def _tracked_run(self) -> TrackedRun:
+        run = tracked_run(self._model, self._optimizer, self._rank, has_begun=self._is_attached)
         return run if self.options.rename is None else renamed(run, self.options.rename)
-
-    def _check_initialized(self) -> None:
-        if not isinstance(self._model, nn.Module):
-            return
-        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
-        lazy = next((name for name, one in tensors if nn.parameter.is_lazy(one)), None)
-        if lazy is not None:
-            raise UnsupportedError(
-                f"`{lazy}` has no shape yet, because its module is lazy",
-                hint="Start the recorder after the first forward pass.",
-            )
-
-    def _probe(self) -> list[ProbeResult]:
-        numbers = range(len(self._run.optimizers))
-        everywhere = ranks.gather(
-            [(stepped_dtypes(self._run, number), threads_of_whole(self._run, number)) for number in numbers]
-        )
-        return [self._method_of(number, [own[number] for own in everywhere if number < len(own)]) for number in numbers]
-
-    def _method_of(self, number: int, everywhere: Sequence[tuple[frozenset[str] | None, int | None]]) -> ProbeResult:
-        """The method that replays the steps of an optimizer; `UPDATE` if there is none, or none that can be trusted.
-
-        `everywhere`: the dtypes that it steps on each rank, and the threads with which it steps whole tensors.
-        """
-        dtypes = [own for own, _ in everywhere]
-        threads = everywhere[0][1] if len({count for _, count in everywhere}) == 1 else None
-        optimizer = self._run.optimizers[number]
-        name = class_name(optimizer)
-        is_known = name.startswith(_KNOWN_LIBRARIES) and not flushes_denormals() and not self._run.shares(number)
-        if is_known and None not in dtypes:
-            every = frozenset[str]().union(*(own for own in dtypes if own)) or {"float32"}
-            with suppress(UnsupportedError):
-                result = probe(optimizer, _device(self._run, number), every, threads)
-                if result.exactness != "approximate":
-                    return result
-        return as_updates(optimizer)
 
     @property
     def _has_updates(self) -> bool:
@@ -850,10 +801,10 @@ class Recorder:
         updated = [
             one for one, method in zip(self._run.optimizers, self._probed, strict=True) if method.method == UPDATE
         ]
-        self._run = self._track_run()
+        self._run = self._tracked_run()
         self._probed = [
             as_updates(one) if any(one is known for known in updated) else new
-            for one, new in zip(self._run.optimizers, self._probe(), strict=True)
+            for one, new in zip(self._run.optimizers, find_methods(self._run), strict=True)
         ]
 
     def _begin_again(self, prepare: Callable[[], object] = lambda: None, *, replaces: bool = False) -> None:
@@ -871,32 +822,9 @@ class Recorder:
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
 
 
-def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, has_begun: bool) -> TrackedRun:
-    """The run of optimizers of torch. `has_begun`: it is being recorded."""
-    if is_fsdp1(model):
-        return fsdp1_run(model, optimizers)
-    if is_zero_redundancy(optimizers):
-        return zero_redundancy_run(model, optimizers)
-    return plain_run(model, optimizers, has_begun=has_begun)
-
-
 def _warn(text: str) -> None:
     warnings.warn(text, RecorderWarning, stacklevel=5)
 
 
 def _is_power_of_8(number: int) -> bool:
     return number > 0 and not number & (number - 1) and number.bit_length() % 3 == 1
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of Accelerate and others. Raises `InvalidArgumentError` if there is none."""
-    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise InvalidArgumentError(f"{type(optimizer).__name__} is not an optimizer of torch")
-        optimizer = inner
-    return optimizer
-
-
-def _device(run: TrackedRun, number: int) -> torch.device:
-    return next((one.tensor.device for one in run.tensors if one.optimizer == number), torch.device("cpu"))
