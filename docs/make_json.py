@@ -1,18 +1,66 @@
-"""Writes docs/json.md and docs/schemas.json from docs/json_fields.py; with --check, fails if they differ from it."""
+"""Writes docs/json.md and docs/schemas.json from docs/json_fields.txt; with --check, fails if they differ from it."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))
-from json_fields import COMMANDS, ERROR, NOTES, SIMPLE, Map, Part  # noqa: E402
+SIMPLE = {"text": "string", "int": "integer", "number": "number", "bool": "boolean"}
+
+
+class Field(NamedTuple):
+    """A field of an object: its path in the object, its type as the page states it, and what it is."""
+
+    path: str
+    kind: str
+    what: str
+    is_optional: bool
+
+
+class Part(NamedTuple):
+    """What a command prints in one case."""
+
+    when: str
+    fields: list[Field]
+
+
+def read_commands(text: str) -> dict[str, list[Part]]:
+    """What each command prints, and `error`. A command that prints events has no part."""
+    shared: dict[str, list[Field]] = {}
+    commands: dict[str, list[Part]] = {}
+    for section in text.split("\n\n")[2:]:
+        title, *lines = section.splitlines()
+        fields = [field for line in lines for field in _fields(line, shared)]
+        mark, _, name = title.partition(" ")
+        if mark == "#":
+            shared[name] = fields
+            continue
+        command, _, when = name.partition(" | ")
+        parts = commands.setdefault(command, [])
+        if command != "error":
+            fields += shared["notes"]
+        if lines:
+            parts.append(Part(when, fields))
+    return commands
+
+
+def _fields(line: str, shared: Mapping[str, list[Field]]) -> Iterator[Field]:
+    place, is_shared, name = line.partition("= ")
+    if is_shared and " " not in place:
+        yield from (field._replace(path=place + field.path) for field in shared[name])
+        return
+    path, kind, what = (part.strip() for part in line.split("|", 2))
+    yield Field(path.removesuffix("?"), kind, what, path.endswith("?"))
+
+
+COMMANDS = read_commands((DOCS / "json_fields.txt").read_text("utf-8"))
+(ERROR,) = COMMANDS.pop("error")
 
 HEAD = """# JSON
 
-Made from `docs/json_fields.py` by `python docs/make_json.py`; do not edit. The JSON Schemas are in
+Made from `docs/json_fields.txt` by `python docs/make_json.py`; do not edit. The JSON Schemas are in
 [schemas.json](schemas.json), under `$defs`: one for each command, and `error`. Tests run every command and compare.
 
 With `--json`, every command prints **exactly one object** on stdout, also if it fails: then it is the object under
@@ -25,69 +73,55 @@ for each event: `event` says which.
 """
 
 
-def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON Schema of a type."""
-    if isinstance(kind, list):
-        return {"type": "array", "items": schema_of(kind[0])}
-    if isinstance(kind, dict):
-        fields = {name.removesuffix("?"): schema_of(of) for name, (of, _) in kind.items()}
-        required = [name for name in kind if not name.endswith("?")]
-        return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
-    if isinstance(kind, Map):
-        return {"type": "object", "additionalProperties": schema_of(kind.values)}
+def schema_of(fields: Sequence[Field], place: str = "") -> dict[str, Any]:
+    """The JSON Schema of the object at a place, from all fields of the part."""
+    own = [one for one in fields if one.path.startswith(place) and "." not in one.path[len(place) :]]
+    return {
+        "type": "object",
+        "properties": {one.path[len(place) :]: _schema_of_kind(one.kind, fields, one.path) for one in own},
+        "required": [one.path[len(place) :] for one in own if not one.is_optional],
+        "additionalProperties": False,
+    }
+
+
+def _schema_of_kind(kind: str, fields: Sequence[Field], path: str) -> dict[str, Any]:
+    if kind.startswith("list of "):
+        return {"type": "array", "items": _schema_of_kind(kind.removeprefix("list of "), fields, f"{path}[]")}
+    if kind.startswith("object, by name: "):
+        values = _schema_of_kind(kind.removeprefix("object, by name: "), fields, f"{path}.*")
+        return {"type": "object", "additionalProperties": values}
+    if kind == "object":
+        return schema_of(fields, f"{path}.")
     if kind == "any":
         return {}
-    name = SIMPLE[kind.removesuffix("?")]
-    return {"type": [name, "null"] if kind.endswith("?") else name}
+    name = SIMPLE[kind.removesuffix(" or null")]
+    return {"type": [name, "null"] if kind.endswith(" or null") else name}
 
 
 def schemas() -> dict[str, Any]:
     """All schemas in one document."""
-    made: dict[str, Any] = {"error": schema_of(ERROR)}
+    definitions = {"error": schema_of(ERROR.fields)}
     for command, parts in COMMANDS.items():
-        cases = [schema_of({**part.fields, **NOTES}) for part in parts]
+        cases = [schema_of(part.fields) for part in parts]
         if cases:
-            made[command] = cases[0] if len(cases) == 1 else {"anyOf": cases}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": made}
+            definitions[command] = cases[0] if len(cases) == 1 else {"anyOf": cases}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions}
 
 
 def page() -> str:
-    lines = [HEAD, "## error\n", *_table(ERROR), ""]
+    lines = [HEAD, "## error\n", *_table(ERROR.fields), ""]
     for command, parts in COMMANDS.items():
         for part in parts:
-            lines += [f"## ckpt {command}{f' {part.when}' if part.when else ''}\n", *_table(_with_notes(part)), ""]
+            fields = [one for one in part.fields if not one.path.startswith("notes")]
+            notes = Field("notes", "list of any", "see [error](#error)", is_optional=False)
+            lines += [f"## ckpt {command}{f' {part.when}' if part.when else ''}\n", *_table([*fields, notes]), ""]
     return "\n".join(lines)
 
 
-def _with_notes(part: Part) -> dict[str, Any]:
-    return {**part.fields, "notes": (["any"], "see [error](#error)")}
-
-
-def _table(fields: dict[str, Any]) -> Iterator[str]:
+def _table(fields: Sequence[Field]) -> Iterator[str]:
     yield from ("| field | type | what |", "|---|---|---|")
-    yield from _rows(fields, "")
-
-
-def _rows(fields: dict[str, Any], path: str) -> Iterator[str]:
-    for name, (kind, what) in fields.items():
-        optional = ", not always there" if name.endswith("?") else ""
-        yield f"| `{path}{name.removesuffix('?')}` | {_named(kind)}{optional} | {what} |"
-        inner, place = kind, f"{path}{name.removesuffix('?')}"
-        while isinstance(inner, (list, Map)):
-            place += "[]" if isinstance(inner, list) else ".*"
-            inner = inner[0] if isinstance(inner, list) else inner.values
-        if isinstance(inner, dict):
-            yield from _rows(inner, f"{place}.")
-
-
-def _named(kind: Any) -> str:
-    if isinstance(kind, list):
-        return f"list of {_named(kind[0])}"
-    if isinstance(kind, Map):
-        return f"object, by name: {_named(kind.values)}"
-    if isinstance(kind, dict):
-        return "object"
-    return f"{kind.removesuffix('?')} or null" if kind.endswith("?") else str(kind)
+    for one in fields:
+        yield f"| `{one.path}` | {one.kind}{', not always there' if one.is_optional else ''} | {one.what} |"
 
 
 def main() -> int:
@@ -98,7 +132,7 @@ def main() -> int:
         return 0
     if all((DOCS / name).exists() and (DOCS / name).read_text("utf-8") == text for name, text in made.items()):
         return 0
-    print("docs/json.md is not what docs/json_fields.py says: run `python docs/make_json.py`", file=sys.stderr)
+    print("docs/json.md is not what docs/json_fields.txt says: run `python docs/make_json.py`", file=sys.stderr)
     return 1
 
 

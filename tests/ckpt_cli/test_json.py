@@ -107,7 +107,7 @@ def check(name: str, report: dict[str, Any]) -> None:
 
 def test_all_commands_are_run_and_stated() -> None:
     sys.path.insert(0, str(DOCS))
-    from json_fields import COMMANDS as STATED
+    from make_json import COMMANDS as STATED
 
     assert set(RUNS) == set(WRONG) == set(COMMANDS) == set(STATED)
     assert SCHEMAS.keys() == {"error", *(name for name, parts in STATED.items() if parts)}
