@@ -98,12 +98,12 @@ class Shadow:
         if base_every is not None and part is not None:
             raise InvalidArgumentError(
                 "a shadow with a part of the state cannot write bases",
-                hint="Let one without --part do that, or the run itself: `Recorder(base=N)`.",
+                hint="Let one without --part do that, or the run itself: `Recorder(bases=Bases(every=N))`.",
             )
         if base_every is not None and self.mirror is not None:
             raise InvalidArgumentError(
                 "a shadow that follows a log over a socket cannot write bases",
-                hint="Let a shadow do that where the chain is, or the run itself: `Recorder(base=N)`.",
+                hint="Let a shadow do that where the chain is, or the run itself: `Recorder(bases=Bases(every=N))`.",
             )
         self.base_every = base_every
         self.has_more = False
