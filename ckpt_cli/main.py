@@ -235,8 +235,9 @@ def _wrong_usage(error: click.ClickException) -> int:
         record = option.get_help_record(context) if isinstance(option, click.Option) else None
         if record is not None:
             hint = f"{record[0]}: {record[1].rstrip('.')}. `{place} --help` explains all."
-    if (command := getattr(error, "message", "")) and "No such command" in command:
-        what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(command)
+    message = getattr(error, "message", "")
+    if "No such command" in message:
+        what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(message)
     notes.flush()
     for line in (f"error: {what}", f"where: {place}", f"hint: {hint}"):
         notes.tell(line)

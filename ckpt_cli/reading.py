@@ -97,7 +97,8 @@ def expand_chain(path: str) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone."""
     from ckpt_formats.universal.chain import file as index
 
-    if path.startswith(SHADOW) or not ((place := source_place(path)) / index.NAME).is_file():
+    place = None if path.startswith(SHADOW) else source_place(path)
+    if place is None or not (place / index.NAME).is_file():
         return (path,)
     steps = [member.step for member in index.load(place / index.NAME).members]
     notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")

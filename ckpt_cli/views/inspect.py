@@ -42,6 +42,7 @@ def print_json(checkpoint: Checkpoint) -> None:
     from ckpt import sizes
     from ckpt_formats.containers.typed_json import encode
 
+    shared = _shared(checkpoint)
     data(
         {
             "path": str(checkpoint.path),
@@ -55,7 +56,7 @@ def print_json(checkpoint: Checkpoint) -> None:
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
                 for s in checkpoint.files
             ],
-            **({"shared": [asdict(one) for one in shared]} if (shared := _shared(checkpoint)) else {}),
+            **({"shared": [asdict(one) for one in shared]} if shared else {}),
         }
     )
 

@@ -94,7 +94,9 @@ class BetweenSteps:
             self._record(lambda recording: recording.record_doubt(first, last - 1, names))
             _LOG.warning(
                 "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",
-                *(first, last - 1, ", ".join(f"`{name}`" for name in names[:3])),
+                first,
+                last - 1,
+                ", ".join(f"`{name}`" for name in names[:3]),
             )
 
     @torch.no_grad()

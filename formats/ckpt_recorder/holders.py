@@ -138,8 +138,15 @@ def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPa
     updated = frozenset(number for number, one in enumerate(probed) if one.method == UPDATE)
     return [
         RankPart(
-            *(one.vectors, one.dtypes, tuple(own), one.groups, one.aliases),
-            *(frozen[rank], buffers[rank], copies[rank], updated),
+            vectors=one.vectors,
+            dtypes=one.dtypes,
+            parts=tuple(own),
+            groups=one.groups,
+            aliases=one.aliases,
+            frozen=frozen[rank],
+            buffers=buffers[rank],
+            copies=copies[rank],
+            updated=updated,
         )
         for rank, (one, own) in enumerate(zip(tensors, parts, strict=True))
     ]

@@ -155,8 +155,13 @@ class ReplayEncoder:
             return unchanged
         values = self.change.after[name]
         residuals = encode_residual(
-            *(float_bits(predicted), as_uints(values), values.dtype, self.level),
-            *(second_moments_of(self.change), source, use_contexts),
+            float_bits(predicted),
+            as_uints(values),
+            values.dtype,
+            self.level,
+            second_moments_of(self.change),
+            source=source,
+            contexts=use_contexts,
         )
         start = bytes([head]) if isinstance(head, int) else head
         part = None if residuals is None else start + residuals
