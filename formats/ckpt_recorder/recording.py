@@ -21,7 +21,6 @@ from ckpt_formats.universal.gradients.layout import (
 )
 from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
-from ckpt_recorder.beta_powers import BetaPowers, has_beta_powers
 from ckpt_recorder.composite_tensors import SEPARATOR, is_composite
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
@@ -30,6 +29,7 @@ from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.ring import Ring
 from ckpt_recorder.run import (
     TrackedRun,
+    count_of,
     frozen_tensors,
     full_tensor,
     local_gradient,
@@ -105,7 +105,7 @@ class RankRecording:
             [n for n, one in enumerate(run.tensors) if one.optimizer == number] for number in range(len(run.optimizers))
         ]
         self._changed_by = [run.changed_by(number) for number in range(len(run.optimizers))]
-        self._powers = {n: BetaPowers(run, n) for n, one in enumerate(run.optimizers) if has_beta_powers(one)}
+        self._powers = {n: _BetaPowers(run, n) for n, one in enumerate(run.optimizers) if _has_beta_powers(one)}
         self._powers_from: dict[int, int] = {}
         self._logged_groups: list[Any] = [None for _ in run.optimizers]
         self._ring = Ring(settings.slot_nbytes, settings.slots)
@@ -362,3 +362,37 @@ class RankRecording:
 def _array(values: torch.Tensor | None) -> Array | None:
     """The values as float32, on the CPU."""
     return None if values is None else values.float().contiguous().cpu().numpy()
+
+
+def _has_beta_powers(optimizer: torch.optim.Optimizer) -> bool:
+    """Is it DeepSpeed's Adam for CPUs?"""
+    return type(optimizer).__name__ == "DeepSpeedCPUAdam"
+
+
+class _BetaPowers:
+    """Tracks the step at which DeepSpeed's Adam for CPUs last computed the powers of its betas with `pow`.
+
+    At consecutive steps its operator multiplies the powers by the betas. At any other step, for example after it loads
+    a checkpoint, it computes them with `pow`, whose last bits differ. (DeepSpeed 0.19, `csrc/includes/cpu_adam.h`,
+    IncrementStep.)
+    """
+
+    def __init__(self, run: TrackedRun, number: int) -> None:
+        """`number`: the index of the optimizer."""
+        self._run, self._number = run, number
+        counts = (count_of(run, n) for n, one in enumerate(run.tensors) if one.optimizer == number)
+        self._count = -1 if run.was_loaded else max(counts, default=0)
+        self._betas = self._betas_now()
+        self._since = 0
+
+    def since(self, tensors: Sequence[int]) -> int:
+        """That step, for the next call of the optimizer, which steps the given tensors."""
+        count = 1 + max((count_of(self._run, number) for number in tensors), default=0)
+        betas = self._betas_now()
+        if betas != self._betas or count not in (self._count, self._count + 1):
+            self._since = count
+        self._count, self._betas = count, betas
+        return self._since
+
+    def _betas_now(self) -> list[object]:
+        return [group["betas"] for group in self._run.groups_of(self._number)]
