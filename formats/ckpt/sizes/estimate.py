@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from ckpt.sizes import StateSizes, row_name
+from ckpt.sizes.state_sizes import StateSizes, row_name
 from ckpt_codecs import NotApplicable, Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
