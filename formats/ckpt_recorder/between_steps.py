@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,8 +36,8 @@ class BetweenSteps:
     _run: TrackedRun
     _watched: WatchedTensors
 
-    def __init__(self, record: Callable[[Callable[[RankRecording], None]], None]) -> None:
-        """`record`: records something into the current segment, if the recording works."""
+    def __init__(self, record: Callable[..., None]) -> None:
+        """`record`: calls a method of the recording of the current segment with arguments, if the recording works."""
         self.in_iteration = self.has_seen_pass = self.is_ahead = False
         self.is_known = True
         self._record = record
@@ -88,10 +87,10 @@ class BetweenSteps:
         earlier = self._watch.changed_earlier(self._watched.others(), last)
         for one in (one for one in earlier if isinstance(one, WatchedTensor)):
             content = {one.name: as_saved(self._run, one.name, tensors[one])}
-            self._record(partial(RankRecording.record_tensors, step=last, role=one.role, tensors=content))
+            self._record(RankRecording.record_tensors, step=last, role=one.role, tensors=content)
         if earlier:
             first, names = min(earlier.values()), [one.name for one in earlier]
-            self._record(lambda recording: recording.record_doubt(first, last - 1, names))
+            self._record(RankRecording.record_doubt, first, last - 1, names)
             _LOG.warning(
                 "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",
                 first,
@@ -149,13 +148,13 @@ class BetweenSteps:
         for (at, name), numbers in sets.items():
             self.is_ahead |= at == "before"
             step = last + (at == "before")
-            self._record(partial(RankRecording.record_set, step=step, place=at, name=name, numbers=numbers))
+            self._record(RankRecording.record_set, step=step, place=at, name=name, numbers=numbers)
         for at, updated in live.items():
             step = last + (at == "before")
-            self._record(partial(RankRecording.record_live, step=step, numbers=sorted(updated)))
+            self._record(RankRecording.record_live, step=step, numbers=sorted(updated))
         for (at, role), of_role in others.items():
             step = last + (at == "before")
-            self._record(partial(RankRecording.record_tensors, step=step, role=role, tensors=of_role))
+            self._record(RankRecording.record_tensors, step=step, role=role, tensors=of_role)
         self._watch.refresh_some({one: tensors[one] for one in changed})
         self._log_changed([*changed, *removed])
         return self.is_known
@@ -167,7 +166,7 @@ class BetweenSteps:
         for one in self._watch.changed(tensors):
             if isinstance(one, WatchedTensor):
                 changed = {one.name: tensors[one]}
-                self._record(partial(RankRecording.record_tensors, step=step, role=one.role, tensors=changed))
+                self._record(RankRecording.record_tensors, step=step, role=one.role, tensors=changed)
 
     def record_extra_states(self, step: int) -> None:
         """Record what modules and optimizers add to their state dicts, if it changed."""
@@ -176,7 +175,7 @@ class BetweenSteps:
             self._has_entries = True
             states[OPTIMIZER_ENTRIES] = plain_note(entries)
         if states:
-            self._record(lambda recording: recording.record_extra_states(step, states))
+            self._record(RankRecording.record_extra_states, step, states)
 
     def _log_changed(self, changed: Iterable[Any]) -> None:
         """Log once of each tensor that the run changes it outside its optimizers."""

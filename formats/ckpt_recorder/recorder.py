@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ from ckpt_recorder.step_calls import StepCalls
 from ckpt_recorder.writer import WriterSettings
 
 _LOG = logging.getLogger("ckpt_recorder")
+_P = ParamSpec("_P")
 _PROOF_SECONDS = 60.0
 """The maximum time that the end of a recording waits for the proof of its last steps."""
 _FIRST_PROOFS = 16
@@ -169,9 +170,9 @@ class Recorder:
         notes = {extra_name(name): plain_note(item) for name, item in items.items()}
         self._noted = (self.step, {**(self._noted[1] if self._noted[0] == self.step else {}), **notes})
         self._observe("note")
-        self._record(lambda recording: recording.record_options(self.step))
+        self._record(RankRecording.record_options, self.step)
         self._record_random_states(self.step)
-        self._record(lambda recording: recording.record_notes(self.step, notes))
+        self._record(RankRecording.record_notes, self.step, notes)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -385,7 +386,7 @@ class Recorder:
             result = method(*arguments, **named)
             if self.step == before and counted is not None and counted() != total:
                 self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
-                self._record(lambda recording: recording.record_nothing(self.step))
+                self._record(RankRecording.record_nothing, self.step)
                 self._observe("forward")
             if self.step != before:
                 self.note(**self._run.notes())
@@ -479,7 +480,7 @@ class Recorder:
         if state.is_skipped:
             self._between.step_done()  # what the skipped iteration changed belongs to the last step
             self._observe("forward")
-            self._record(lambda recording: recording.record_skipped(self.step, number))
+            self._record(RankRecording.record_skipped, self.step, number)
             return
         if self._calls.are_complete:
             self._begin_step(number)
@@ -490,7 +491,7 @@ class Recorder:
         call = self._calls.part(0)
         if self._calls.is_last:  # before the gradients, so that every complete step has them
             self._record_random_states(self.step + 1)
-        self._record(lambda recording: recording.record_gradients(self.step + 1, number, call))
+        self._record(RankRecording.record_gradients, self.step + 1, number, call)
         if state.proof_is_due and self._recording is not None:
             options = self._recording.options_of(number)
             state.proof = begin_proof(self._run, number, self._probed[number], options, state.count)
@@ -561,7 +562,7 @@ class Recorder:
         waited = 0.0 if self._recording is None else self._recording.waited
         since = self.step - self._first if self._bases is None else self._bases.steps_since(self.step)
         if self._intervals.step_done(since, waited):
-            self._record(lambda recording: recording.set_flush_steps(self._intervals.flush_steps))
+            self._record(RankRecording.set_flush_steps, self._intervals.flush_steps)
 
     @torch.no_grad()
     def _finish_call(self, number: int) -> None:
@@ -573,17 +574,17 @@ class Recorder:
         if self._calls.has_two_parts or method.method == UPDATE:
             call, step = self._calls.part(1), self.step + 1
             if method.method == UPDATE:
-                self._record(lambda recording: recording.record_update(step, number))
+                self._record(RankRecording.record_update, step, number)
                 self._count_as_proved()
             else:
                 reason = self._failed_proof(number)
                 if reason is not None:
-                    self._record(lambda recording: recording.record_update(step, number))
+                    self._record(RankRecording.record_update, step, number)
             self._between.record_others(step)
             self._between.record_extra_states(step)
             if self._calls.is_last:
                 self._record_random_states(step)
-            self._record(lambda recording: recording.record_nothing(step, number, call))
+            self._record(RankRecording.record_nothing, step, number, call)
             self._complete_call()
         state.end()
         if reason is not None:
@@ -596,7 +597,7 @@ class Recorder:
         is_counted = self._probed[number].method != UPDATE and not self._calls.has_two_parts
         state.end()
         if is_counted:  # the log has the step already: its states are those that there are
-            self._record(lambda recording: recording.record_update(self.step, number))
+            self._record(RankRecording.record_update, self.step, number)
             self._refresh_watch()
             self._between.is_known = False
         else:
@@ -698,7 +699,7 @@ class Recorder:
             return True
         # What a loop sets after its note is the next step's.
         if not self._between.in_iteration and self._noted[0] != self.step:
-            self._record(lambda recording: recording.record_options(self.step))
+            self._record(RankRecording.record_options, self.step)
         return self._between.record_changes(self._recording, self.step, moment)
 
     def _store_due_base(self) -> None:
@@ -710,7 +711,7 @@ class Recorder:
         self._begin_again()
         self._buffers = None
         buffers = dict(persistent_buffers(self._run))
-        self._record(lambda recording: recording.record_tensors(self.step + 1, "buffer", buffers))
+        self._record(RankRecording.record_tensors, self.step + 1, "buffer", buffers)
         self._intervals.base_took(time.monotonic() - begin)
 
     def _continue_bases(self, bases: BaseSchedule) -> None:
@@ -740,7 +741,7 @@ class Recorder:
         """Record the generators that changed: their states are those at `step`, unless they are recorded again."""
         if self.options.random_states and self._recording is not None and self.broken is None:
             states = self._random.changed(step)
-            self._record(lambda recording: recording.record_random_states(step, states))
+            self._record(RankRecording.record_random_states, step, states)
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
@@ -749,18 +750,20 @@ class Recorder:
 
     def _record_fingerprint(self) -> None:
         """Record the hashes of all states, and what is proved of the steps before."""
-        self._record(lambda recording: recording.record_fingerprint(self.step, self._proof.so_far()))
+        self._record(RankRecording.record_fingerprint, self.step, self._proof.so_far())
 
     def _record_end(self) -> None:
         """Record the end of a segment."""
-        self._record(lambda recording: recording.record_end(self.step, self._proof.so_far()))
+        self._record(RankRecording.record_end, self.step, self._proof.so_far())
 
-    def _record(self, work: Callable[[RankRecording], None]) -> None:
-        """Record with `work` unless the recording is broken; if it breaks now, warn once."""
+    def _record(
+        self, work: Callable[Concatenate[RankRecording, _P], None], *arguments: _P.args, **named: _P.kwargs
+    ) -> None:
+        """Call a method of the recording unless it is broken; if it breaks now, warn once."""
         if self._recording is None or self.broken is not None:
             return
         try:
-            work(self._recording)
+            work(self._recording, *arguments, **named)
         except (WriterBroken, CkptError) as error:
             self._end(str(error))
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
