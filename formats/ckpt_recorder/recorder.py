@@ -416,7 +416,7 @@ class Recorder:
         others = [one for i, one in enumerate(self._run.optimizers) if i not in replaced]
         self._detach()
         self._optimizer = [*others, optimizer]
-        self._begin_again(self._track_again)
+        self._begin_again(tracks_again=True)
         self._attach()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
@@ -510,7 +510,7 @@ class Recorder:
         if not self._observe("step") or must_update or has_new_flags:
             if must_update:
                 self._probed[number] = as_updates(optimizer)
-            self._renew()
+            self._begin_again(tracks_again=True)
         elif not self._between.is_ahead:
             self._store_due_base()
             self._record_due_fingerprint()
@@ -646,24 +646,19 @@ class Recorder:
             self._calls.of[number].is_skipped = False
         else:
             self._finish_call(number)
-        if self._calls.are_complete:
-            self._refresh_watch()
-        done, every = self.step - self._first, self.options.retry
-        if self._calls.are_complete:
-            self._record_random_states(self.step)
-        if self._calls.are_complete and _is_power_of_8(done):  # at each, all copies of all states are hashed
+        if not self._calls.are_complete:
+            return
+        self._refresh_watch()
+        done = self.step - self._first
+        self._record_random_states(self.step)
+        if _is_power_of_8(done):  # at each, all copies of all states are hashed
             self._check_copies()
         if self._bases is not None:
-            if self._calls.are_complete:
-                self._continue_bases(self._bases)
-        elif self._calls.are_complete and self._intervals.base_due(done):
+            self._continue_bases(self._bases)
+        elif self._intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
             self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self._run)}
-        if not self._calls.are_complete or not every or not done or done % every or self.step == self._last_retry:
-            return
-        self._last_retry = self.step  # only once, with several optimizers or a skipped step
-        if any(ranks.gather(self.broken is not None)):
-            self._retry()
+        self._retry(done)
 
     @torch.no_grad()
     def _check_copies(self) -> None:
@@ -695,7 +690,7 @@ class Recorder:
         if self._recording is None or self.broken is not None or not self._calls.are_complete:
             return True
         if not self._is_current():
-            self._begin_again(self._track_again, replaces=not self._between.in_iteration)
+            self._begin_again(tracks_again=True, replaces=not self._between.in_iteration)
             return True
         # What a loop sets after its note is the next step's.
         if not self._between.in_iteration and self._noted[0] != self.step:
@@ -787,18 +782,20 @@ class Recorder:
         late = recording.close() if recording is not None else None
         self.broken = reason or self.broken or late
 
-    def _retry(self) -> None:
-        """Start again on all ranks; if that fails, continue without the log."""
+    def _retry(self, done: int) -> None:
+        """If it is time, start a broken recording again on all ranks; if that fails, continue without the log."""
+        every = self.options.retry
+        if not every or not done or done % every or self.step == self._last_retry:
+            return
+        self._last_retry = self.step  # only once, with several optimizers or a skipped step
+        if not any(ranks.gather(self.broken is not None)):
+            return
         self._end(None)
         try:
             self._begin()
         except CkptError as error:
             self.broken = str(error)
             self._first = self.step
-
-    def _renew(self) -> None:
-        """Start a new segment: the optimizer has other tensors, groups or states."""
-        self._begin_again(self._track_again)
 
     def _track_again(self) -> None:
         updated = [
@@ -810,15 +807,17 @@ class Recorder:
             for one, new in zip(self._run.optimizers, find_methods(self._run), strict=True)
         ]
 
-    def _begin_again(self, prepare: Callable[[], object] = lambda: None, *, replaces: bool = False) -> None:
+    def _begin_again(self, *, tracks_again: bool = False, replaces: bool = False) -> None:
         """Start a new segment at the current step; if that fails, continue without the log.
 
-        `replaces`: the segment before it does not have this state.
+        `tracks_again`: the optimizer has other tensors, groups or states. `replaces`: the segment before it does not
+        have this state.
         """
         self._record_end()
         self._end(None)
         try:
-            prepare()
+            if tracks_again:
+                self._track_again()
             self._begin(replaces=replaces)
         except CkptError as error:
             self.broken, self._first = str(error), self.step
