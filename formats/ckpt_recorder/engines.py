@@ -1,6 +1,7 @@
 """The run of a model and its optimizers, whichever engine they are of."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from torch import nn
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_recorder import deepspeed, megatron
 from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
-from ckpt_recorder.run import TrackedRun, plain_run
-from ckpt_recorder.zero_redundancy import is_zero_redundancy, zero_redundancy_run
+from ckpt_recorder.run import TrackedRun, names_of, plain_run, unwrap
 
 
 def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> TrackedRun:
@@ -43,9 +43,33 @@ def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *,
     """The run of optimizers of torch. `has_begun`: it is being recorded."""
     if is_fsdp1(model):
         return fsdp1_run(model, optimizers)
-    if is_zero_redundancy(optimizers):
-        return zero_redundancy_run(model, optimizers)
+    if _is_zero_redundancy(optimizers):
+        return _zero_redundancy_run(model, optimizers)
     return plain_run(model, optimizers, has_begun=has_begun)
+
+
+def _is_zero_redundancy(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Is one of them a `ZeroRedundancyOptimizer`?"""
+    return any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers)
+
+
+def _zero_redundancy_run(model: nn.Module, optimizers: Sequence[Any]) -> TrackedRun:
+    """The run of a model, usually of DDP, some of whose optimizers each step only some parameters on a rank.
+
+    It reads private fields of `ZeroRedundancyOptimizer`, and was checked with torch 2.13. Raises `UnsupportedError` if
+    an optimizer steps in DDP's hooks.
+    """
+    if any(getattr(one, "_overlap_with_ddp", False) for one in optimizers):
+        raise UnsupportedError(
+            "the steps of a ZeroRedundancyOptimizer that overlap with DDP's backward pass cannot be recorded",
+            hint="Set overlap_with_ddp=False.",
+        )
+    names, _ = names_of(unwrap(model))
+    run = plain_run(model, [one.optim if _is_zero_redundancy([one]) else one for one in optimizers])
+    # Its own groups have the parameters of all ranks, and the options that a schedule sets.
+    groups = tuple(one.param_groups for one in optimizers)
+    group_names = tuple(tuple(tuple(names[id(p)] for p in group["params"]) for group in own) for own in groups)
+    return replace(run, group_names=group_names, groups=groups)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
