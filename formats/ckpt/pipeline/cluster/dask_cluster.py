@@ -10,7 +10,7 @@ from uuid import uuid4
 import dask
 from distributed import Client, KilledWorker, WorkerPlugin, get_worker
 
-from ckpt.pipeline.cluster import Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
+from ckpt.pipeline.cluster.cluster import Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
 from ckpt_formats.core.errors import InvalidArgumentError
 

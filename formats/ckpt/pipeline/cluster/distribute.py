@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
-from ckpt.pipeline.cluster import Cluster, Start
+from ckpt.pipeline.cluster.cluster import Cluster, Start
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob
 from ckpt.pipeline.groups import Group, in_step, nbytes
 from ckpt.pipeline.interrupts import raise_if_interrupted

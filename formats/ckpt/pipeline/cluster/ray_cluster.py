@@ -9,7 +9,7 @@ from uuid import uuid4
 import ray
 from ray import exceptions
 
-from ckpt.pipeline.cluster import RETRIES, Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
+from ckpt.pipeline.cluster.cluster import RETRIES, Start, check_workers, lost_cluster, lost_worker, no_ckpt, unreachable
 from ckpt.pipeline.cluster.worker import Outcome, TaskFiles, WorkerJob, place, version_here, write_task
 from ckpt_formats.core.errors import UnsupportedError
 
