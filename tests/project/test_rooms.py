@@ -52,3 +52,15 @@ def test_bounds_of_claims_stand_in_one_module() -> None:
     own = re.compile(rf"^_?(?:{'|'.join(sorted(bounds))}) *=", re.MULTILINE)
     modules = {module: module.read_text() for module in FORMATS.rglob("*.py") if module.name != "claims.py"}
     assert [f"{module}: {found[0]}" for module, text in modules.items() if (found := own.search(text))] == []
+
+
+@pytest.mark.parametrize("package", ["ckpt_cli", "ckpt_recorder", "ckpt_codecs"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    graph = grimp.build_graph(package, cache_dir=None)
+    circles = [
+        f"{importer} -> {imported}"
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+        if graph.chain_exists(importer=imported, imported=importer)
+    ]
+    assert circles == []
