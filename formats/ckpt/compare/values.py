@@ -3,13 +3,21 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt.compare.step_counts import step_counts
+import numpy as np
+
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import DType, is_float
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.state_table import TabulatedParameters
-from ckpt_formats.core.tensor import read
+from ckpt_formats.core.state_table import Places, TabulatedParameters
+from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.values import Value, brief
+
+_GAP = 1 << 12
+"""Bytes between two numbers that are rather read than skipped."""
+_READ = 4 << 20
+"""Bytes that are read at once."""
 
 
 def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
@@ -37,7 +45,7 @@ def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
     """The numbers of each parameter. A `step` is a number, whether it is stored as a tensor or as a number."""
     numbers: dict[str, dict[str, Value]] = {}
     if isinstance(source.parameters, TabulatedParameters):
-        table, steps = source.parameters.table, step_counts(source.parameters)
+        table, steps = source.parameters.table, _step_counts(source.parameters)
         for at, (name, number) in enumerate(zip(table.names, table.value.tolist(), strict=True)):
             own = numbers[name] = dict(table.values[number])
             step = steps.get(at, own.get("step"))
@@ -52,6 +60,50 @@ def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
                 own["step"] = _plain(float(read(tensor, reader)))
             elif isinstance(step, (int, float)):
                 own["step"] = _plain(step)
+    return numbers
+
+
+def _step_counts(parameters: TabulatedParameters) -> dict[int, float]:
+    """The step count of each parameter that has it as a tensor of one number, by the number of the parameter.
+
+    Neighbours in a file are read together.
+    """
+    table = parameters.table
+    rows = table.rows_named("step")
+    rows = rows[rows >= 0]
+    rows = rows[table.rank[rows] == 0]
+    counts: dict[int, float] = {}
+    if not len(rows):
+        return counts
+    places = parameters.places()
+    with Reader(check=False) as reader:
+        for number, dtype in enumerate(table.dtypes):
+            if dtype.kind in "iub" or is_float(dtype):
+                own = rows[(table.dtype[rows] == number) & (places.file[rows] >= 0)]
+                values = _plain_numbers(places, own, dtype, reader)
+                counts |= dict(zip(table.owner[own].tolist(), values, strict=False))
+        for row in rows.tolist():
+            owner = int(table.owner[row])
+            if owner not in counts:
+                counts[owner] = float(read(parameters[table.names[owner]].states["step"], reader))
+    return counts
+
+
+def _plain_numbers(places: Places, rows: Array, dtype: DType, reader: Reader) -> list[float]:
+    """The numbers of states that lie plain in files; none if a file cannot be read."""
+    order = np.lexsort((places.offset[rows], places.file[rows]))
+    files, offsets, width = places.file[rows][order], places.offset[rows][order], dtype.itemsize
+    values = np.zeros((len(rows), width), np.uint8)
+    breaks = (np.diff(files) != 0) | (np.diff(offsets) > _GAP) | (np.diff(offsets // _READ) != 0)
+    for part in np.split(np.arange(len(rows)), np.flatnonzero(breaks) + 1) if len(rows) else ():
+        start, stop = int(offsets[part[0]]), int(offsets[part[-1]]) + width
+        data = np.empty(stop - start, np.uint8)
+        try:
+            reader.read_into(places.files[files[part[0]]], start, data.data)
+        except CkptError:
+            return []  # to read one by one says which
+        values[order[part]] = data[(offsets[part] - start)[:, None] + np.arange(width)]
+    numbers: list[float] = values.view(dtype).reshape(-1).astype(np.float64).tolist()
     return numbers
 
 
