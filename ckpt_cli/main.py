@@ -152,8 +152,8 @@ class Commands(click.Group):
 def cli() -> None:
     """Convert, reshard, compare and verify the checkpoints of distributed training.
 
-    No engine, no GPU and no process group is needed. No code in a file is ever
-    run. Everything is checked before it is written.
+    ckpt needs no engine, no GPU and no process group. It never runs code from a
+    file, and checks everything before it writes.
 
     \b
     Exit codes:

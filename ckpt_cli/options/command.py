@@ -85,7 +85,7 @@ _MEMORY = click.option(
 _SCRATCH = click.option(
     "--scratch",
     type=click.Path(file_okay=False),
-    help="For a TARGET in a store: where files lie until they are uploaded.  [default: $TMPDIR]",
+    help="For a TARGET in a store: folder for files until they are uploaded.  [default: $TMPDIR]",
 )
 _WORKERS = click.option(
     "--workers", type=numbers(Workers), default=None, help="Threads.  [default: one per core, at most 8]"
@@ -95,7 +95,7 @@ _WORKERS = click.option(
 _NO_LOCK = click.option(
     "--no-lock",
     is_flag=True,
-    help="Write where files cannot be locked, or objects be created on a condition. No other process may write TARGET.",
+    help="Write even without file locks or conditional puts. You guarantee that nothing else writes TARGET.",
 )
 _READ_BACK = click.option(
     "--read-back",
@@ -110,7 +110,7 @@ _EXECUTOR = click.option(
 _SHARD = click.option(
     "--shard",
     type=ShardType(),
-    help="Write only the share i of N, counted from 0; auto: as the job array says; auto/N: its number, of N.",
+    help="Write only share i of N, counted from 0; auto: as in the job array; auto/N: the array's number, of N.",
 )
 
 

@@ -27,11 +27,11 @@ class Copied:
 
 _ALL = click.option("--all", "everything", is_flag=True, help="Copy also files that are not part of the checkpoint.")
 _UPDATE = click.option(
-    "--update", is_flag=True, help="Bring TARGET, a copy in a store, to what the chain SOURCE is now."
+    "--update", is_flag=True, help="Sync TARGET, an existing copy in a store, with the chain SOURCE."
 )
-_FOLLOW = click.option("--follow", is_flag=True, help="Do so again and again, until the run has ended that records.")
+_FOLLOW = click.option("--follow", is_flag=True, help="Sync again and again, until the recorded run ends.")
 _EVERY = click.option(
-    "--every", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds from one to the next."
+    "--every", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds between two syncs."
 )
 
 

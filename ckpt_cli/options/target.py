@@ -227,7 +227,7 @@ def target(default: str) -> Callable[[F], F]:
             help=f"Format of TARGET: {writable}.  [default: by TARGET's ending, {_ENDINGS}; else {default}]",
         )
         seal = click.option(
-            "--seal", is_flag=True, help="Then write checksums of all files beside them, as `ckpt seal` does."
+            "--seal", is_flag=True, help="Then write checksums of all files next to them, as `ckpt seal` does."
         )
         grouped = with_options(wrapper, to, *options, seal, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))
