@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
+from ckpt_formats.core.views import split_stack, strided
 from ckpt_formats.names.tables import parse, table_for, tables
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
-from ckpt_formats.names.views import strided, unstacked
 from held import boxes, shapes
 
 SIZES = ModelSizes(heads=6, groups=2, vocabulary=10, padded_vocabulary=16)
@@ -108,7 +108,7 @@ def test_any_block_of_a_transposed_matrix_is_read_alone(columns: int, data: st.D
 def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> None:
     shape = data.draw(shapes(3).map(lambda rest: (2, *rest)))
     whole = np.arange(prod(shape)).reshape(shape)
-    for layer, piece in zip(unstacked(of(whole), 2), whole, strict=True):
+    for layer, piece in zip(split_stack(of(whole), 2), whole, strict=True):
         box: Box = data.draw(boxes(piece.shape))
         assert not list(layer.problems())
         assert np.array_equal(read(layer.crop(box)), piece[box.index])
@@ -133,7 +133,7 @@ def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, .
 @pytest.mark.parametrize("shape", [(), (3,), (1, 2)])
 def test_stack_of_experts_is_refused_when_its_size_is_another(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError):
-        unstacked(of(np.zeros(shape)), 2)
+        split_stack(of(np.zeros(shape)), 2)
 
 
 def test_every_transform_is_tested() -> None:

@@ -14,7 +14,15 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Tensor, read
-from ckpt_formats.core.views import LayersBlob, permuted, reshaped, stacked, transposed, unstacked, unstacked_all
+from ckpt_formats.core.views import (
+    LayersBlob,
+    permuted,
+    reshaped,
+    stacked,
+    transposed_in_file,
+    unstacked,
+    unstacked_all,
+)
 from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
 
 
@@ -40,12 +48,12 @@ def test_a_matrix_with_its_axes_exchanged(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(*[st.integers(0, 5)] * 2))
     values = array(data.draw(st.sampled_from(STORABLE)), shape)
     with folder() as at:
-        assert_shows(transposed(data.draw(scattered(at, values))), values.T, data)
+        assert_shows(transposed_in_file(data.draw(scattered(at, values))), values.T, data)
 
 
 def test_transposed_view_is_of_plain_values_of_a_file_only() -> None:
     with pytest.raises(UnsupportedError, match="cannot be transposed"):
-        transposed(tensor(np.zeros((2, 3), np.float32)))
+        transposed_in_file(tensor(np.zeros((2, 3), np.float32)))
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,40 @@ class Blob(ABC):
         """What is wrong with how the values are put together, in words. No data is read."""
         for part in self.parts():
             yield from part.problems()
+
+
+class BlockBlob(Blob):
+    """A block of something larger: a subclass is a frozen dataclass with a field `box`, the block."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+
+        @property
+        def box(self) -> Box: ...
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape
+
+    def crop(self: "Block", box: Box) -> "Block":
+        return replace(self, box=box.shift(self.box.start))  # type: ignore[type-var]
+
+
+Block = TypeVar("Block", bound=BlockBlob)
+
+
+@dataclass(frozen=True)
+class ViewBlob(Blob):
+    """Values computed from those of one blob of the same dtype."""
+
+    base: Blob
+
+    @property
+    def dtype(self) -> DType:
+        return self.base.dtype
+
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.base,)
 
 
 # Neither `FileBlob`, `Fragment` nor `Tensor` is frozen, although nothing changes them: a checkpoint has hundreds of
@@ -238,10 +272,9 @@ class CastBlob(DerivedBlob):
 
 
 @dataclass(frozen=True)
-class ComputedBlob(Blob):
+class ComputedBlob(ViewBlob):
     """The result of a computation with several tensors. Its values that are NaN or infinite are counted."""
 
-    base: Blob
     name: str
     """The parameter."""
     start: Shape | None = None
@@ -250,10 +283,6 @@ class ComputedBlob(Blob):
     @property
     def shape(self) -> Shape:
         return self.base.shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.base.dtype
 
     def crop(self, box: Box) -> "ComputedBlob":
         start = box.start if self.start is None else box.shift(self.start).start
@@ -267,9 +296,6 @@ class ComputedBlob(Blob):
         place = whole if self.start is None else whole.shift(self.start)
         count = count_kinds(out).not_finite
         reader.changes.note(ValueChange(self.name, self.dtype.name, place, not_finite=count))
-
-    def parts(self) -> tuple[Blob, ...]:
-        return (self.base,)
 
 
 @dataclass(frozen=True)
@@ -314,20 +340,15 @@ class ZeroBlob(Blob):
 
 
 @dataclass(frozen=True)
-class FlatRangeBlob(Blob):
+class FlatRangeBlob(ViewBlob):
     """A range of another blob's elements in C order, as a vector: what a rank holds of a flattened tensor."""
 
-    base: Blob
     start: int
     stop: int
 
     @property
     def shape(self) -> Shape:
         return (self.stop - self.start,)
-
-    @property
-    def dtype(self) -> DType:
-        return self.base.dtype
 
     def crop(self, box: Box) -> "FlatRangeBlob":
         return FlatRangeBlob(self.base, self.start + box.start[0], self.start + box.stop[0])

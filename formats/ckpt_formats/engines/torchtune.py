@@ -22,10 +22,10 @@ from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.core.views import concatenated, rows_of, strided
 from ckpt_formats.engines.hf import HuggingFace
 from ckpt_formats.engines.hf.read import HAS_RECIPE
 from ckpt_formats.engines.torch_folder import TorchFolder
-from ckpt_formats.names.views import rows_of, stacked, strided
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state
@@ -220,4 +220,4 @@ def _even_rows_first(tensor: Tensor, heads: int) -> Tensor:
         raise UnsupportedError(f"{list(tensor.shape[:1])} rows cannot be those of {heads} heads")
     rows = tensor.shape[0] // heads
     each: Sequence[Tensor] = [rows_of(tensor, [(i * rows, (i + 1) * rows)]) for i in range(heads)]
-    return stacked([strided(head, start, 2) for head in each for start in (0, 1)])
+    return concatenated([strided(head, start, 2) for head in each for start in (0, 1)])

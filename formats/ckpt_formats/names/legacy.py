@@ -16,9 +16,9 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
+from ckpt_formats.core.views import concatenated, strided
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
-from ckpt_formats.names.views import stacked, strided
 
 VERSION = "checkpoint_version"
 CURRENT = 3.0
@@ -141,5 +141,5 @@ def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[T
     if not heads:
         raise UnsupportedError("the run's arguments do not state the number of attention heads")
     (tensor,) = tensors
-    blocks = tensor if version < 1 else stacked([strided(tensor, i, 3) for i in range(3)])
+    blocks = tensor if version < 1 else concatenated([strided(tensor, i, 3) for i in range(3)])
     return (TRANSFORMS["qkv_blocks"].join([blocks], ModelSizes(heads, heads, 0)),)

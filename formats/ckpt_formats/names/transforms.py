@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.names.views import padded, rows_of, stacked, transposed
+from ckpt_formats.core.views import concatenated, padded, rows_of, transposed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _fused_qkv(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
         raise UnsupportedError(
             f"shapes {[list(t.shape) for t in tensors]} are not of {sizes.heads} heads in {sizes.groups} groups"
         )
-    return stacked(
+    return concatenated(
         [
             rows_of(tensor, [(g * step, (g + 1) * step)])
             for g in range(sizes.groups)
@@ -83,7 +83,7 @@ def _split_halves(tensor: Tensor, sizes: ModelSizes) -> tuple[Tensor, ...]:
 def _join_halves(tensors: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     if tensors[0].shape != tensors[1].shape:
         raise UnsupportedError(f"shapes {[list(tensor.shape) for tensor in tensors]} are not those of two halves")
-    return stacked(tensors)
+    return concatenated(tensors)
 
 
 def _equal_parts(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -113,12 +113,12 @@ TRANSFORMS: dict[str, Transform] = {
     # GPT-2 also stores queries, keys and values in one tensor, but in three blocks.
     "qkv_blocks": Transform(
         1,
-        lambda tensor, sizes: (stacked(_qkv(tensor, sizes)),),
+        lambda tensor, sizes: (concatenated(_qkv(tensor, sizes)),),
         lambda tensors, sizes: _fused_qkv(_equal_parts(tensors[0], 3), sizes),
     ),
     "qkv_blocks_transposed": Transform(
         1,
-        lambda tensor, sizes: (transposed(stacked(_qkv(tensor, sizes))),),
+        lambda tensor, sizes: (transposed(concatenated(_qkv(tensor, sizes))),),
         lambda tensors, sizes: _fused_qkv(_equal_parts(transposed(tensors[0]), 3), sizes),
     ),
 }

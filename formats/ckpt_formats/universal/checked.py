@@ -8,7 +8,7 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Blob, FlatRangeBlob, Tensor
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, FlatRangeBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import is_digest, read_block
 
@@ -72,7 +72,7 @@ class KnownTensor:
 
 
 @dataclass(frozen=True)
-class KnownBlob(Blob):
+class KnownBlob(BlockBlob):
     """A block of a known tensor."""
 
     known: KnownTensor
@@ -83,15 +83,8 @@ class KnownBlob(Blob):
         return cls(known, Box.whole(known.shape))
 
     @property
-    def shape(self) -> Shape:
-        return self.box.shape
-
-    @property
     def dtype(self) -> DType:
         return self.known.dtype
-
-    def crop(self, box: Box) -> "KnownBlob":
-        return KnownBlob(self.known, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         known = self.known

@@ -22,7 +22,7 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Leaves, Reader, Seal
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
-from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.entry import DIGEST, CodedChunks
 
 _HINT = "The file was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage."
@@ -207,7 +207,7 @@ def is_digest(values: Array, digests: bytes, index: int) -> bool:
 
 
 @dataclass(frozen=True)
-class EncodedBlob(Blob):
+class EncodedBlob(BlockBlob):
     """A block of a coded tensor."""
 
     store: ChunkedTensor
@@ -218,15 +218,8 @@ class EncodedBlob(Blob):
         return cls(store, Box.whole(store.shape))
 
     @property
-    def shape(self) -> Shape:
-        return self.box.shape
-
-    @property
     def dtype(self) -> DType:
         return self.store.dtype
-
-    def crop(self, box: Box) -> "EncodedBlob":
-        return EncodedBlob(self.store, box.shift(self.box.start))
 
     @property
     def is_full(self) -> bool:

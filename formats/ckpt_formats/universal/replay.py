@@ -21,7 +21,7 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_names import from_stored
-from ckpt_formats.core.tensor import Array, Blob, DerivedBlob, FileBlob, FlatRangeBlob
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class StatesReplay(Protocol):
 
 
 @dataclass(frozen=True)
-class DeltaBlob(Blob):
+class DeltaBlob(BlockBlob):
     """A block of one state of a replay."""
 
     replay: StatesReplay
@@ -154,15 +154,8 @@ class DeltaBlob(Blob):
         return cls(replay, state, Box.whole(replay.shape))
 
     @property
-    def shape(self) -> Shape:
-        return self.box.shape
-
-    @property
     def dtype(self) -> DType:
         return self.replay.form[self.state]
-
-    def crop(self, box: Box) -> "DeltaBlob":
-        return DeltaBlob(self.replay, self.state, box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         replay = self.replay

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from ckpt_formats.containers.torchfile import FileLayout, layout_file
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Tensor, ZeroBlob
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, Tensor, ZeroBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.dcp.block import BlockBlob
 from ckpt_formats.engines.dcp.metadata import Steps
 
 _STEM = "archive"
@@ -72,7 +72,25 @@ def block_of(entry: Entry) -> Tensor:
     assert entry.box is not None
     if entry.box.shape == entry.value.shape:
         return entry.value  # type: ignore[no-any-return]  # a tensor, since there is a box
-    return Tensor.of(BlockBlob(entry.value, entry.box))
+    return Tensor.of(_CroppedBlob(entry.value, entry.box))
+
+
+@dataclass(frozen=True, slots=True)
+class _CroppedBlob(BlockBlob):
+    """A block of a tensor that is cropped only when it is read. A checkpoint has many of them, so they are small."""
+
+    tensor: Tensor
+    box: Box
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        self.tensor.crop(self.box).read_into(out, reader)
+
+    def parts(self) -> tuple[Blob, ...]:
+        return (self.tensor.crop(self.box),)
 
 
 def _chunks(entry: Entry, transfer: Transfer) -> Callable[[Tensor], Iterator[memoryview]]:

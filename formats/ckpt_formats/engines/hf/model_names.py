@@ -7,11 +7,11 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.views import split_stack
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.table import ExpertStack, Table, Tie
 from ckpt_formats.names.tables import table_for
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
-from ckpt_formats.names.views import unstacked
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Prefixes that PyTorch inserts, at any depth, for modules that it compiles, checkpoints or shards."""
@@ -78,7 +78,7 @@ def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoin
 
 def as_in_files(tensor: Tensor, stack: ExpertStack) -> tuple[Tensor, ...]:
     """The tensors in files for a tensor of a model in memory. Raises `UnsupportedError` for an unexpected shape."""
-    tensors = (tensor,) if stack.experts is None else unstacked(tensor, stack.experts)
+    tensors = (tensor,) if stack.experts is None else split_stack(tensor, stack.experts)
     return tuple(file_tensor for part in tensors for file_tensor in TRANSFORMS[stack.transform].split(part, _NO_SIZES))
 
 

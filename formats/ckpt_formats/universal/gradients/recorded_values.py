@@ -6,7 +6,7 @@ the same tensor. See docs/format.md.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
-from ckpt_formats.core.tensor import Array, Blob, Fragment, Tensor
+from ckpt_formats.core.tensor import Array, BlockBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.chunked import read_chunks
@@ -199,7 +199,7 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class _RecordedBlob(Blob):
+class _RecordedBlob(BlockBlob):
     """A block of an array whose elements, in C order, are a range of a recorded tensor's."""
 
     recorded: _Recorded
@@ -210,15 +210,8 @@ class _RecordedBlob(Blob):
     box: Box
 
     @property
-    def shape(self) -> Shape:
-        return self.box.shape
-
-    @property
     def dtype(self) -> DType:
         return self.recorded.dtype
-
-    def crop(self, box: Box) -> "_RecordedBlob":
-        return replace(self, box=box.shift(self.box.start))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         chunking = Chunking(self.full, (chunk_size(self.dtype),))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order
-from ckpt_formats.core.views import reshaped, transposed, unstacked
+from ckpt_formats.core.views import reshaped, transposed_in_file, unstacked
 
 WORD_TABLE = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -137,7 +137,7 @@ class Naming:
         if each * self.experts != total:
             raise CorruptError(f"`{name}` of shape {list(tensor.shape)} is not divisible by {self.experts} experts")
         flat = reshaped(_flat(tensor), 0, shape)
-        yield from ((expert, transposed(unstacked(flat, i))) for i, expert in enumerate(names))
+        yield from ((expert, transposed_in_file(unstacked(flat, i))) for i, expert in enumerate(names))
 
 
 def unstack(name: str) -> tuple[str, bool]:

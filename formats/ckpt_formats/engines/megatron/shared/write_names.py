@@ -12,10 +12,9 @@ from typing import Literal
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor
-from ckpt_formats.core.views import reshaped
+from ckpt_formats.core.views import reshaped, transposed
 from ckpt_formats.engines.megatron.shared.split import LocalParameter
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
-from ckpt_formats.names.views import transposed
 
 Experts = Literal["single", "grouped", "joined"]
 

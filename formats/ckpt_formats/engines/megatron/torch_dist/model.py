@@ -18,9 +18,8 @@ from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.views import unstacked_all
+from ckpt_formats.core.views import concatenated, unstacked_all
 from ckpt_formats.engines.megatron.shared.names import Naming, unstack
-from ckpt_formats.names.views import stacked
 
 _PART_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"), (".query", ".key", ".value"))
 _DELTA = (".query", ".key", ".value", ".z", ".beta", ".alpha")
@@ -88,4 +87,4 @@ def _join_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             )
         if unstack(key)[1]:
             raise CorruptError(f"`{printable(key)}` is stored in parts and stacked by layer, which Megatron never does")
-        yield key, stacked([by_suffix[suffix] for suffix in order])
+        yield key, concatenated([by_suffix[suffix] for suffix in order])
