@@ -15,11 +15,11 @@ from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.tensor import Array, Tensor
-from ckpt_formats.engines.deepspeed.consistency import check_same_run
 from ckpt_formats.engines.deepspeed.experts import expert_ranks
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.optimizer_states import _mixed, check_options
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
+from ckpt_formats.engines.deepspeed.read import check_same_run
 from ckpt_formats.state_dicts.universal_info import rules_of
 from held import lay
 

@@ -34,7 +34,7 @@ from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName
 from ckpt_formats.engines.hf import side_files as beside
-from ckpt_formats.engines.hf.parameter_order import numbered_only
+from ckpt_formats.engines.hf.read import numbered_only
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint

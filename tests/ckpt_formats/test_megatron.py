@@ -33,8 +33,8 @@ from ckpt_formats.engines.megatron.shared.buffers import BufferItem, fill, fit
 from ckpt_formats.engines.megatron.shared.merge import LocalCopy, merge_copies
 from ckpt_formats.engines.megatron.shared.names import Naming
 from ckpt_formats.engines.megatron.shared.stages import even_stages, from_layout_string, uneven_stages
-from ckpt_formats.engines.megatron.torch_dist.model import tensors_by_name
 from ckpt_formats.engines.megatron.torch_dist.optimizer import unflattened
+from ckpt_formats.engines.megatron.torch_dist.read import tensors_by_name
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from held import array, tensor

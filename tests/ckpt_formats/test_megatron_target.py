@@ -16,9 +16,8 @@ from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import layout_of
 from ckpt_formats.engines.megatron.shared.split import RankCoords
 from ckpt_formats.engines.megatron.shared.stages import Stages
-from ckpt_formats.engines.megatron.shared.write_arguments import layout_string
 from ckpt_formats.engines.megatron.shared.write_extras import RankExtras
-from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
+from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout, layout_string
 from ckpt_formats.engines.megatron.shared.write_optimizer import WrittenOptimizer
 from held import checkpoint, parameter
 

@@ -9,10 +9,9 @@ optimizer            matches optimizers' states and groups to the model's tensor
 model                finds the model in a tree
 objects              pickled modules, optimizers and composite tensors as dicts; uses modules,
                      pickled_optimizer, tensor_parts, walk
-unused_values        notices for values among the model's tensors that are not tensors
 steps                the step that a tree states; statements: values that several places must agree on
-partial_model        signs that a tree is only a part of a model
-read                 a tree, split into model, optimizer and extras: `training_state`
+read                 a tree, split into model, optimizer and extras: `training_state`; notices of what is
+                     only a part of a model, and of what is not read
 write                a checkpoint as the tree that a script loads
 original_form        how the tree was in its file; storages: which tensors share memory
 run_files            files that lie beside a checkpoint, as extras, and written as files again

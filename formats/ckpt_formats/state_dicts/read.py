@@ -5,32 +5,54 @@ content: the model is a dict of tensors, the optimizer a dict of states and
 groups, and everything else becomes extras.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from ckpt_formats.containers.torchfile import Storage, StorageSlice
 from ckpt_formats.core.checkpoint import MODEL, Group, Parameter, Role
 from ckpt_formats.core.claims import MAX_NAMES
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value, kind_of
+from ckpt_formats.core.values import Record, Value, is_natural, kind_of
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 from ckpt_formats.state_dicts.keys import StateKeys
-from ckpt_formats.state_dicts.leaves import Leaf, find_ties, has_tensor, named_leaves, non_tensor_items, tensor_leaf
+from ckpt_formats.state_dicts.leaves import (
+    Leaf,
+    find_ties,
+    has_tensor,
+    is_extra_state,
+    named_leaves,
+    non_tensor_items,
+    tensor_leaf,
+)
 from ckpt_formats.state_dicts.model import MODEL_KEYS, ModelTree, find_model, without_model
 from ckpt_formats.state_dicts.objects import open_objects
 from ckpt_formats.state_dicts.optimizer import MatchedOptimizer, ParameterOrders, match_optimizers
 from ckpt_formats.state_dicts.optimizer_form import OPTIMIZER_KEY, Optimizer, optimizers_in, without_optimizers
 from ckpt_formats.state_dicts.parameter_order import NamedTensor
-from ckpt_formats.state_dicts.partial_model import signs_of_part
 from ckpt_formats.state_dicts.record import KEY, has_record, with_record
 from ckpt_formats.state_dicts.steps import contradictions, step_of
+from ckpt_formats.state_dicts.tensor_parts import OBJECT
 from ckpt_formats.state_dicts.training_state import TrainingState
-from ckpt_formats.state_dicts.unused_values import not_weights
+from ckpt_formats.state_dicts.walk import holds_tensor
 
 RESERVED = frozenset((*MODEL_KEYS, "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict"))
 """Keys that extras must not have, because readers take their values for the model or the optimizer."""
+
+
+_LAYER = re.compile(r"((?:.*\.)?(?:layers?|blocks?|h))\.(\d{1,6})\.(.+)")
+_PARALLEL_KEY = re.compile(
+    r"(?:tp|pp|ep|mp|tensor|pipeline|expert|model)(?:_model)?(?:_parallel)?(?:_world)?_(size|rank|degree)|"
+    r"(?:pipeline_)?stage(?:_id)?|shard_id|partition_id"
+)
+
+
+_OBJECT = f".{OBJECT}"
 
 
 def training_state(
@@ -210,3 +232,81 @@ def _leaves_by_name(model: Mapping[Value, Value], where: Path) -> dict[str, Leaf
         if len(leaves) > MAX_NAMES:
             raise UnsafeError(f"the file has more than {MAX_NAMES:,} names for its tensors", where=where)
     return leaves
+
+
+def signs_of_part(root: Mapping[str, Value], names: Iterable[str]) -> Iterator[Notice]:
+    """Notices for a tree that looks like a part of a model, by its arguments and by the numbers of its layers."""
+    stated = [f"{key} {value}" for key, value in _stated(root) if _states_part(key, value)]
+    if stated:
+        text = "the file states that the model was split over ranks or stages, and may contain only a part of it"
+        yield Notice(text, tuple(stated), Weight.UNSURE)
+    layers: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    first_layers = tuple(f"{stack}.{min(numbers)}" for stack, numbers in layers.items() if _begins_after_zero(numbers))
+    if first_layers:
+        text = "layers do not begin with number 0: is this a part of the model, such as a pipeline stage? The first are"
+        yield Notice(text, first_layers, Weight.UNSURE)
+
+
+def _stated(root: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
+    """The entries of the top level, and the arguments that a script saved."""
+    yield from root.items()
+    arguments = root.get("args", root.get("config"))
+    inside = arguments.state if isinstance(arguments, Record) else arguments
+    for key, value in inside.items() if isinstance(inside, dict) else ():
+        if isinstance(key, str):
+            yield key, value
+
+
+def _states_part(key: str, value: Value) -> bool:
+    match = _PARALLEL_KEY.fullmatch(key)
+    return match is not None and is_natural(value) and value > (1 if match[1] in ("size", "degree") else 0)
+
+
+def _begins_after_zero(layers: Mapping[int, set[str]]) -> bool:
+    """Whether they begin after 0, have no gaps, and all have the same tensors. Else they are no stack of layers."""
+    numbers = sorted(layers)
+    all_equal = all(layers[number] == layers[numbers[0]] for number in numbers)
+    return numbers[0] > 0 and all_equal and len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+
+
+def not_weights(model: Mapping[Value, Value], rest: Mapping[str, Value]) -> tuple[Notice, ...]:
+    """Notices about entries of the model's dict, and of `rest`, that contain tensors but are not weights.
+
+    `rest` is empty if the model has its own dict: then that dict should contain only tensors.
+    """
+    among_tensors = [
+        (key, value) for key, value in non_tensor_items(model) if not is_extra_state(key) and not key.endswith(_OBJECT)
+    ]
+    holders = (Record, Storage, StorageSlice) if rest else (Record, Storage, StorageSlice, np.ndarray)
+    unread = [(key, value) for key, value in among_tensors if isinstance(value, holders) or holds_tensor(value)]
+    unread += [
+        (key, value)
+        for key, value in rest.items()
+        if isinstance(value, (Storage, StorageSlice)) or _has_tensors_inside(value)
+    ]
+    return tuple(
+        Notice(text, names, Weight.LOST)
+        for text, names in (
+            (
+                "contains tensors in an unknown form; carried as extras, not as weights",
+                tuple(f"{key} ({_kind(value)})" for key, value in unread),
+            ),
+        )
+        if names
+    )
+
+
+def _has_tensors_inside(value: Value) -> bool:
+    """Whether a value is a list with tensors as items, or an object with tensors anywhere in it."""
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, Leaf) for item in value)
+    return isinstance(value, Record) and holds_tensor(value)
+
+
+def _kind(value: Value) -> str:
+    if isinstance(value, Record):
+        return value.cls.qualname
+    return "NumPy" if isinstance(value, np.ndarray) else type(value).__name__.lower()

@@ -7,7 +7,7 @@ objects    values that are no tensors
 nesting    flattens state dicts, and nests them again
 read       the index of a checkpoint
 balance    the blocks of tensors over a mesh of ranks, of about equal size
-entries    items to write; `block`: blocks of larger tensors, read when they are written
+entries    items to write
 options    of the format; plan: the file of each item
 write      the files and the metadata
 """

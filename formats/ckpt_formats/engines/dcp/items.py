@@ -6,10 +6,12 @@ that they agree with `.metadata`. A checkpoint may have hundreds of thousands of
 opening the checkpoint opens none of them.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import overload
 
 from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, zstd_decoder
@@ -19,10 +21,9 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.store_path import is_remote, request
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 from ckpt_formats.core.text import printable
-from ckpt_formats.engines.dcp.coming_items import ComingItems
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
 _EDGE = 4096
@@ -32,6 +33,47 @@ _COMPRESSED = "stream.zstd/1"
 _MAX_KNOWN = 1 << 16
 _MAX_FORMS = 1 << 12
 _MAX_OVERHEAD = 1 << 24
+
+
+_MAX_COMING = 16
+"""Items of a file whose ends are requested at once."""
+
+
+class _ComingItems:
+    """The items of a folder in a store, by their order in each file. Threads may share it."""
+
+    def __init__(self, folder: Path, items: Sequence[Collection[ItemRange]], edge: int) -> None:
+        """`items`: those that each metadata file names. `edge`: the bytes of an item's end that are read."""
+        self._folder, self._items, self._edge = folder, items, edge
+        self._extents: dict[str, list[tuple[int, int]]] | None = None
+        self._places: dict[str, tuple[int, int]] = {}
+        """By file: the number of the item that was opened last, and how many were opened in a row before it."""
+        self._lock = Lock()
+
+    def opened(self, item: ItemRange) -> None:
+        """Request the ends of the items that will be opened next, if this one goes on a row."""
+        with self._lock:
+            extents = self._of(item.file)
+            number = bisect_left(extents, (item.offset, 0))
+            last, row = self._places.get(item.file, (-1, -1))
+            if number == last:
+                return
+            row = row + 1 if number == last + 1 else 0
+            self._places[item.file] = number, row
+        path = self._folder / item.file
+        for offset, nbytes in extents[number + 1 : number + 1 + min(row, _MAX_COMING)]:
+            request(path, offset, self._edge)
+            request(path, max(offset, offset + nbytes - self._edge), self._edge)
+
+    def _of(self, file: str) -> list[tuple[int, int]]:
+        """The offsets and lengths of the items of a file, in order."""
+        if self._extents is None:
+            self._extents = {}
+            for item in (item for items in self._items for item in items):
+                self._extents.setdefault(item.file, []).append((item.offset, item.nbytes))
+            for extents in self._extents.values():
+                extents.sort()
+        return self._extents.get(file, [])
 
 
 @dataclass(eq=False)
@@ -90,9 +132,9 @@ class ItemReader:
         self.folder, self.items, self._known, self._forms = folder, (), {}, {}
 
     @cached_property
-    def _coming(self) -> ComingItems | None:
+    def _coming(self) -> _ComingItems | None:
         """None if the folder is in no store, or its metadata is not known here."""
-        return ComingItems(self.folder, self.items, _EDGE) if is_remote(self.folder) and self.items else None
+        return _ComingItems(self.folder, self.items, _EDGE) if is_remote(self.folder) and self.items else None
 
     def _open_item(self, block: "ItemBlob") -> Blob:
         if self._coming is not None:

@@ -6,8 +6,9 @@ experts, pipeline   the numbers of experts; which layer is in which stage
 zero12, zero3, stage0   the optimizer of one model-parallel rank -> states by name, with
               `flat_partitions` and `optimizer_states`
 rank          both of one rank; `merge`: all ranks -> full parameters, by the rules of `core.layout`
-consistency   checks that the files are of one run; `agreement`, that they are of one step
-extras        everything that is not a tensor of the model; `read`: all of these -> a checkpoint
+agreement     checks that the files are of one step
+extras        everything that is not a tensor of the model
+read          all of these -> a checkpoint, after a check that the files are of one run
 options       of the format
 write_layout  the layout to write; `write_parts`: its files, with `write_model` and `write_optimizer`
 universal     DeepSpeed's universal checkpoint, a format of its own

@@ -11,9 +11,7 @@ single_rank        one rank's file without the others
 merge              trees of all ranks -> one tree of full tensors
 flat_parameter     FSDP1's flattened parameters -> tensors of their true shapes
 model, optimizer   state dicts of all ranks -> one
-unwrap             names without wrappers
-extras             everything else
-read               all of these -> a checkpoint
+read               all of these, without the names of wrappers, and everything else -> a checkpoint
 """
 
 from pathlib import Path

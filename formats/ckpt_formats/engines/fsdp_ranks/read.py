@@ -1,6 +1,7 @@
 """Read the files of all ranks -> one checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
@@ -20,11 +21,52 @@ from ckpt_formats.engines.fsdp_ranks.model import is_flat, merge_model, shapes_i
 from ckpt_formats.engines.fsdp_ranks.optimizer import UNNAMED, matched_by_order, merge_optimizer, names_in_groups
 from ckpt_formats.engines.fsdp_ranks.rank_file import RankFile, open_rank
 from ckpt_formats.engines.fsdp_ranks.sections import Files, merged_extras, sorted_files
-from ckpt_formats.engines.fsdp_ranks.unwrap import unwrapping
 from ckpt_formats.state_dicts.extras import differing_items, with_ranks
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.parameter_order import BY_ORDER
 from ckpt_formats.state_dicts.read import training_state
+
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_DDP = "module."
+
+
+@dataclass(frozen=True)
+class _WrapperNames:
+    """A function that removes the components of wrappers from a name."""
+
+    ddp: bool
+
+    def __call__(self, name: Value) -> Value:
+        if not isinstance(name, str):
+            return name
+        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        return plain.removeprefix(_DDP) if self.ddp else plain
+
+    def keys(self, tree: Mapping[Value, Value], where: Path) -> dict[Value, Value]:
+        """The dict with unwrapped keys. Raises `CorruptError` if two keys become equal."""
+        renamed: dict[Value, Value] = {}
+        for key, value in tree.items():
+            if self(key) in renamed:
+                raise CorruptError(
+                    f"two tensors are called `{printable(self(key))}` when wrappers are left out", where=where
+                )
+            renamed[self(key)] = value
+        return renamed
+
+    def optimizer(self, tree: Mapping[str, Value], where: Path) -> dict[str, Value]:
+        """An optimizer's state dict, nested or flat, with unwrapped names."""
+        renamed: dict[str, Value] = {}
+        for key, value in self.keys(tree, where).items():
+            if key == "state" and isinstance(value, dict):
+                value = self.keys(value, where)
+            elif key == "param_groups" and isinstance(value, list):
+                value = [self._group(group) if isinstance(group, dict) else group for group in value]
+            renamed[key] = value
+        return renamed
+
+    def _group(self, group: Mapping[str, Value]) -> dict[str, Value]:
+        listed = {key: group[key] for key in ("params", "param_names") if isinstance(group.get(key), list)}
+        return {**group, **{key: [self(name) for name in names] for key, names in listed.items()}}
 
 
 def read_folder(path: Path, options: ReadOptions) -> Checkpoint:
@@ -42,7 +84,7 @@ def _read(folder: Folder, options: ReadOptions) -> Checkpoint:
     known = SharedLeaves()
     opened = _opened(folder, known)
     files = sorted_files(opened)
-    unwrap = unwrapping(str(name) for file in files["model"].values() for name in file.root)
+    unwrap = _unwrapping(str(name) for file in files["model"].values() for name in file.root)
     models = {rank: unwrap.keys(file.root, file.path) for rank, file in files["model"].items()}
     optimizers = {rank: unwrap.optimizer(file.root, file.path) for rank, file in files.get("optimizer", {}).items()}
     notices = list(folder.notices)
@@ -172,3 +214,9 @@ def _shard(role: str, rank: int, path: Path, mesh: Mesh | None) -> SourceFile:
     if mesh is not None and mesh.names and rank in mesh.ranks:
         place |= zip(mesh.names, mesh.coordinate(rank), strict=True)
     return SourceFile(path, path.stat().st_size, role, place)
+
+
+def _unwrapping(names: Iterable[str]) -> _WrapperNames:
+    """The function for all names of a model. It removes `module.` only if every name begins with it."""
+    plain = [_WrapperNames(ddp=False)(name) for name in names]
+    return _WrapperNames(bool(plain) and all(name.startswith(_DDP) for name in plain))

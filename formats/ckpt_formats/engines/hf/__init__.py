@@ -6,8 +6,6 @@ components      models in several folders, such as diffusers' pipelines
 config_check    checks that tensors have the shapes that the configuration states
 side_files      configuration, tokenizer and other files next to the weights
 trainer_files   files that a Trainer saves next to the checkpoint of another engine
-parameter_order the order in which the Trainer numbers parameters
-remarks         notices about the names and shapes of what is written
 read, write     a folder -> a checkpoint, and back
 """
 

@@ -23,7 +23,6 @@ from ckpt_formats.engines.hf.components import (
     read_components,
 )
 from ckpt_formats.engines.hf.folder import Folder, is_further, sort_files
-from ckpt_formats.engines.hf.parameter_order import UNKNOWN_ORDER, in_models_order, numbered_only
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
 from ckpt_formats.names.tables import table_for
@@ -38,6 +37,12 @@ HAS_RECIPE = Notice(
 _NO_OPTIMIZER = Notice(
     "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
+)
+
+
+UNKNOWN_ORDER = (
+    "the optimizer numbers its parameters, but their order is not known from the folder: its states are copied "
+    "unchanged. Add the model's config.json to the folder, or name the parameters with --param-order"
 )
 
 
@@ -189,3 +194,30 @@ def _around(inner: Checkpoint, extras: Mapping[str, Value]) -> Checkpoint:
 
 def _too_large(names: Sequence[str]) -> tuple[Notice, ...]:
     return (Notice("too large to copy, not read", tuple(names), Weight.LOST),) if names else ()
+
+
+def numbered_only(optimizer: Value) -> bool:
+    """True if the optimizer numbers its parameters and does not also name them."""
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return False
+    named = all(isinstance(group.get("param_names"), list) for group in groups)
+    members = [group.get("params") for group in groups]
+    return not named and any(isinstance(key, int) for keys in members if isinstance(keys, list) for key in keys)
+
+
+def in_models_order(names: Sequence[str], config: Mapping[str, Any] | None) -> list[str] | None:
+    """The names in the order in which the model registers its parameters; None if that is not known.
+
+    Files of safetensors do not store an order. The alphabetical order is not that of the model: `layers.10` comes
+    before `layers.2`.
+    """
+    table = table_for(config or {})
+    expected = table.expected_names(config) if table and config else None
+    if table is None or expected is None:
+        return None
+    present, known = set(names), set(expected)
+    order = [name for name in expected if name in present]
+    remaining = [name for name in names if name not in known]
+    complete = known - present <= {table.tied.alias}
+    return [*order, *remaining] if complete and all(table.ignored.fullmatch(name) for name in remaining) else None

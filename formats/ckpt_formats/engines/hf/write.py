@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_formats.containers.safetensors_shards import split_weights, weights_part, write_weights
 from ckpt_formats.containers.shard_index import numbered_names
@@ -17,12 +18,14 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.config_check import check_fits
 from ckpt_formats.engines.hf.folder import is_training_file, sort_files
 from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
-from ckpt_formats.engines.hf.remarks import remarks
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, content_of, plan_side_file, write_side_file
 
 _ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
+
+
+_MAX_NAMES = 3
 
 
 def plan_files(
@@ -46,7 +49,7 @@ def plan_files(
             where=source.path,
             hint="Give the model's configuration with --config; or write only the tensors, --to safetensors.",
         )
-    notes = list(remarks(matched, named, config))
+    notes = list(_remarks(matched, named, config))
     files, changed = _with_dtype(files, named)
     groups = [sorted(group, key=_place_in_file) for group in split_weights(named, shard_nbytes)]
     names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
@@ -147,3 +150,29 @@ def _free(name: str, taken: set[str]) -> bool:
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise UnsafeError(f"a file of the source is called {printable(name)!r}, which leads out of its folder")
     return name not in taken and ".index." not in name
+
+
+def _remarks(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any] | None) -> Iterator[str]:
+    """The differences to the model, and what is changed to fit it. `named` are the tensors as they will be written."""
+    names, tie = {parameter.name for parameter in named}, match.tie
+    if config is not None and not match.known and "quantization_config" not in config:
+        kind = config.get("model_type")
+        yield f"the names of models of type {kind!r:.80} are not known: names stay unchanged"
+    if changed := [(old, new) for old, new in match.names.items() if old != new]:
+        yield f"names are changed to the model's own: `{changed[0][0]}` becomes `{changed[0][1]}`, and so on"
+    if match.stacks:
+        yield "tensors have the form of the model's files, not of the model in memory: stacks of experts are divided"
+    if match.missing:
+        yield f"tensors of the model are missing, and transformers will initialize them: {_listed(match.missing)}"
+    if match.surplus:
+        yield f"tensors are not in the model, and transformers will ignore them: {_listed(match.surplus)}"
+    if tie is not None and match.known and {tie.alias, tie.name} <= names:
+        yield (
+            f"`{tie.alias}` is a separate tensor, but the configuration ties it to `{tie.name}`: transformers may "
+            "use one of them for both"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix

@@ -1,16 +1,16 @@
 """Megatron-LM and Megatron core: the legacy layout (a folder for each rank) and `torch_dist`.
 
 legacy        opens, reads and writes the legacy layout (`files`, `read`, `write`)
-torch_dist    the same for distributed checkpoints, by their keys (`keys`, `shards`, `objects`, `common`, ...)
+torch_dist    the same for distributed checkpoints, by their keys (`keys`, `shards`, `objects`, ...)
 shared        what both have in common:
   folder            which kind of folder it is, and its iteration
-  arguments         the run's arguments: degrees and sizes; `write_arguments`: those of another layout
+  arguments         the run's arguments: degrees and sizes
   names             a rank's names <-> names of the full model; `stages`: which layers are where
   model_chunk       a model chunk; `plain_optimizer`, `distributed_optimizer`, `buffers`: its states
   merge             all ranks -> full parameters, by the rules in `core/rule_sets`; `split`: the inverse
   master_check      checks that the optimizer's masters belong to the weights
   extras            everything that is not a tensor of the model
-  write_layout      the layout to write; further `write_*`: the content of its files
+  write_layout      the layout to write, and its run's arguments; further `write_*`: the content of its files
 """
 
 from abc import abstractmethod

@@ -1,7 +1,6 @@
 """DeepSpeed's universal checkpoint: a folder for each full parameter, and the model's files.
 
 folder        lists the files
-read_states   the files of one parameter -> its states
 read          all files -> a checkpoint
 master_check  checks that the masters round to the weights
 write         a checkpoint -> all files

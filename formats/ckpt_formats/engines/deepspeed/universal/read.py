@@ -6,6 +6,7 @@ converted to floats. We take their values from the model's files instead.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from ckpt_codecs import Rounded
@@ -18,14 +19,14 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.core.state_names import STORED_MASTER, from_stored
 from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.core.values import Value, is_natural, kind_of
 from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import collect_extras
 from ckpt_formats.engines.deepspeed.flat_partitions import undo_round_robin
-from ckpt_formats.engines.deepspeed.lookups import get
+from ckpt_formats.engines.deepspeed.lookups import get, is_tensor, shape_of, tensor, vector
 from ckpt_formats.engines.deepspeed.merge import merge_groups, merge_rows, merge_stages
 from ckpt_formats.engines.deepspeed.optimizer_states import options_of, split_state
 from ckpt_formats.engines.deepspeed.pipeline import pipeline_of
@@ -34,7 +35,6 @@ from ckpt_formats.engines.deepspeed.read import notices_of, origin_of, own_rules
 from ckpt_formats.engines.deepspeed.step import OpenedStep, open_step, rank_name, source_files
 from ckpt_formats.engines.deepspeed.universal.folder import DIMENSIONS, UniversalFolder
 from ckpt_formats.engines.deepspeed.universal.master_check import check_masters
-from ckpt_formats.engines.deepspeed.universal.read_states import read_states
 from ckpt_formats.engines.deepspeed.weights import model_dtype, non_tensor_items, read_module, with_aliases
 from ckpt_formats.engines.deepspeed.zero12 import stated_shapes
 from ckpt_formats.state_dicts.statements import Statement, check_agreement
@@ -276,3 +276,46 @@ def _notices(
             "buffers and frozen parameters, if the layers have any, are missing"
         )
         yield Notice(text, weight=Weight.LOST)
+
+
+def read_states(name: str, files: Mapping[str, TorchFile], shape: Shape) -> tuple[dict[str, Tensor], dict[str, Value]]:
+    """The states and plain values of a parameter of this shape. `files` are by state.
+
+    Raises `IncompleteError` if there is no master, `CorruptError` if the files contradict the shape.
+    """
+    if MASTER not in files:
+        raise IncompleteError(
+            f"`{name}` has optimizer states, but no {STORED_MASTER}.pt", where=next(iter(files.values())).path
+        )
+    shape = _expert_shape(files[MASTER]) or shape
+    states: dict[str, Tensor] = {}
+    values: dict[str, Value] = {}
+    for state, file in files.items():
+        value = get(file.root, "param", object, file.path) if isinstance(file.root, dict) else file.root
+        if not is_tensor(value):
+            if state != "step" or not isinstance(value, (int, float)):
+                raise CorruptError(f"expected a tensor, found {kind_of(value)}", where=file.path)
+            values[state] = value
+            continue
+        stored = tensor(value, file.path)
+        if stored.shape == (prod(shape),) != shape:
+            stored = Tensor.of(vector(value, file.path).shaped(shape))
+        if stored.shape != shape and (stored.shape or state == MASTER):
+            raise CorruptError(
+                f"`{name}` has the shape {list(stored.shape)}, but {list(shape)} in the model's files",
+                where=file.path,
+                hint="Files of several runs may be mixed.",
+            )
+        states[state] = stored
+    return states, values
+
+
+def _expert_shape(file: TorchFile) -> Shape | None:
+    """The shape of a tensor of all experts, None for other tensors. The model's files have the shape of one rank."""
+    if not isinstance(file.root, dict) or not file.root.get("is_expert_param"):
+        return None
+    shape = tensor(file.root.get("param"), file.path).shape
+    count = shape_of([file.root.get("ep_num_experts")], file.path)
+    if shape[:1] != count:
+        raise CorruptError(f"a tensor of shape {list(shape)} should contain {count[0]} experts", where=file.path)
+    return shape

@@ -1,31 +1,48 @@
 """Read `torch_dist`: full tensors by key, the optimizer in one of five encodings, objects by rank."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Parameter, Role
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.claims import MAX_NUMBER
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
+from ckpt_formats.core.views import concatenated, unstacked_all
 from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.extras import EXTRA_STATE, collect_extras, label, optimizer_items
-from ckpt_formats.engines.megatron.shared.names import HEAD, WORD_TABLE, is_buffer, is_expert, layer_of, other_model
+from ckpt_formats.engines.megatron.shared.names import (
+    HEAD,
+    WORD_TABLE,
+    Naming,
+    is_buffer,
+    is_expert,
+    layer_of,
+    other_model,
+    unstack,
+)
 from ckpt_formats.engines.megatron.shared.optimizer_states import members, options_of, without_states
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
 from ckpt_formats.engines.megatron.shared.stages import Stages, stages_of
 from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, states_of
 from ckpt_formats.engines.megatron.torch_dist.files import DistFiles, open_dist, shard_of
-from ckpt_formats.engines.megatron.torch_dist.model import names_of, tensors_by_name
 from ckpt_formats.engines.megatron.torch_dist.optimizer import SplitItems, split_items, unflattened
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreement
+
+_PART_SUFFIXES = (("_w", "_v"), (".z", ".x", ".B", ".C", ".dt"), (".x", ".B", ".C"), (".query", ".key", ".value"))
+_DELTA = (".query", ".key", ".value", ".z", ".beta", ".alpha")
+_PART = re.compile(r"(.*\.(?:weight|bias)\d*)(_[wv]|\.(?:z|x|B|C|dt|query|key|value|beta|alpha))")
+_SINGLE_EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)(\..*)")
 
 
 def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
@@ -240,3 +257,66 @@ def _try_names(key: str, lengths: tuple[int, ...]) -> Sequence[tuple[str, tuple[
         return list(names_of(key, lengths))
     except CorruptError:
         return []
+
+
+def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by name. Raises `CorruptError` if parts of a tensor are missing, or two keys stand for one name."""
+    by_name: dict[str, Tensor] = {}
+    for key, tensor in _join_parts(tensors):
+        for name, part in _unstack_key(key, tensor):
+            if name in by_name:
+                raise CorruptError(f"`{printable(name)}` is stored twice")
+            by_name[name] = part
+    return by_name
+
+
+def names_of(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names that a key stands for, each with its place along the stacked axes.
+
+    Raises: CorruptError if the shape has too few axes, UnsafeError if the stack is too large.
+    """
+    single = _SINGLE_EXPERT.fullmatch(key)
+    if single:
+        key = f"{single[1]}.local_experts.{single[2]}{single[3]}"
+    name, by_layer = unstack(key)
+    axes = (*(("layer",) if by_layer else ()), *(("expert",) if "{expert}" in name else ()))
+    if len(shape) < len(axes):
+        raise CorruptError(f"`{printable(key)}` of shape {list(shape)} is not stacked")
+    if prod(shape[: len(axes)]) > MAX_NUMBER:
+        raise UnsafeError(f"`{printable(key)}` is a stack of {prod(shape[: len(axes)]):,} tensors")
+    places: list[tuple[int, ...]] = [()]
+    for length in shape[: len(axes)]:
+        places = [(*place, i) for place in places for i in range(length)]
+    for place in places:
+        full_name = name
+        for axis, number in zip(axes, place, strict=True):
+            full_name = full_name.replace(f"{{{axis}}}", str(number), 1)
+        yield Naming().plain(full_name), place
+
+
+def _unstack_key(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    parts: dict[tuple[int, ...], Tensor] = {(): tensor}
+    titles = list(names_of(key, tensor.shape))
+    for _ in range(len(titles[0][1]) if titles else 0):
+        parts = {(*place, i): part for place, stack in parts.items() for i, part in enumerate(unstacked_all(stack))}
+    for name, place in titles:
+        yield name, parts[place]
+
+
+def _join_parts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors; those that are stored in parts are concatenated along the first axis that is not stacked."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if match := _PART.fullmatch(key):
+            parts.setdefault(match[1], {})[match[2]] = tensor
+        else:
+            yield key, tensor
+    for key, by_suffix in parts.items():
+        order = next((order for order in (_DELTA, *_PART_SUFFIXES) if set(order) == set(by_suffix)), None)
+        if order is None:
+            raise CorruptError(
+                f"`{printable(key)}` is stored in parts, of which only {', '.join(by_suffix)} are present"
+            )
+        if unstack(key)[1]:
+            raise CorruptError(f"`{printable(key)}` is stored in parts and stacked by layer, which Megatron never does")
+        yield key, concatenated([by_suffix[suffix] for suffix in order])
