@@ -8,7 +8,6 @@ from ckpt_formats.core.layout import shard
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Size, StdDict, Value
 from ckpt_formats.engines.deepspeed.extras import BUFFERS
-from ckpt_formats.engines.deepspeed.flat_partitions import chunk
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     RankShards,
@@ -84,7 +83,7 @@ def model3_file(
     module.update({name: value for name, value in _own_buffers(target, rank).items() if name in module})
     module.update(_extra_states(target, rank))
     frozen = {name: p for name, p in shards.items() if p.role == "frozen"}
-    slices = {n: slice_of(p.states[MODEL], chunk(p.weight.size, target.dp), dp_rank) for n, p in frozen.items()}
+    slices = {n: slice_of(p.states[MODEL], target.dp, dp_rank) for n, p in frozen.items()}
     return {
         "module": module,
         "buffer_names": [name for name, p in shards.items() if p.role == "buffer"],

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from ckpt_formats.containers.torchfile_tree import unshare_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
-from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Counts
@@ -28,27 +27,103 @@ _FRAGMENT_ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address"
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
-@dataclass(frozen=True)
-class FlatGroup:
-    """A group of the optimizer at stages 1 and 2: what the files of all data-parallel ranks share."""
+Ranges = Literal["values", "lengths"]
+"""Whether a file is laid out, or has only what differs between ranks in its size: its vectors have lengths alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class FlatRows:
+    """A vector in a file: which elements of which flattened tensors are in it, and where. All else is zeros."""
+
+    tensors: Sequence[Tensor]
+    """Of one dtype."""
+    starts: Counts
+    """The first element of each tensor that is in the vector: (tensors,) int64."""
+    stops: Counts
+    """The element after the last one; equal to `starts` for a tensor that is not in it: (tensors,) int64."""
+    places: Counts
+    """Where the elements of each tensor begin in the vector, in ascending order: (tensors,) int64."""
+    length: int
+
+    @classmethod
+    def sliced(cls, tensors: Sequence[Tensor], sizes: Counts, dp: int, rank: int) -> "FlatRows":
+        """A rank's slice of each tensor, each as long as on all other ranks, as ZeRO-3 has them.
+
+        sizes: the number of elements of each tensor, (tensors,) int64.
+        """
+        lengths = -(-sizes // dp)
+        starts = np.minimum(rank * lengths, sizes)
+        stops = np.minimum(starts + lengths, sizes)
+        return cls(tensors, starts, stops, np.cumsum(lengths) - lengths, int(lengths.sum()))
+
+    @property
+    def present(self) -> list[int]:
+        """The numbers of the tensors that have elements in the vector."""
+        numbers: list[int] = np.flatnonzero(self.starts < self.stops).tolist()
+        return numbers
+
+    def vector(self, ranges: Ranges = "values") -> Tensor:
+        """The vector, (length,)."""
+        dtype, fragments, at = self.tensors[0].dtype, list[Fragment](), 0
+        if ranges == "lengths":
+            return Tensor((self.length,), dtype, ())
+        for i in self.present:
+            start, stop, place = int(self.starts[i]), int(self.stops[i]), int(self.places[i])
+            if at < place:
+                fragments.append(Fragment(Box((at,), (place,)), ZeroBlob((place - at,), dtype)))
+            at = place + stop - start
+            fragments.append(Fragment(Box((place,), (at,)), FlatRangeBlob(self.tensors[i], start, stop)))
+        if at < self.length:
+            fragments.append(Fragment(Box((at,), (self.length,)), ZeroBlob((self.length - at,), dtype)))
+        return Tensor((self.length,), dtype, tuple(fragments))
+
+
+@dataclass(frozen=True, eq=False)
+class _MemberGroup:
+    """Parameters whose states lie in the same vectors: what the files of all data-parallel ranks share."""
 
     members: tuple[Parameter, ...]
-    """The parameters in the order of the flat buffer."""
+    """In the order of the vectors."""
     sizes: Counts
     """The number of elements of each parameter: (members,) int64."""
-    paddings: tuple[int, ...]
-    """The number of zero elements after each parameter."""
-    offsets: Counts
-    """The first element of each parameter in the flat buffer, and last its length: (members + 1,) int64."""
     state: Mapping[str, Value]
     """The optimizer's state of the first parameter."""
     vectors: frozenset[str]
     """The names of the states that have the shape of the parameter."""
 
-    def within(self, low: int, high: int) -> range:
-        """The parameters that may have an element from `low` to `high`, by number; of others, only empty ones."""
-        first = int(np.searchsorted(self.offsets[1:], low, "right"))
-        return range(first, max(first, int(np.searchsorted(self.offsets[:-1], high, "left"))))
+    @cached_property
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """The tensors of the masters and of each such state."""
+        return {state: [p.states[state] for p in self.members] for state in (MASTER, *sorted(self.vectors))}
+
+    def entry(self, rows: Mapping[str, FlatRows], ranges: Ranges) -> dict[str, Value]:
+        """The optimizer's state in a file whose vectors have these rows."""
+        return {
+            to_stored(name): rows[name].vector(ranges) if name in self.vectors else value
+            for name, value in self.state.items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class FlatGroup(_MemberGroup):
+    """A group of the optimizer at stages 1 and 2."""
+
+    paddings: tuple[int, ...]
+    """The number of zero elements after each parameter."""
+    offsets: Counts
+    """The first element of each parameter in the flat buffer, and last its length: (members + 1,) int64."""
+
+    def rows(self, state: str, low: int, high: int) -> FlatRows:
+        """Elements `low` to `high` of the flat buffer of a state."""
+        begins = self.offsets[:-1]
+        starts, stops = np.clip(low - begins, 0, self.sizes), np.clip(high - begins, 0, self.sizes)
+        return FlatRows(self.tensors[state], starts, stops, np.maximum(begins - low, 0), high - low)
+
+    def complete_rows(self, state: str, low: int, high: int) -> FlatRows:
+        """All parameters that have an element between `low` and `high`, each of them complete."""
+        part = self.rows(state, low, high)
+        sizes = np.where(part.starts < part.stops, self.sizes, 0)
+        return FlatRows(part.tensors, np.zeros_like(sizes), sizes, np.cumsum(sizes) - sizes, int(sizes.sum()))
 
 
 def flat_groups(target: WriteLayout, shards: RankShards) -> list[FlatGroup]:
@@ -59,49 +134,52 @@ def flat_groups(target: WriteLayout, shards: RankShards) -> list[FlatGroup]:
         paddings = tuple(alignment(target, members))
         offsets = np.array(parameter_offsets([p.weight.shape for p in members], paddings), np.int64)
         sizes, state = np.array([p.weight.size for p in members], np.int64), state_of(members)
-        groups.append(FlatGroup(members, sizes, paddings, offsets, state, frozenset(vectors_of(members[0]))))
+        groups.append(FlatGroup(members, sizes, state, frozenset(vectors_of(members[0])), paddings, offsets))
     return groups
 
 
-@dataclass(frozen=True)
-class SubGroup:
+@dataclass(frozen=True, eq=False)
+class SubGroup(_MemberGroup):
     """A sub-group of stage 3, which has one vector for each state."""
 
     group: int
     """The number of its group of the optimizer."""
-    members: tuple[Parameter, ...]
-    state: Mapping[str, Value]
-    """The optimizer's state of the first parameter."""
-    vectors: frozenset[str]
-    """The names of the states that have the shape of the parameter."""
+
+    def rows(self, dp: int, rank: int) -> dict[str, FlatRows]:
+        """The vectors of a rank: its slices of the masters and of each state."""
+        return {state: FlatRows.sliced(tensors, self.sizes, dp, rank) for state, tensors in self.tensors.items()}
 
 
-Ranges = Literal["values", "lengths"]
-"""Whether a file is laid out, or has only what differs between ranks in its size: its vectors have lengths alone."""
+def partition(target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int) -> list[dict[str, FlatRows]]:
+    """The vectors of a rank at stages 1 and 2: for each group, its part of the masters and of each state."""
+    stripped = not target.own_bf16  # only `BF16_Optimizer` saves masters with the padding at the end of the buffer
+    result = []
+    for g, group in enumerate(groups):
+        total = int(group.offsets[-1])
+        length = -(-total // (2 * target.dp)) * 2
+        low, high = dp_rank * length, (dp_rank + 1) * length
+        # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
+        complete = stripped and target.source.groups[g].options.get("use_muon")
+        rows_of = group.complete_rows if complete else group.rows
+        rows = {MASTER: group.rows(MASTER, low, min(high, max(total, low)) if stripped else high)}
+        result.append(rows | {state: rows_of(state, low, high) for state in sorted(group.vectors)})
+    return result
 
 
 def zero12_file(
     target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int, rank: str, ranges: Ranges = "values"
 ) -> dict[str, Value]:
     """The optimizer file of one rank at stages 1 and 2: its equal part of the flat buffer of every group."""
-    stripped = not target.own_bf16  # only `BF16_Optimizer` saves masters with the padding at the end of the buffer
+    stripped = not target.own_bf16
     state: dict[int, Value] = {}
     masters, paddings, mappings = [], [], []
-    for g, group in enumerate(groups):
+    for g, (group, rows) in enumerate(zip(groups, partition(target, groups, dp_rank), strict=True)):
         total = int(group.offsets[-1])
         length = -(-total // (2 * target.dp)) * 2
-        low, high = dp_rank * length, (dp_rank + 1) * length
-        padding = length - min(max(total - low, 0), length)
-        masters.append(_flat(group, MASTER, low, high - padding if stripped else high, ranges))
-        complete = stripped and target.source.groups[g].options.get("use_muon")
-        # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
-        gather = _complete_tensors if complete else _flat
-        state[g] = {
-            to_stored(name): gather(group, name, low, high, ranges) if name in group.vectors else value
-            for name, value in group.state.items()
-        }
-        paddings.append(padding if stripped else target.dp * length - total)
-        mappings.append(_mapping(group, low, high))
+        masters.append(rows[MASTER].vector(ranges))
+        state[g] = group.entry(rows, ranges)
+        paddings.append(length - rows[MASTER].length if stripped else target.dp * length - total)
+        mappings.append(_mapping(group, rows[MASTER]))
     last = target.dp - 1
     common: dict[str, Value] = {
         "base_optimizer_state": {"state": state, "param_groups": param_groups(target.source.groups)},
@@ -130,13 +208,9 @@ def zero3_file(
         one["params"] = []
     for s, group in enumerate(groups):
         options[group.group]["params"].append(s)
-        masters.append(_slices(group.members, MASTER, target.dp, dp_rank, ranges))
-        state[s] = {
-            to_stored(name): _slices(group.members, name, target.dp, dp_rank, ranges)
-            if name in group.vectors
-            else value
-            for name, value in group.state.items()
-        }
+        rows = group.rows(target.dp, dp_rank)
+        masters.append(rows[MASTER].vector(ranges))
+        state[s] = group.entry(rows, ranges)
     stage = Record(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,))
     items = {key: value for key, value in scaler_items(target).items() if key != "clip_grad"}
     inner = {"state": state, "param_groups": options}
@@ -163,12 +237,10 @@ def stage0_entry(target: WriteLayout, shards: RankShards) -> dict[str, Value]:
     for g, group in enumerate(target.source.groups):
         members = [shards[name] for name in group.names]
         if fused:
-            offsets = parameter_offsets([p.weight.shape for p in members])
-            flats.append(_concatenated(members, MASTER, offsets))
-            state[g] = {
-                to_stored(name): _concatenated(members, name, offsets) if name in vectors_of(members[0]) else value
-                for name, value in state_of(members).items()
-            }
+            one_group = _sub_group(g, members)
+            rows = one_group.rows(1, 0)
+            flats.append(rows[MASTER].vector())
+            state[g] = one_group.entry(rows, "values")
             continue
         groups[g]["params"] = list(range(number, number + len(members)))
         for one in members:
@@ -209,7 +281,12 @@ def sub_groups(target: WriteLayout, shards: RankShards) -> list[SubGroup]:
                 elements, current = 0, []
         if current:
             closed.append((g, current))
-    return [SubGroup(g, tuple(members), state_of(members), frozenset(vectors_of(members[0]))) for g, members in closed]
+    return [_sub_group(g, members) for g, members in closed]
+
+
+def _sub_group(group: int, members: Sequence[Parameter]) -> SubGroup:
+    sizes, vectors = np.array([p.weight.size for p in members], np.int64), frozenset(vectors_of(members[0]))
+    return SubGroup(tuple(members), sizes, state_of(members), vectors, group)
 
 
 def flat_order(target: WriteLayout, group: Group) -> list[str]:
@@ -313,93 +390,17 @@ def state_of(members: Sequence[Parameter]) -> dict[str, Value]:
     return {**unshare_states({s: t for s, t in first.states.items() if s not in (MASTER, MODEL)}), **first.values}
 
 
-def _flat(group: FlatGroup, state: str, low: int, high: int, ranges: Ranges) -> Tensor:
-    """Elements `low` to `high` of the group's flat buffer, (high - low,), with zeros between parameters."""
-    dtype = group.members[0].states[state].dtype
-    if ranges == "lengths":
-        return Tensor((max(high - low, 0),), dtype, ())
-    spans: list[tuple[int, int, Tensor]] = []
-    for i in group.within(low, high):
-        tensor, offset = group.members[i].states[state], int(group.offsets[i])
-        spans.append((offset, offset + tensor.size, tensor))
-    return _vector(spans, low, high, dtype)
+def slice_of(tensor: Tensor, dp: int, rank: int) -> Tensor:
+    """A rank's slice of a tensor at stage 3, padded with zeros."""
+    return FlatRows.sliced([tensor], np.array([tensor.size], np.int64), dp, rank).vector()
 
 
-def _complete_tensors(group: FlatGroup, state: str, low: int, high: int, ranges: Ranges) -> Tensor:
-    """One vector of all parameters that have an element between `low` and `high`, each of them complete."""
-    spans: list[tuple[int, int, Tensor]] = []
-    at = 0
-    for i in group.within(low, high):
-        tensor, offset = group.members[i].states[state], int(group.offsets[i])
-        if offset < high and low < offset + tensor.size:
-            spans.append((at, at + tensor.size, tensor))
-            at += tensor.size
-    dtype = group.members[0].states[state].dtype
-    return Tensor((at,), dtype, ()) if ranges == "lengths" else _vector(spans, 0, at, dtype)
-
-
-def _concatenated(members: Sequence[Parameter], state: str, offsets: Sequence[int]) -> Tensor:
-    """One vector of all parameters."""
-    tensors = [one.states[state] for one in members]
-    spans = [(offset, offset + tensor.size, tensor) for tensor, offset in zip(tensors, offsets, strict=False)]
-    return _vector(spans, 0, offsets[-1], tensors[0].dtype)
-
-
-def _slices(members: Sequence[Parameter], state: str, dp: int, rank: int, ranges: Ranges) -> Tensor:
-    """One vector of this rank's slices of all parameters of a sub-group, each as long as on all other ranks."""
-    fragments: list[Fragment] = []
-    at, dtype = 0, members[0].states[state].dtype
-    for one in members:
-        tensor = one.states[state]
-        size = chunk(prod(tensor.shape), dp)
-        if ranges == "values":
-            _add_range(fragments, tensor, rank * size, (rank + 1) * size, at)
-        at += size
-    return Tensor((at,), dtype, tuple(fragments))
-
-
-def slice_of(tensor: Tensor, size: int, rank: int) -> Tensor:
-    """A rank's slice of a tensor at stage 3, (size,), padded with zeros."""
-    return _vector([(0, tensor.size, tensor)], rank * size, (rank + 1) * size, tensor.dtype)
-
-
-def _add_range(fragments: list[Fragment], tensor: Tensor, low: int, high: int, at: int) -> None:
-    """Add elements `low` to `high` of a flattened tensor at element `at` of a vector, with zeros behind its end."""
-    middle = max(low, min(high, tensor.size))
-    end = at + middle - low
-    if low < middle:
-        fragments.append(Fragment(Box((at,), (end,)), FlatRangeBlob(tensor, low, middle)))
-    if middle < high:
-        fragments.append(Fragment(Box((end,), (at + high - low,)), ZeroBlob((high - middle,), tensor.dtype)))
-
-
-def _vector(spans: Sequence[tuple[int, int, Tensor]], low: int, high: int, dtype: DType) -> Tensor:
-    """Elements `low` to `high` of a flat buffer, (high - low,), with zeros between the tensors.
-
-    `spans` are the tensors as (first element in the buffer, end, tensor), in this order.
-    """
-    fragments, at = [], low
-    for offset, end, tensor in spans:
-        a, b = max(offset, low), min(end, high)
-        if a >= b:
-            continue
-        if at < a:
-            fragments.append(Fragment(Box((at - low,), (a - low,)), ZeroBlob((a - at,), dtype)))
-        fragments.append(Fragment(Box((a - low,), (b - low,)), FlatRangeBlob(tensor, a - offset, b - offset)))
-        at = b
-    if at < high:
-        fragments.append(Fragment(Box((at - low,), (high - low,)), ZeroBlob((high - at,), dtype)))
-    return Tensor((max(high - low, 0),), dtype, tuple(fragments))
-
-
-def _mapping(group: FlatGroup, low: int, high: int) -> StdDict:
-    """Where each parameter with elements from `low` to `high` is in the rank's vector: (start, length) by name."""
+def _mapping(group: FlatGroup, rows: FlatRows) -> StdDict:
+    """Where each parameter is in the rank's vector: (start, length) by name."""
     mapping = StdDict()
-    for i in group.within(low, high):
-        one, offset = group.members[i], int(group.offsets[i])
-        a, b = max(offset, low), min(offset + one.weight.size, high)
-        if a < b:
-            mapping[one.name] = Record(_FRAGMENT_ADDRESS, (b - a, a - low), new=True)
+    for i in rows.present:
+        length, place = int(rows.stops[i] - rows.starts[i]), int(rows.places[i])
+        mapping[group.members[i].name] = Record(_FRAGMENT_ADDRESS, (length, place), new=True)
     return mapping
 
 

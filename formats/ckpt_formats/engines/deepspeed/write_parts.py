@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile import FileOutline
 from ckpt_formats.containers.torchfile_tree import outline_nbytes, tree_outline, tree_part
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
+from ckpt_formats.core.checkpoint import MODEL, Group, Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import Counts, FileLayouts, FilePlan, TensorRanges
 from ckpt_formats.core.layout import is_even
@@ -28,9 +28,11 @@ from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.engines.deepspeed.write_model import model3_file, model_file, shards_of_rank
 from ckpt_formats.engines.deepspeed.write_optimizer import (
     FlatGroup,
+    FlatRows,
     RankShards,
     SubGroup,
     flat_groups,
+    partition,
     sub_groups,
     zero3_file,
     zero12_file,
@@ -204,49 +206,33 @@ class RankLayouts(FileLayouts):
     def ranges(self, file: FilePlan) -> Sequence[TensorRanges]:
         one = file.content
         if isinstance(one, OptimizerFile):
-            vectors = self._partitions(one) if self.target.stage < 3 else self._slices(one)
-            return [vectors, TensorRanges.whole(self._other_tensors(one, write_optimizer.rank_items))]
+            return [self._ranges(one), TensorRanges.whole(self._other_tensors(one, write_optimizer.rank_items))]
         if isinstance(one, ModelFile) and one.dp is not None:
-            return [self._slices(one), TensorRanges.whole(self._other_tensors(one, write_model.rank_items))]
+            return [self._ranges(one), TensorRanges.whole(self._other_tensors(one, write_model.rank_items))]
         return [TensorRanges.whole(self.lay_out(file).tensors)]
 
-    def _slices(self, file: ModelFile | OptimizerFile) -> TensorRanges:
-        """The slices of a rank at stage 3: of frozen parameters in a model file, else of the optimizer's states."""
-        tensors, sizes = self._recent.get((type(file), file.pp, file.tp), lambda: self._sliced(file))
-        lengths = -(-sizes // self.target.dp)
-        starts = np.minimum((file.dp or 0) * lengths, sizes)
-        return TensorRanges(tensors, starts, np.minimum(starts + lengths, sizes))
+    def _ranges(self, file: ModelFile | OptimizerFile) -> TensorRanges:
+        """The values in the vectors of a file; in a model file of stage 3, those are slices of frozen parameters."""
+        rows = self._rows(file)
+        key = ("tensors", type(file), file.pp, file.tp)
+        tensors: list[Tensor] = self._recent.get(key, lambda: [tensor for one in rows for tensor in one.tensors])
+        starts, stops = np.concatenate([one.starts for one in rows]), np.concatenate([one.stops for one in rows])
+        return TensorRanges(tensors, starts, stops)
 
-    def _sliced(self, file: ModelFile | OptimizerFile) -> tuple[list[Tensor], Counts]:
+    def _rows(self, file: ModelFile | OptimizerFile) -> list[FlatRows]:
+        dp, dp_rank = self.target.dp, file.dp or 0
         if isinstance(file, ModelFile):
-            shards = self.shards(file.pp, file.tp)
-            tensors = [p.states[MODEL] for p in shards.values() if p.role == "frozen"]
+            frozen = self._recent.get(("frozen", file.pp, file.tp), lambda: self._frozen(file))
+            return [FlatRows.sliced(*frozen, dp, dp_rank)]
+        if self.target.stage == 3:
+            by_group = [group.rows(dp, dp_rank) for group in self.sub_groups(file.pp, file.tp)]
         else:
-            groups = self.sub_groups(file.pp, file.tp)
-            tensors = [p.states[s] for one in groups for s in (MASTER, *sorted(one.vectors)) for p in one.members]
-        return tensors, np.array([tensor.size for tensor in tensors], np.int64)
+            by_group = partition(self.target, self.flat_groups(file.pp, file.tp), dp_rank)
+        return [rows for by_state in by_group for rows in by_state.values()]
 
-    def _partitions(self, file: OptimizerFile) -> TensorRanges:
-        """The part of each group's flat buffer that a rank has at stages 1 and 2."""
-        groups = self.flat_groups(file.pp, file.tp)
-        key = ("tensors", file.pp, file.tp)
-        tensors: list[Tensor] = self._recent.get(
-            key,
-            lambda: [p.states[s] for one in groups for s in (MASTER, *sorted(one.vectors)) for p in one.members],
-        )
-        starts, stops = [], []
-        for g, group in enumerate(groups):
-            length = -(-int(group.offsets[-1]) // (2 * self.target.dp)) * 2
-            sizes = group.sizes
-            low = np.clip(file.dp * length - group.offsets[:-1], 0, sizes)
-            high = np.clip((file.dp + 1) * length - group.offsets[:-1], 0, sizes)
-            complete = not self.target.own_bf16 and self.target.source.groups[g].options.get("use_muon")
-            whole = low < high
-            for state in (MASTER, *sorted(group.vectors)):
-                is_complete = complete and state != MASTER
-                starts.append(np.where(whole, 0, low) if is_complete else low)
-                stops.append(np.where(whole, sizes, low) if is_complete else high)
-        return TensorRanges(tensors, np.concatenate(starts), np.concatenate(stops))
+    def _frozen(self, file: ModelFile) -> tuple[list[Tensor], Counts]:
+        tensors = [p.states[MODEL] for p in self.shards(file.pp, file.tp).values() if p.role == "frozen"]
+        return tensors, np.array([tensor.size for tensor in tensors], np.int64)
 
     def _other_tensors(
         self, file: ModelFile | OptimizerFile, items_of: Callable[[WriteLayout, str], Value]
