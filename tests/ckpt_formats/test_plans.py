@@ -101,8 +101,7 @@ def laid_out(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in ("tree_part", "model3_file", "zero3_file", "shards_of_rank"):
         counting(write_parts, name)
-    for name in ("_slices", "_flat"):
-        counting(write_optimizer, name)
+    counting(write_optimizer, "flat_vector")
     return counts
 
 

@@ -1,6 +1,6 @@
 """Views of tensors that only move elements: with other axes, rows or order. Creating a view reads no data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -15,6 +15,7 @@ from ckpt_formats.core.tensor import (
     Blob,
     BlockBlob,
     FileBlob,
+    FlatRangeBlob,
     Fragment,
     Tensor,
     ViewBlob,
@@ -278,6 +279,22 @@ def strided(tensor: Tensor, start: int, step: int) -> Tensor:
     if not tensor.shape or tensor.shape[0] % step:
         raise UnsupportedError(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by {step}")
     return Tensor.of(StridedBlob(tensor.crop(slab(tensor.shape, 0, start, tensor.shape[0])), step))
+
+
+def flat_vector(parts: Iterable[tuple[Tensor, int, int, int]], length: int, dtype: DType) -> Tensor:
+    """The vector (length,) that has elements `start` to `stop` of flattened tensors, and zeros between them.
+
+    parts: (tensor, start, stop, place in the vector), in ascending order of the places; no part is empty.
+    """
+    fragments, at = list[Fragment](), 0
+    for tensor, start, stop, place in parts:
+        if at < place:
+            fragments.append(Fragment(Box((at,), (place,)), ZeroBlob((place - at,), dtype)))
+        at = place + stop - start
+        fragments.append(Fragment(Box((place,), (at,)), FlatRangeBlob(tensor, start, stop)))
+    if at < length:
+        fragments.append(Fragment(Box((at,), (length,)), ZeroBlob((length - at,), dtype)))
+    return Tensor((length,), dtype, tuple(fragments))
 
 
 def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:

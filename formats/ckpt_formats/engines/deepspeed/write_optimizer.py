@@ -1,7 +1,7 @@
 """Build the optimizer's files as trees of values: the inverse of `zero12`, `zero3` and `stage0`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -12,10 +12,10 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Counts
-from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob, read
+from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.values import Global, Record, StdDict, Value
+from ckpt_formats.core.views import flat_vector
 from ckpt_formats.engines.deepspeed.flat_partitions import chunk, parameter_offsets, round_robin
 from ckpt_formats.engines.deepspeed.write_layout import WriteLayout
 from ckpt_formats.state_dicts.extras import tensors_for_names
@@ -64,18 +64,11 @@ class FlatRows:
 
     def vector(self, ranges: Ranges = "values") -> Tensor:
         """The vector, (length,)."""
-        dtype, fragments, at = self.tensors[0].dtype, list[Fragment](), 0
         if ranges == "lengths":
-            return Tensor((self.length,), dtype, ())
-        for i in self.present:
-            start, stop, place = int(self.starts[i]), int(self.stops[i]), int(self.places[i])
-            if at < place:
-                fragments.append(Fragment(Box((at,), (place,)), ZeroBlob((place - at,), dtype)))
-            at = place + stop - start
-            fragments.append(Fragment(Box((place,), (at,)), FlatRangeBlob(self.tensors[i], start, stop)))
-        if at < self.length:
-            fragments.append(Fragment(Box((at,), (self.length,)), ZeroBlob((self.length - at,), dtype)))
-        return Tensor((self.length,), dtype, tuple(fragments))
+            return Tensor((self.length,), self.tensors[0].dtype, ())
+        places = ((i, int(self.starts[i]), int(self.stops[i]), int(self.places[i])) for i in self.present)
+        parts = ((self.tensors[i], start, stop, place) for i, start, stop, place in places)
+        return flat_vector(parts, self.length, self.tensors[0].dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,15 +106,14 @@ class FlatGroup(_MemberGroup):
     offsets: Counts
     """The first element of each parameter in the flat buffer, and last its length: (members + 1,) int64."""
 
-    def rows(self, state: str, low: int, high: int) -> FlatRows:
-        """Elements `low` to `high` of the flat buffer of a state."""
+    def rows(self, low: int, high: int) -> FlatRows:
+        """Elements `low` to `high` of the flat buffer of masters."""
         begins = self.offsets[:-1]
         starts, stops = np.clip(low - begins, 0, self.sizes), np.clip(high - begins, 0, self.sizes)
-        return FlatRows(self.tensors[state], starts, stops, np.maximum(begins - low, 0), high - low)
+        return FlatRows(self.tensors[MASTER], starts, stops, np.maximum(begins - low, 0), high - low)
 
-    def complete_rows(self, state: str, low: int, high: int) -> FlatRows:
-        """All parameters that have an element between `low` and `high`, each of them complete."""
-        part = self.rows(state, low, high)
+    def complete(self, part: FlatRows) -> FlatRows:
+        """All parameters that have an element in a part of the buffer, each of them complete."""
         sizes = np.where(part.starts < part.stops, self.sizes, 0)
         return FlatRows(part.tensors, np.zeros_like(sizes), sizes, np.cumsum(sizes) - sizes, int(sizes.sum()))
 
@@ -147,7 +139,8 @@ class SubGroup(_MemberGroup):
 
     def rows(self, dp: int, rank: int) -> dict[str, FlatRows]:
         """The vectors of a rank: its slices of the masters and of each state."""
-        return {state: FlatRows.sliced(tensors, self.sizes, dp, rank) for state, tensors in self.tensors.items()}
+        rows = FlatRows.sliced(self.tensors[MASTER], self.sizes, dp, rank)
+        return {state: replace(rows, tensors=tensors) for state, tensors in self.tensors.items()}
 
 
 def partition(target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int) -> list[dict[str, FlatRows]]:
@@ -158,11 +151,13 @@ def partition(target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int) ->
         total = int(group.offsets[-1])
         length = -(-total // (2 * target.dp)) * 2
         low, high = dp_rank * length, (dp_rank + 1) * length
+        part = group.rows(low, high)
         # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
         complete = stripped and target.source.groups[g].options.get("use_muon")
-        rows_of = group.complete_rows if complete else group.rows
-        rows = {MASTER: group.rows(MASTER, low, min(high, max(total, low)) if stripped else high)}
-        result.append(rows | {state: rows_of(state, low, high) for state in sorted(group.vectors)})
+        rows = group.complete(part) if complete else part
+        by_state = {state: replace(rows, tensors=group.tensors[state]) for state in sorted(group.vectors)}
+        length = min(max(total - low, 0), length) if stripped else length
+        result.append({MASTER: replace(part, length=length), **by_state})
     return result
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from ckpt_formats.core.checkpoint import MASTER, MODEL
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor, ZeroBlob
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value
+from ckpt_formats.core.views import flat_vector
 from ckpt_formats.engines.megatron.shared.buffers import ALIGNMENTS, BufferLayout, fill
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import Buffer, buckets_of, buffers_of
 from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
@@ -51,18 +51,10 @@ def _gradients(target: WriteLayout, dtype: str) -> str:
 
 def _flat(by_name: Mapping[str, LocalParameter], buffer: Buffer, filled: BufferLayout, state: str) -> Tensor:
     """One state of all parameters of a buffer: (n,) float32, the concatenated buckets, with zeros as padding."""
-    fragments, at, end = [], 0, sum(filled.buckets)
-    starts = filled.flat()
-    for name, start in sorted(starts.items(), key=lambda item: item[1]):
-        tensor = _state(by_name[name], state)
-        if at < start:
-            fragments.append(Fragment(Box((at,), (start,)), ZeroBlob((start - at,), _FLOAT)))
-        at = start + tensor.size
-        if tensor.size:
-            fragments.append(Fragment(Box((start,), (at,)), FlatRangeBlob(tensor, 0, tensor.size)))
-    if at < end:
-        fragments.append(Fragment(Box((at,), (end,)), ZeroBlob((end - at,), _FLOAT)))
-    return Tensor((end,), _FLOAT, tuple(fragments))
+    by_start = sorted((start, name) for name, start in filled.flat().items())
+    states = [(_state(by_name[name], state), start) for start, name in by_start]
+    parts = [(tensor, 0, tensor.size, start) for tensor, start in states if tensor.size]
+    return flat_vector(parts, sum(filled.buckets), _FLOAT)
 
 
 def _state(parameter: LocalParameter, state: str) -> Tensor:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Literal
 
 from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import FlatRangeBlob, Fragment, Tensor
-from ckpt_formats.core.views import reshaped, transposed
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.views import flat_vector, reshaped, transposed
 from ckpt_formats.engines.megatron.shared.split import LocalParameter
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 
@@ -109,8 +108,5 @@ def _side_by_side(experts: Sequence[Tensor], part: str) -> Tensor:
         return first
     rows, columns = first.shape[::-1]
     shape = (rows, len(experts) * columns) if part == "linear_fc1" else (len(experts) * rows, columns)
-    runs = (
-        Fragment(Box((i * first.size,), ((i + 1) * first.size,)), FlatRangeBlob(transposed(expert), 0, first.size))
-        for i, expert in enumerate(experts)
-    )
-    return reshaped(Tensor((len(experts) * first.size,), first.dtype, tuple(runs)), 0, shape)
+    runs = [(transposed(expert), 0, first.size, i * first.size) for i, expert in enumerate(experts) if first.size]
+    return reshaped(flat_vector(runs, len(experts) * first.size, first.dtype), 0, shape)
