@@ -14,12 +14,11 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from ckpt_formats.core.errors import RulesError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape, slabs
-from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
+from ckpt_formats.core.rounded import is_rounded
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
 
 BY_ORDER = (
@@ -238,15 +237,8 @@ def in_order(
 
 def _first_values_match(master: Tensor, copy: Tensor, reader: Reader) -> bool:
     """Whether the first values of the master, rounded, equal those of the copy."""
-    from ckpt_codecs import Rounded  # only optimizers with masters need it
-
     if master.shape != copy.shape:
         return False
     for box in slabs(master.shape, _FIRST_VALUES):
-        rounded = Rounded().decode(b"", box.shape, copy.dtype, read(master.crop(box), reader))
-        return _bits(read(copy.crop(box), reader)) == _bits(rounded)
+        return is_rounded(copy.crop(box), master.crop(box), reader)
     return True
-
-
-def _bits(array: Array) -> bytes:
-    return np.ascontiguousarray(array).tobytes()

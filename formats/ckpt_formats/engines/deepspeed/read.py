@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Origin, Parameter
 from ckpt_formats.core.coming_reads import requested
 from ckpt_formats.core.errors import CorruptError, form_of
@@ -14,7 +11,8 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.tensor import FileBlob, Tensor, read
+from ckpt_formats.core.rounded import is_rounded
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.deepspeed.agreement import step_notices
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED, collect_extras
@@ -116,7 +114,7 @@ def check_same_run(parameters: Mapping[str, Parameter], where: Path) -> None:
     """Raise `CorruptError` if none of the samples of the masters in one file rounds to the weights in another file."""
     with Reader(check=False) as reader:
         for (path, other), samples in requested(_samples(parameters).items(), lambda item: _first_sample(item[1])):
-            if not any(_agree(master, copy, box, reader) for master, copy, box in samples):
+            if not any(is_rounded(copy.crop(box), master.crop(box), reader) for master, copy, box in samples):
                 raise CorruptError(
                     f"the masters in {path.name} do not belong to the weights in {other.name}",
                     where=where,
@@ -156,8 +154,3 @@ def _first_common(a: Box, b: Box) -> Box | None:
     """The first `_SAMPLED_VALUES` elements of the intersection of two blocks; None if it is empty."""
     shared = a & b
     return None if shared is None else next(slabs(shared.shape, _SAMPLED_VALUES)).shift(shared.start)
-
-
-def _agree(master: Tensor, copy: Tensor, box: Box, reader: Reader) -> bool:
-    rounded = Rounded().decode(b"", box.shape, copy.dtype, read(master.crop(box), reader))
-    return np.ascontiguousarray(rounded).tobytes() == read(copy.crop(box), reader).tobytes()

@@ -6,17 +6,16 @@ it copies, contain the right weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import slabs
+from ckpt_formats.core.rounded import is_rounded
 from ckpt_formats.core.seal_checks import seal_is_valid
-from ckpt_formats.core.tensor import FileBlob, Tensor, read
+from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
 
 _VALUES = 64
@@ -31,7 +30,7 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
     """
     with Reader(check=False) as reader:
         pairs = list(_pairs(parameters))
-        wrong = [name for name, master, copy in pairs if not _agree(master, copy, reader)]
+        wrong = [name for name, master, copy in pairs if not is_rounded(copy, master, reader)]
         wrong = [name for name in wrong if _intact(parameters[name], reader)] if wrong else []
     if round_robin and not pairs:
         raise CorruptError(
@@ -66,15 +65,7 @@ def _pairs(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, Tensor, T
         stored = [fragment for fragment in copy.fragments if isinstance(fragment.blob, FileBlob)]
         if stored and master.fragments:
             first = next(slabs(stored[0].box.shape, _VALUES)).shift(stored[0].box.start)
-            yield name, master.crop(first), copy.crop(first)
-
-
-def _agree(master: Tensor, copy: Tensor, reader: Reader) -> bool:
-    rounded = Rounded().decode(b"", copy.shape, copy.dtype, read(master, reader))
-    values = np.empty(copy.shape, copy.dtype)
-    for fragment in copy.fragments:  # without the replicas
-        fragment.blob.read_into(values[fragment.box.index], reader)
-    return np.ascontiguousarray(rounded).tobytes() == values.tobytes()
+            yield name, master.crop(first), replace(copy, replicas=()).crop(first)
 
 
 def _intact(parameter: Parameter, reader: Reader) -> bool:

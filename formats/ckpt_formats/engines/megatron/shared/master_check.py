@@ -9,13 +9,11 @@ include padding.
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
-from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
-from ckpt_formats.core.tensor import Array, Tensor, read
+from ckpt_formats.core.rounded import is_rounded
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 
 _VALUES = 64
@@ -55,7 +53,8 @@ def _agrees(parameter: Parameter, reader: Reader) -> bool | None:
         return None
     if master.shape != copy.shape:
         return False
-    return all(_equal(master, copy, box, reader) for box in _ends(master))
+    master, copy = replace(master, replicas=()), replace(copy, replicas=())
+    return all(is_rounded(copy.crop(box), master.crop(box), reader) for box in _ends(master))
 
 
 def _ends(tensor: Tensor) -> Iterator[Box]:
@@ -66,12 +65,3 @@ def _ends(tensor: Tensor) -> Iterator[Box]:
         last = tuple(n - length for n, length in zip(fragment.box.shape, first.shape, strict=True))
         if any(last):
             yield Box(last, fragment.box.shape).shift(fragment.box.start)
-
-
-def _equal(master: Tensor, copy: Tensor, box: Box, reader: Reader) -> bool:
-    rounded = Rounded().decode(b"", box.shape, copy.dtype, _values(master, box, reader))
-    return np.ascontiguousarray(rounded).tobytes() == _values(copy, box, reader).tobytes()
-
-
-def _values(tensor: Tensor, box: Box, reader: Reader) -> Array:
-    return read(replace(tensor, replicas=()).crop(box), reader)
