@@ -106,6 +106,10 @@ class FlatGroup(_MemberGroup):
     offsets: Counts
     """The first element of each parameter in the flat buffer, and last its length: (members + 1,) int64."""
 
+    def part_length(self, dp: int) -> int:
+        """The number of elements of each rank's part, with the padding at the end of the buffer: an even number."""
+        return -(-int(self.offsets[-1]) // (2 * dp)) * 2
+
     def rows(self, low: int, high: int) -> FlatRows:
         """Elements `low` to `high` of the flat buffer of masters."""
         begins = self.offsets[:-1]
@@ -148,8 +152,7 @@ def partition(target: WriteLayout, groups: Sequence[FlatGroup], dp_rank: int) ->
     stripped = not target.own_bf16  # only `BF16_Optimizer` saves masters with the padding at the end of the buffer
     result = []
     for g, group in enumerate(groups):
-        total = int(group.offsets[-1])
-        length = -(-total // (2 * target.dp)) * 2
+        total, length = int(group.offsets[-1]), group.part_length(target.dp)
         low, high = dp_rank * length, (dp_rank + 1) * length
         part = group.rows(low, high)
         # Each rank stores Muon's momentum of complete matrices, because Muon orthogonalises them.
@@ -169,8 +172,7 @@ def zero12_file(
     state: dict[int, Value] = {}
     masters, paddings, mappings = [], [], []
     for g, (group, rows) in enumerate(zip(groups, partition(target, groups, dp_rank), strict=True)):
-        total = int(group.offsets[-1])
-        length = -(-total // (2 * target.dp)) * 2
+        total, length = int(group.offsets[-1]), group.part_length(target.dp)
         masters.append(rows[MASTER].vector(ranges))
         state[g] = group.entry(rows, ranges)
         paddings.append(length - rows[MASTER].length if stripped else target.dp * length - total)
