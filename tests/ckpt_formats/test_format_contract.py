@@ -40,12 +40,12 @@ Content = dict[tuple[str, str], Any]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The good checkpoint of a format, made once."""
-    folder, made = tmp_path_factory.mktemp("whole"), dict[str, Path]()
+    folder, checkpoints = tmp_path_factory.mktemp("whole"), dict[str, Path]()
 
     def of(name: str) -> Path:
-        if name not in made:
-            made[name] = MAKE[name](folder / name)
-        return made[name]
+        if name not in checkpoints:
+            checkpoints[name] = MAKE[name](folder / name)
+        return checkpoints[name]
 
     return of
 
