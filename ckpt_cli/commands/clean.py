@@ -9,7 +9,7 @@ from ckpt_cli.options.types import CheckpointPath
 @command("clean")
 @click.argument("target", type=CheckpointPath())
 def clean(target: str, as_json: bool) -> None:
-    from ckpt.pipeline.clean import clean
+    from ckpt.pipeline.targets import clean
     from ckpt_cli.views.clean import show_removed
     from ckpt_formats.stores.location import target_path
 

@@ -12,7 +12,7 @@ from ckpt_cli.options.types import CheckpointPath
 @click.argument("target", type=CheckpointPath())
 def commit(target: str, as_json: bool) -> None:
     from ckpt.pipeline.shard import COMMIT
-    from ckpt.pipeline.shards import unfinished_job
+    from ckpt.pipeline.targets import unfinished_job
     from ckpt_cli.views import commit
     from ckpt_formats.stores.location import target_path
 

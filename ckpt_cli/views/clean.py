@@ -1,6 +1,6 @@
 """Show what was removed of an unfinished target."""
 
-from ckpt.pipeline.clean import Removed
+from ckpt.pipeline.targets import Removed
 from ckpt_cli import notes
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.notices import Notice

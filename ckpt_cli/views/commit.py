@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckpt.pipeline import complete_before
-from ckpt.pipeline.shards.job import ShardJob
+from ckpt.pipeline.job_note import JobNote
 from ckpt_cli.views import job
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.errors import OutputError, UnsupportedError
@@ -33,7 +33,7 @@ def check_repeats(command: click.Command | None, target: str) -> None:
         )
 
 
-def check_target(arguments: Mapping[str, Any], shards: ShardJob) -> None:
+def check_target(arguments: Mapping[str, Any], shards: JobNote) -> None:
     """Raise `OutputError` if the command writes something else here than where the shards ran."""
     given = str(arguments.get("target"))
     target = given if is_url(given) else os.path.realpath(given)

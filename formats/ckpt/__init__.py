@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.job import Job, save
     from ckpt.opening import open
     from ckpt.pipeline import Resources
-    from ckpt.pipeline.clean import clean
+    from ckpt.pipeline.targets import clean
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ _NAMES = {
     ),
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources",),
-    "ckpt.pipeline.clean": ("clean",),
+    "ckpt.pipeline.targets": ("clean",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint",),

@@ -10,9 +10,9 @@ from ckpt.copying.selection import ChosenFile
 from ckpt.findings.report import Finding, Report
 from ckpt.job import Progress
 from ckpt.pipeline import Result
-from ckpt.pipeline.clean import Removed
 from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.planned_reads import StoreReads
+from ckpt.pipeline.targets import Removed
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus

@@ -4,12 +4,13 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ckpt.chains.change import change
+from ckpt.pipeline.resources import Execution
 from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
@@ -44,9 +45,9 @@ def begin(run: Path, draft: SegmentLayout, *, replaces: bool = False) -> NewSegm
     `OutputError`.
     """
     _wait_for_others(run)
-    with _locked(run) as chain:
-        chain = _close_last_segment(run, chain or ChainIndex(()), draft.first, replaces)
-        folder.remove([one for one in folder.leftovers(run, chain) if _is_recorders(one.name)])
+    with change(run, Execution(), create=True, wait=_DRAIN_SECONDS) as changed:
+        chain = _close_last_segment(run, changed.chain or ChainIndex(()), draft.first, replaces)
+        changed.remove([one for one in changed.leftovers(chain) if _is_recorders(one.name)])
         parent = next((one.content for one in chain.members if one.step == draft.first and not replaces), None)
         layout = replace(draft, parent=parent)
         path = _unused_path(run, draft.first)
@@ -62,12 +63,12 @@ def publish(run: Path, segment: NewSegment) -> None:
     """Add the segment to `chain.json`, so that its steps can be restored."""
     layout = segment.layout
     try:
-        with _locked(run) as chain:
-            chain = _close_last_segment(run, chain or ChainIndex(()), layout.first, segment.replaces)
+        with change(run, Execution(), create=True, wait=_DRAIN_SECONDS) as changed:
+            chain = _close_last_segment(run, changed.chain or ChainIndex(()), layout.first, segment.replaces)
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = LoggedSteps(segment.path.name, layout.run, layout.first, None, layout.parent, now)
             flush(segment.path)
-            folder.replace(run, replace(chain, segments=(*chain.segments, line)))
+            changed.replace(replace(chain, segments=(*chain.segments, line)))
     finally:
         os.close(segment.lock)
 
@@ -75,9 +76,9 @@ def publish(run: Path, segment: NewSegment) -> None:
 def abandon(run: Path, segment: NewSegment) -> None:
     """Remove a segment that could not start. The next recorder removes what cannot be removed now."""
     os.close(segment.lock)
-    with suppress(CkptError, OSError), folder.locked(run, create=True) as chain:
+    with suppress(CkptError, OSError), change(run, Execution(), create=True) as changed:
         shutil.rmtree(segment.path)
-        if chain is None and os.listdir(run) == [folder.LOCK]:  # no other content
+        if changed.chain is None and os.listdir(run) == [folder.LOCK]:  # no other content
             os.unlink(run / folder.LOCK)
             os.rmdir(run)
 
@@ -85,22 +86,6 @@ def abandon(run: Path, segment: NewSegment) -> None:
 def _is_recorders(name: str) -> bool:
     """Whether a recorder makes folders of this name."""
     return any(pattern.fullmatch(name) for pattern in (index.SEGMENT_FOLDER, index.PIECES_FOLDER))
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[ChainIndex | None]:
-    """The locked chain. Waits for some time if another process changes it: an append may take minutes."""
-    deadline = time.monotonic() + _DRAIN_SECONDS
-    with ExitStack() as stack:
-        while True:
-            try:
-                chain = stack.enter_context(folder.locked(run, create=True))
-                break
-            except LockedError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        yield chain
 
 
 def _write_layout(path: Path, layout: SegmentLayout) -> int:

@@ -24,10 +24,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import numpy as np
 
 import ckpt as library
-from ckpt.pipeline.clean import clean
-from ckpt.pipeline.lease import hold_lease
+from ckpt.pipeline.lease import hold
+from ckpt.pipeline.targets import clean
 from ckpt_formats.core.errors import CorruptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.bucket_place import BucketPlace
 from ckpt_formats.stores.location import source_path, target_path
 from damage import SAMPLES
 from object_stores import free_port
@@ -77,9 +78,9 @@ def check() -> None:
             raise AssertionError("an object that was replaced was read")
         except CorruptError as error:
             print(f"in parts: equal; replaced: {error}")
-    with hold_lease(bucket, "x/lease", "x"):
+    with hold(BucketPlace(bucket, "x"), "lease", "x"):
         try:
-            with hold_lease(bucket, "x/lease", "x"):
+            with hold(BucketPlace(bucket, "x"), "lease", "x"):
                 raise AssertionError("two processes hold a lease")
         except LockedError as error:
             print(f"a lease: {error}")

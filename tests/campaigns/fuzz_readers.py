@@ -37,7 +37,7 @@ import xxhash
 from safetensors.numpy import save_file
 
 from ckpt.pipeline import receipts
-from ckpt.pipeline.shards.job import ShardJob
+from ckpt.pipeline.job_note import JobNote
 from ckpt.shadow import described
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.errors import CkptError
@@ -435,10 +435,10 @@ def _receipts() -> Target:
 
 
 def _job() -> Target:
-    seed = ShardJob("0" * 32, "ckpt", "a", "b", "torch", ("ckpt", "convert"), "/", "2026-01-01", ("a", "b"))
+    seed = JobNote("0" * 32, "ckpt", "a", "b", "torch", ("ckpt", "convert"), "/", "2026-01-01", ("a", "b"))
 
     def read(data: bytes, folder: Path) -> None:
-        ShardJob.from_json(data, folder / "job.json")
+        JobNote.from_json(data, folder / "job.json")
 
     return Target("job", [seed.to_json()], changed_bytes, read)
 

@@ -77,7 +77,7 @@ class Campaign:
             self.write(COMMIT)
         assert files(self.target) == self.expected
         names = [path.name for one in self.folder.iterdir() if one != self.target for path in one.iterdir()]
-        assert sorted(names) == ["job.json", "published"], names
+        assert sorted(names) == ["job", "published"], names
 
     def _check(self) -> None:
         """Absent or whole."""

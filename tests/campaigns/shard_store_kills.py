@@ -62,10 +62,11 @@ _PARTS = 100_000
 def command(words: Sequence[str], output: str, lease_seconds: float) -> None:
     """What a process does: `ckpt` with these words. What it says goes into a file."""
     from ckpt.pipeline import lease
-    from ckpt.pipeline.shards import objects
     from ckpt_formats.stores import bucket
+    from ckpt_formats.stores.bucket_place import BucketPlace
 
-    bucket._SINGLE_REQUEST, objects._POLL, lease.SECONDS = _PARTS, 0.3, lease_seconds
+    bucket._SINGLE_REQUEST, lease.SECONDS = _PARTS, lease_seconds
+    BucketPlace.look_seconds = 0.3
     ran = ckpt(*words)
     Path(output).write_text(f"ckpt {' '.join(map(str, words))}: {ran.code}\n{ran.out}{ran.err}")
     sys.exit(ran.code)
@@ -99,7 +100,7 @@ class Campaign:
         self.counts = Counter[str]()
         self.killed_at = Counter[str]()
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["shard_store_kills", "ckpt.pipeline.shards.objects"])
+        self.processes.set_forkserver_preload(["shard_store_kills", "ckpt.pipeline.bucket_target"])
         self._numbers = iter(range(sys.maxsize))
         local = folder / f"local-{name}"
         assert ckpt("convert", SOURCE, local, *FORMATS[name]).code == 0

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import ckpt as library
-from ckpt.pipeline.clean import clean
+from ckpt.pipeline.targets import clean
 from ckpt_formats.core.errors import IncompleteError, NotFoundError, OutputError
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.registry.marks import is_mark

@@ -27,12 +27,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import numpy as np
 
 from ckpt.chains.append import append
+from ckpt.chains.change import change
 from ckpt.chains.compact import Retention, compact
-from ckpt.chains.places import FolderPlace
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
-from ckpt.pipeline import Execution, folder_staging
+from ckpt.pipeline import Execution, folder_target
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
@@ -132,7 +132,7 @@ class Written(Work):
         return self.target.exists()
 
     def sweep(self) -> None:
-        folder_staging.sweep(self.folder)
+        folder_target.sweep(self.folder)
 
     def content(self) -> object:
         return files(self.folder)
@@ -163,7 +163,8 @@ class Chained(Work):
         return steps == self.after()
 
     def sweep(self) -> None:
-        FolderPlace(self.run, index.read(self.run), Execution()).remove_leftovers()
+        with change(self.run, Execution()) as changed:
+            changed.remove_leftovers()
 
     @abstractmethod
     def after(self) -> list[int]: ...

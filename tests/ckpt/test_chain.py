@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.chains.append import append
 from ckpt.chains.chain import Chain
+from ckpt.chains.change import change
 from ckpt.chains.estimate import CHUNKS, _evenly
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy, parent_folder
@@ -38,7 +39,6 @@ from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.chain.members import member_at
 from damage import ckpt
 from effort import examples
@@ -410,7 +410,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 2)
     run = tmp_path / "run"
     ckpt("append", run, saved[0])
-    with chain_folder.locked(run):
+    with change(run, Execution()):
         for command in (("append", run, saved[1]), ("compact", run)):
             assert ckpt(*command).code == 11
     assert ckpt("append", run, saved[1]).code == 0

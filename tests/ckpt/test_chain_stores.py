@@ -13,7 +13,8 @@ import pytest
 import ckpt as library
 from chain_store_kills import campaign
 from ckpt.chains import write
-from ckpt.pipeline import scratch, staging
+from ckpt.pipeline import scratch
+from ckpt.pipeline import target as life
 from ckpt_formats.core.errors import (
     CkptError,
     IncompleteError,
@@ -183,14 +184,14 @@ def test_append_fails_when_another_append_won(
 ) -> None:
     run, errors = appended(saved, 2), list[CkptError]()
 
-    def append_too(point: staging.Point) -> None:
+    def append_too(point: life.Point) -> None:
         if point == "settled" and not errors:
             errors.append(OutputError("nothing"))
-            with pytest.raises(LockedError, match="another process is writing") as refused:
+            with pytest.raises(LockedError, match="another process is changing") as refused:
                 library.Chain(THERE).append(library.open(saved[3]))
             errors.append(refused.value)
 
-    monkeypatch.setattr(staging, "reached", append_too)
+    monkeypatch.setattr(life, "reached", append_too)
     run.append(library.open(saved[2]))
     assert len(errors) == 2
     assert list(run) == [1, 2, 3]
@@ -206,13 +207,13 @@ def test_a_list_that_another_has_replaced_is_not_overwritten(
     first, last = run.index.members
     other = index.dump(replace(run.index, members=(first, replace(last, time="2026-01-01T00:00:00Z"))))
 
-    def replace_list(point: staging.Point) -> None:
+    def replace_list(point: life.Point) -> None:
         if point == "renamed" and not done:
             done.append(1)
             obstore.put(user.client, "a/run.chain/chain.json", other)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", replace_list)
+        patch.setattr(life, "reached", replace_list)
         with pytest.raises(LockedError, match="has changed this chain meanwhile"):
             run.append(library.open(saved[2]))
     assert objects(user)["chain.json"] == other

@@ -9,7 +9,7 @@ import pytest
 
 import ckpt as library
 from ckpt.copying import compare
-from ckpt.pipeline import staging
+from ckpt.pipeline import target as life
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 from ckpt_formats.core.files import Leaves, Reader, Seal
 from ckpt_formats.core.seal_checks import verify_seals
@@ -110,12 +110,12 @@ def test_requests_of_a_copy(user: StoreServer, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_interrupted_copy_goes_on(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(point: staging.Point) -> None:
+    def interrupt(point: life.Point) -> None:
         if point == "settled":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", interrupt)
+        patch.setattr(life, "reached", interrupt)
         assert ckpt("copy", CHAIN, THERE).code == 130
     assert ckpt("inspect", THERE).code == 20
     assert "a/copy/chain.json" not in keys(user)
@@ -190,12 +190,12 @@ def test_a_chain_to_which_a_run_appends_is_copied_as_it_was(tmp_path: Path, monk
     before = list(run)
     library.save(library.open(CHAIN), tmp_path / "state", library.Universal())
 
-    def append(point: staging.Point) -> None:
+    def append(point: life.Point) -> None:
         if point == "settled" and not appended:
             appended.append(before[-1] + 1)
             run.append(library.open(tmp_path / "state"), step=appended[0])
 
-    monkeypatch.setattr(staging, "reached", append)
+    monkeypatch.setattr(life, "reached", append)
     library.copy(tmp_path / "run.chain", tmp_path / "copy.chain")
     assert list(run) == [*before, *appended]
     assert list(library.Chain(tmp_path / "copy.chain")) == before

@@ -15,7 +15,7 @@ import pytest
 
 import ckpt as library
 import growing_log
-from ckpt.chains.places import changed
+from ckpt.chains.change import change
 from ckpt.copying import follow
 from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, LockedError, OutputError
@@ -84,7 +84,7 @@ def test_copy_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> N
 
     def note(brought: follow.CopyUpdate) -> None:
         seen.append(brought)
-        with pytest.raises(LockedError), changed(source_path(THERE), Execution()):
+        with pytest.raises(LockedError), change(source_path(THERE), Execution()):
             pass  # nobody else changes it
         if len(seen) == 1:
             grow(run)
@@ -136,11 +136,11 @@ def test_copy_removes_what_the_chain_dropped_and_uses_what_a_kill_left(
     user: StoreServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def killed(place: follow.StorePlace, chain: index.ChainIndex) -> None:
+    def killed(change: follow.ChainChange, chain: index.ChainIndex) -> None:
         raise OSError("killed")
 
     with monkeypatch.context() as patch:  # before the list was put
-        patch.setattr(follow.StorePlace, "replace", killed)
+        patch.setattr(follow.ChainChange, "replace", killed)
         with pytest.raises(OutputError):
             library.update_copy(run, THERE)
     left = keys(user)

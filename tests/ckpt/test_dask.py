@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import ckpt as library
-from ckpt.pipeline.attempts import SharedFolder
 from ckpt.pipeline.cluster import connect, distribute
 from ckpt.pipeline.cluster.worker import WorkerJob, write_task
 from ckpt.pipeline.shared_plan import SharedPlan
+from ckpt.pipeline.target import SharedTarget
 from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.errors import CorruptError, OutputError, UnsupportedError
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import At, DaskProcesses, dask_processes, environment, files
@@ -164,7 +165,7 @@ def test_dask_worker_names_a_path_that_it_cannot_see(model: Path, tmp_path: Path
     source = library.open(model)
     format = library.Universal(pack_nbytes=1)
     shared = SharedPlan.of(format.plan(source), source, format)
-    away = SharedFolder(tmp_path / "away", "token")
+    away = SharedTarget(FolderPlace(tmp_path / "away/data"), FolderPlace(tmp_path / "away"), "token")
     outcome = write_task(WorkerJob(shared, source.identities, 1 << 20, away), ((0,),))
     assert outcome.failure is not None
     assert "does not see the folder in which the target is written" in str(outcome.failure.error)
@@ -222,7 +223,7 @@ def test_ctrl_c_cancels_and_the_same_command_goes_on_without_the_cluster(
 ) -> None:
     command = [sys.executable, "-m", "ckpt_cli", "convert", str(model), str(tmp_path / "out"), "--pack-size", "1"]
     running = subprocess.Popen([*command, "--executor", cluster.url], env=environment())
-    journal = tmp_path / ".out.ckpt-partial" / "journal.jsonl"
+    journal = tmp_path / ".out.ckpt-partial" / "journal"
     lines = _wait_for_lines(journal, 20, running)
     running.send_signal(signal.SIGINT)
     assert running.wait(60) == (130 if lines else 0)
@@ -277,7 +278,7 @@ def test_dask_refuses_commands_that_do_not_scale_out(tmp_path: Path, monkeypatch
 def _wait_for_lines(journal: Path, count: int, running: "subprocess.Popen[bytes]") -> bool:
     until = time.monotonic() + 60
     while running.poll() is None and time.monotonic() < until:
-        if journal.exists() and journal.read_bytes().count(b"\n") > count:
+        if journal.exists() and sum(path.read_bytes().count(b"\n") for path in journal.iterdir()) > count:
             return True
         time.sleep(0.005)
     return False

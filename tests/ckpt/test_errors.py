@@ -9,9 +9,10 @@ import pytest
 
 import ckpt
 import ckpt.errors
+from ckpt.chains.change import change
+from ckpt.pipeline import Execution
 from ckpt_cli.main import EXIT_CODES, KINDS, exit_code
 from ckpt_formats.core.errors import form_of
-from ckpt_formats.universal.chain import folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for room in ("formats", "ckpt_cli") for path in sorted((ROOT / room).rglob("*.py"))]
@@ -55,7 +56,10 @@ def test_every_error_has_an_exit_code_and_a_kind_in_json() -> None:
 
 
 def test_chain_lock_leaves_an_error_within_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.NotFoundError, match="a parent is gone"), folder.locked(tmp_path / "run", create=True):
+    with (
+        pytest.raises(ckpt.NotFoundError, match="a parent is gone"),
+        change(tmp_path / "run", Execution(), create=True),
+    ):
         raise ckpt.NotFoundError("a parent is gone")
 
 

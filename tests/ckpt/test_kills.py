@@ -87,8 +87,8 @@ class Work:
 
     def lines(self) -> int:
         """How many files the journal lists."""
-        journal = self.stage / "journal.jsonl"
-        return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
+        journal = self.stage / "journal"
+        return sum(path.read_bytes().count(b"\n") for path in journal.iterdir()) if journal.exists() else 0
 
     def begin_until(self, moment: Callable[[], bool]) -> "subprocess.Popen[str]":
         """A run that has come to a moment; on a busy machine it may be over before we look, and is begun again."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckpt as library
-from ckpt.pipeline.clean import clean
+from ckpt.pipeline.targets import clean
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_
     for _ in range(TRIALS):
         shutil.copytree(kept, stage)
         written = sorted(path for path in (stage / "data").rglob("*") if path.is_file())
-        file = rng.choice([stage / "journal.jsonl", rng.choice(written)])
+        file = rng.choice([rng.choice(sorted((stage / "journal").iterdir())), rng.choice(written)])
         data = bytearray(file.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
@@ -153,15 +154,16 @@ def test_a_flipped_bit_of_the_journal_is_harmless(name: str, sources: Path, tmp_
 
 def _interrupted(source: Path, target: Path, kept: Path) -> None:
     """Leave in `kept` what a run that was killed before its last step would: every part, and the whole journal."""
-    from ckpt.pipeline import folder_staging
+    from ckpt.pipeline.folder_target import FolderTarget
 
-    def killed(self: folder_staging.FolderStaging, product: str | None) -> None:
+    def killed(self: FolderTarget, format: object, receipts: object, commit: Callable[[Path], None]) -> None:
+        self.flush()
         shutil.copytree(self.folder, kept)
         raise KeyboardInterrupt
 
     shutil.rmtree(target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_staging.FolderStaging, "publish", killed)
+        patch.setattr(FolderTarget, "publish", killed)
         assert ckpt("convert", source, target, *PACKS).code == 130
     shutil.rmtree(target.parent / f".{target.name}.ckpt-partial")
     manifest = kept / "data" / "manifest.json"

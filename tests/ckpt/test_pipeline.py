@@ -23,7 +23,8 @@ import pytest
 from ckpt.job import save
 from ckpt.pipeline import Execution, Result, check_complete, plan
 from ckpt.pipeline.executors import run_tasks
-from ckpt.pipeline.folder_staging import open_folder
+from ckpt.pipeline.folder_target import open_target
+from ckpt.pipeline.job_note import JobNote
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group
 from ckpt_formats.core.errors import CorruptError, IncompleteError, LockedError, NoSpaceError, OutputError, RulesError
 from ckpt_formats.core.format import FilePlan, Format, ReadOptions, Receipt, WritableFormat
@@ -187,10 +188,10 @@ def test_a_part_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\xfe\x00", b"[]\n[]\n", b'{"plan": 5}\n', b'{"plan": null}'])
-def test_a_journal_that_is_no_longer_one_is_started_anew(damage: bytes, tmp_path: Path) -> None:
+def test_job_whose_note_is_damaged_is_started_anew(damage: bytes, tmp_path: Path) -> None:
     target = tmp_path / "target"
     interrupted(target, 4)
-    (tmp_path / ".target.ckpt-partial/journal.jsonl").write_bytes(damage)
+    (tmp_path / ".target.ckpt-partial/job").write_bytes(damage)
     assert save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT).resumed == 0
     assert contents(open_checkpoint(target)) == contents(many())
 
@@ -200,12 +201,14 @@ def test_a_journal_cut_at_any_byte_loses_only_its_end(tmp_path: Path) -> None:
     interrupted(target, 3)
     kept = tmp_path / "kept"
     stage.rename(kept)
-    journal = (kept / "journal.jsonl").read_bytes()
+    journal = b"".join(path.read_bytes() for path in sorted((kept / "journal").iterdir()))
     for cut in range(0, len(journal), 41):
         shutil.copytree(kept, stage)
-        os.truncate(stage / "journal.jsonl", cut)
+        shutil.rmtree(stage / "journal")
+        (stage / "journal").mkdir()
+        (stage / "journal" / "receipts-cut").write_bytes(journal[:cut])
         outcome = save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=Execution(1, 1 << 20))
-        assert outcome.resumed >= max(0, journal[:cut].count(b"\n") - 1)
+        assert outcome.resumed >= journal[:cut].count(b"\n")
         assert contents(open_checkpoint(target)) == contents(many())
         shutil.rmtree(target)
 
@@ -373,7 +376,7 @@ def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
 
 def test_two_processes_cannot_write_one_target(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with open_folder(target), pytest.raises(LockedError):
+    with open_target(target, EFFORT, None), pytest.raises(LockedError):
         save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
     save(many(), target, Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
 
@@ -582,10 +585,10 @@ def test_the_slabs_of_all_workers_fit_the_memory() -> None:
     assert Execution(1, 1).slab > 0
 
 
-def test_a_journal_is_text_that_names_its_plan_first(tmp_path: Path) -> None:
-    with open_folder(tmp_path / "target") as stage:
-        stage.begin("the plan", [])
-        assert json.loads(stage.journal.read_text().splitlines()[0]) == {"plan": "the plan"}
-        assert list(stage.receipts(Universal())) == []
+def test_target_notes_its_job_first(tmp_path: Path) -> None:
+    with open_target(tmp_path / "target", EFFORT, None) as stage:
+        stage.begin(JobNote.of("the job", Path("source"), tmp_path / "target", "universal", [], None))
+        assert json.loads((stage.folder / "job").read_bytes())["id"] == "the job"
+        assert stage.receipts(Universal()) == {}
         stage.discard()
     assert not list(tmp_path.iterdir())

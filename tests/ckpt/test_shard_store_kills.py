@@ -8,8 +8,10 @@ from pathlib import Path
 import obstore
 import pytest
 
+from ckpt.pipeline import Execution
+from ckpt.pipeline.bucket_target import open_target
+from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.lease_owner import LeaseOwner
-from ckpt.pipeline.store_staging import open_store
 from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import target_path
@@ -110,8 +112,8 @@ def test_shard_that_was_taken_for_dead_deletes_nothing(user: StoreServer) -> Non
     """Its own clock may not show it: the machine was stopped."""
     target = target_path(URL)
     assert isinstance(target, StorePath)
-    with open_store(target, None, locks=True, single_file=False) as stage:
-        stage.begin("id", ["data"])
+    with open_target(target, Execution(), None) as stage:
+        stage.begin(JobNote.of("id", Path("source"), target, "universal", ["data"], None))
         # Another process takes the lease, and publishes.
         obstore.put(user.client, "end/out/.ckpt/lease", DEAD)
         obstore.put(user.client, "end/out/data", b"data")

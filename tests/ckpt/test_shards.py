@@ -14,10 +14,11 @@ import obstore
 import pytest
 
 import ckpt as library
+from ckpt.pipeline.groups import deal
+from ckpt.pipeline.lease import Busy, Lease, acquire
 from ckpt.pipeline.shard import Shard, parse_shard
-from ckpt.pipeline.shards import deal
-from ckpt.pipeline.shards.lease import FileLease
 from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.stores import bucket
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -187,8 +188,8 @@ def test_commit_repeats_the_command_from_anywhere(
     local: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ckpt(*COMMAND, "--shard", "0/2").code == 0
-    lease = FileLease(next(Path().glob(".out.*.shards.ckpt-partial")) / "lease")
-    assert lease.acquire() is None
+    lease = acquire(FolderPlace(next(Path().glob(".out.*.shards.ckpt-partial"))), "lease")
+    assert isinstance(lease, Lease)
     last = ckpt(*COMMAND, "--shard", "1/2")
     assert last.code == 0
     assert f"all files are written; process {os.getpid()} on" in last.out
@@ -220,9 +221,8 @@ def test_commit_publishes_what_an_array_wrote_in_an_environment_without_the_arra
             done = ckpt(*command)
             assert done.code == 0, done.err
         if lease is None:  # so that the last shard cannot publish
-            lease = FileLease(next(Path().glob(".out.*.shards.ckpt-partial")) / "lease")
-            assert lease.acquire() is None
-    assert lease is not None
+            lease = acquire(FolderPlace(next(Path().glob(".out.*.shards.ckpt-partial"))), "lease")
+    assert isinstance(lease, Lease)
     lease.release()
     assert not Path("out").exists()
     monkeypatch.chdir(tmp_path)
@@ -236,25 +236,28 @@ def test_commit_publishes_what_an_array_wrote_in_an_environment_without_the_arra
 def test_a_job_records_its_shard_as_numbers(local: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     assert ckpt(*COMMAND, "--shard", "auto/3").code == 0
-    [job] = Path().glob(".out.*.shards.ckpt-partial/job.json")
+    [job] = Path().glob(".out.*.shards.ckpt-partial/job")
     assert json.loads(job.read_text())["command"][-2:] == ["--shard", "1/3"]
 
 
 def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path) -> None:
-    first, second, third = (FileLease(tmp_path / "lease") for _ in range(3))
-    assert first.acquire() is None
-    assert second.acquire() == f"process {os.getpid()} on {os.uname().nodename}"
+    place = FolderPlace(tmp_path)
+    first = acquire(place, "lease")
+    assert isinstance(first, Lease)
+    assert str(acquire(place, "lease")) == f"process {os.getpid()} on {os.uname().nodename}"
     fields = json.loads((tmp_path / "lease").read_text())
     (tmp_path / "lease").write_text(json.dumps({**fields, "machine": "elsewhere"}))
-    assert second.acquire() is not None
+    assert isinstance(acquire(place, "lease"), Busy)
     hour_ago = time.time() - 3600
     os.utime(tmp_path / "lease", (hour_ago, hour_ago))
-    assert second.acquire() is None
-    assert third.acquire() is not None
+    second = acquire(place, "lease")
+    assert isinstance(second, Lease)
+    assert isinstance(acquire(place, "lease"), Busy)
     first.release()  # it has lost the lease, and must not remove that of the second
-    assert third.acquire() is not None
+    assert isinstance(acquire(place, "lease"), Busy)
     second.release()
-    assert third.acquire() is None
+    third = acquire(place, "lease")
+    assert isinstance(third, Lease)
     third.release()
     assert os.listdir(tmp_path) == []
 
@@ -266,7 +269,7 @@ def test_shards_finish_when_one_is_killed_and_one_runs_twice(local: dict[str, by
         return subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL)
 
     running = [start(0), start(1), start(2), start(2)]
-    while running[1].poll() is None and not list(Path().glob(".out.*/journals/1-*")):
+    while running[1].poll() is None and not list(Path().glob(".out.*/journal/*")):
         time.sleep(0.002)
     running[1].send_signal(signal.SIGKILL)
     assert [one.wait() for one in running if one is not running[1]] == [0, 0, 0]

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 import ckpt as library
+from ckpt.chains.change import change
+from ckpt.pipeline import Execution
+from ckpt.pipeline.folder_target import SHARDS, folder_of
 from ckpt.pipeline.scratch import scratch_folder
-from ckpt.pipeline.shards.folder import SHARDS, folder_of
 from ckpt_formats.core.errors import LockedError, UnsafeError
 from ckpt_formats.core.locking import lock
-from ckpt_formats.core.own_folder import check_own, create_own, make_own, open_own
+from ckpt_formats.core.own_folder import check_own, create_own, make_own, read_own
 from ckpt_formats.universal.chain import folder as chain_folder
 from damage import SAMPLES, UNSAFE, ckpt
 
@@ -95,7 +97,7 @@ def check_refused(victim: Path, path: Path, *words: object) -> None:
 
 
 @pytest.mark.parametrize("how", FILES)
-@pytest.mark.parametrize("name", ["journal.jsonl", "data/packs/00000.safetensors"])
+@pytest.mark.parametrize("name", ["job", "data/packs/00000.safetensors"])
 def test_convert_refuses_a_staging_folder_with_foreign_files(name: str, how: Lay, shared: Path, victim: Path) -> None:
     stage = shared / ".out.ckpt-partial"
     path = stage / name
@@ -184,7 +186,7 @@ def test_a_run_is_continued_in_a_folder_that_others_could_only_read(shared: Path
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [*(("job.json", how) for how in FILES), ("published", _link_to_nothing), ("lease", _link), ("journals", _pipe)],
+    [*(("job", how) for how in FILES), ("published", _link_to_nothing), ("lease", _link), ("journal", _pipe)],
 )
 def test_shards_refuse_foreign_files(name: str, how: Lay, shared: Path, victim: Path) -> None:
     job = library.Job(library.open(ZERO1), shared / "out", library.Universal())
@@ -193,7 +195,7 @@ def test_shards_refuse_foreign_files(name: str, how: Lay, shared: Path, victim: 
     lay(how, stage / name, victim)
     check_refused(victim, stage / name, "convert", ZERO1, shared / "out", "--shard", "0/2")
     check_refused(victim, stage / name, "clean", shared / "out")
-    if name == "job.json":
+    if name == "job":
         check_refused(victim, stage / name, "commit", shared / "out")
 
 
@@ -210,10 +212,10 @@ def test_a_chain_is_locked_and_replaced_without_following_links(how: Lay, shared
     before, run = tree(victim), shared / "run.chain"
     assert ckpt("append", run, ZERO1).code == 0
     how(run / "chain.json.tmp", victim)
-    with chain_folder.locked(run) as index:
-        assert index is not None
-        chain_folder.replace(run, index)
-    assert chain_folder.peek(run) == index
+    with change(run, Execution()) as changed:
+        assert changed.chain is not None
+        changed.replace(changed.chain)
+    assert chain_folder.peek(run) == changed.chain
     assert tree(victim) == before
     (run / "chain.lock").unlink()
     how(run / "chain.lock", victim)
@@ -224,16 +226,13 @@ def test_a_chain_is_locked_and_replaced_without_following_links(how: Lay, shared
 def test_own_files_are_plain(how: Lay, shared: Path, victim: Path) -> None:
     before, path = tree(victim), shared / "file"
     how(path, victim)
-    for mode in ("r", "a", "w"):
-        with pytest.raises(UnsafeError), open_own(path, mode):
-            pass
+    with pytest.raises(UnsafeError):
+        read_own(path)
     with pytest.raises(UnsafeError), lock(path, LockedError("locked")):
         pass
     os.close(create_own(path))
-    with open_own(path, "w") as file:
-        file.write("own")
-    with open_own(path) as file:
-        assert file.read() == "own"
+    path.write_text("own")
+    assert read_own(path)[0] == b"own"
     assert tree(victim) == before
 
 

@@ -8,11 +8,13 @@ import obstore
 import pytest
 
 import ckpt as library
-from ckpt.pipeline import lease, object_journal, staging
+from ckpt.pipeline import lease
+from ckpt.pipeline import target as life
 from ckpt.pipeline.lease_owner import LeaseOwner, this_machine
 from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.bucket_place import BucketPlace
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
 
@@ -69,7 +71,7 @@ def test_a_folder_in_a_store_has_the_bytes_of_a_local_one(
     requests: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(object_journal, "_BATCH_SECONDS", 1e9)  # a slow machine would put more
+    monkeypatch.setattr(BucketPlace, "batch_seconds", 1e9)  # a slow machine would put more
     local = ckpt(command, source, tmp_path / "out", *options)
     stored = ckpt(command, source, f"s3://{BUCKET}/a/out", *options)
     assert (stored.code, stored.err.replace(f"s3://{BUCKET}/a", str(tmp_path))[:40]) == (local.code, local.err[:40])
@@ -133,17 +135,17 @@ def test_a_large_file_is_uploaded_in_parts(user: StoreServer, tmp_path: Path, mo
 
 @pytest.mark.parametrize("point", ["written", "journalled", "settled", "committed", "before rename"])
 def test_interrupted_target_is_no_checkpoint_and_can_be_continued(
-    point: staging.Point, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: life.Point, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, options = f"s3://{BUCKET}/a/out", ("--to", "deepspeed", "--dp", "3")
     assert ckpt("convert", ZERO1, tmp_path / "out", *options).code == 0
 
-    def interrupt(reached: staging.Point) -> None:
+    def interrupt(reached: life.Point) -> None:
         if reached == point:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", interrupt)
+        patch.setattr(life, "reached", interrupt)
         assert ckpt("convert", ZERO1, url, *options).code == 130
     refused = ckpt("inspect", url)
     assert refused.code == 20
@@ -161,12 +163,12 @@ def test_target_is_whole_when_it_is_interrupted_after_its_last_file(
     url = f"s3://{BUCKET}/a/out"
     assert ckpt("convert", ZERO1, tmp_path / "out").code == 0
 
-    def interrupt(reached: staging.Point) -> None:
+    def interrupt(reached: life.Point) -> None:
         if reached == "renamed":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", interrupt)
+        patch.setattr(life, "reached", interrupt)
         assert ckpt("convert", ZERO1, url).code == 130
     assert ckpt("verify", url).code == 0
     again = ckpt("convert", ZERO1, url)
@@ -178,12 +180,12 @@ def test_clean_gives_up(user: StoreServer, tmp_path: Path, monkeypatch: pytest.M
     url = f"s3://{BUCKET}/a/out"
     user.put("a/other", PLAIN / "manifest.json")
 
-    def interrupt(reached: staging.Point) -> None:
+    def interrupt(reached: life.Point) -> None:
         if reached == "committed":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", interrupt)
+        patch.setattr(life, "reached", interrupt)
         assert ckpt("convert", ZERO1, url).code == 130
         assert ckpt("convert", ZERO1, tmp_path / "out").code == 130
     assert objects_below(user, "a/out")
@@ -213,12 +215,12 @@ def test_another_job_removes_what_the_first_has_left(
 ) -> None:
     url = f"s3://{BUCKET}/a/out"
 
-    def interrupt(reached: staging.Point) -> None:
+    def interrupt(reached: life.Point) -> None:
         if reached == "settled":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", interrupt)
+        patch.setattr(life, "reached", interrupt)
         assert ckpt("convert", ZERO1, url, "--to", "deepspeed").code == 130
     assert ckpt("convert", ZERO1, url).code == 0
     assert ckpt("convert", ZERO1, tmp_path / "out").code == 0
@@ -234,12 +236,12 @@ def test_objects_of_others_are_never_touched(user: StoreServer, monkeypatch: pyt
     assert objects_below(user, "a") == before
     obstore.delete(user.client, "a/out/notes.txt")
 
-    def intrude(reached: staging.Point) -> None:
+    def intrude(reached: life.Point) -> None:
         if reached == "written":
             user.put("a/out/notes.txt", PLAIN / "manifest.json")
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", intrude)
+        patch.setattr(life, "reached", intrude)
         refused = ckpt("convert", ZERO1, url)
     assert refused.code == 30
     assert "notes.txt" in refused.err
@@ -249,9 +251,10 @@ def test_objects_of_others_are_never_touched(user: StoreServer, monkeypatch: pyt
 
 def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, key = Bucket(f"s3://{BUCKET}"), "a/out/.ckpt/lease"
-    with lease.hold_lease(bucket, key, "the target") as first:
+    notes = BucketPlace(bucket, "a/out/.ckpt")
+    with lease.hold(notes, "lease", "the target") as first:
         first.check()
-        with pytest.raises(LockedError, match="process"), lease.hold_lease(bucket, key, "the target"):
+        with pytest.raises(LockedError, match="process"), lease.hold(notes, "lease", "the target"):
             pass
         refused = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out")
         assert refused.code == 11
@@ -265,12 +268,12 @@ def test_a_lease_lets_one_process_write(user: StoreServer, monkeypatch: pytest.M
         assert "elsewhere" in refused.err
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "now", lambda self, folder: self.head(key).modified + 1)
-        with lease.hold_lease(bucket, key, "the target") as taken:
+        with lease.hold(notes, "lease", "the target") as taken:
             taken.check()
     # The owner was a process of this machine that has ended.
     dead = LeaseOwner("id", "here", this_machine(), 2**22 + 1, "1", 3600.0)
     bucket.create(key, lease._body(dead))
-    with lease.hold_lease(bucket, key, "the target"):
+    with lease.hold(notes, "lease", "the target"):
         pass
 
 
@@ -280,7 +283,7 @@ def test_a_lease_that_was_taken_over_ends_the_work(user: StoreServer, monkeypatc
 
     there = set[str]()
 
-    def take_over(reached: staging.Point) -> None:
+    def take_over(reached: life.Point) -> None:
         if reached == "committed":
             there.update(objects_below(user, "a/out"))
             obstore.put(user.client, "a/out/.ckpt/lease", b"{}")
@@ -289,7 +292,7 @@ def test_a_lease_that_was_taken_over_ends_the_work(user: StoreServer, monkeypatc
             time.sleep(0.5)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "reached", take_over)
+        patch.setattr(life, "reached", take_over)
         refused = ckpt("convert", ZERO1, url)
     assert refused.code == 11
     assert objects_below(user, "a/out").keys() == there

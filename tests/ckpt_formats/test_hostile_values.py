@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import fuzz_readers
 from ckpt.pipeline import receipts
 from ckpt.pipeline.evidence_text import to_text
-from ckpt.pipeline.shards.job import ShardJob
+from ckpt.pipeline.job_note import JobNote
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.core.claims import MAX_NAME
 from ckpt_formats.core.errors import CorruptError
@@ -145,12 +145,12 @@ def test_a_malformed_line_of_a_journal_is_no_receipt(kind: str) -> None:
 
 
 def test_a_job_with_nul_in_a_name_is_damage() -> None:
-    job = ShardJob("0", "ckpt", "a", "b", "torch", ("ckpt",), "/", "2026", ("x",))
-    assert ShardJob.from_json(job.to_json(), "job.json") == job
+    job = JobNote("0", "ckpt", "a", "b", "torch", ("ckpt",), "/", "2026", ("x",))
+    assert JobNote.from_json(job.to_json(), "job.json") == job
     for name, value in (("source", "a\0"), ("target", "\0"), ("files", ["\0"]), ("command", ["a\0"])):
         fields = {**json.loads(job.to_json()), name: value}
         with pytest.raises(CorruptError, match="not the description of a job"):
-            ShardJob.from_json(json.dumps(fields).encode(), "job.json")
+            JobNote.from_json(json.dumps(fields).encode(), "job.json")
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.pipeline.folder_staging import open_folder
+from ckpt.pipeline import Execution
+from ckpt.pipeline.folder_target import open_target
+from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.receipts import from_lines, to_line
 from ckpt_formats.core import files
 from ckpt_formats.core.coverage import Piece
@@ -225,9 +227,9 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
     """Evidence of an interrupted run counts in the next: all numbers of 128 bits, all names."""
     names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=20)
     content = data.draw(st.binary(max_size=40))
-    with folder() as at, open_folder(at / "target") as stage:
-        stage.begin("plan", ["part"])
-        written = write_sealed(stage.data, "part", [content])
+    with folder() as at, open_target(at / "target", Execution(1), None) as stage:
+        stage.begin(JobNote.of("job", Path("source"), at / "target", "torch", ["part"], None))
+        written = write_sealed(stage.folder / "data", "part", [content])
         digests = st.integers(0, 2**128 - 1)
         seals = st.builds(
             Seal,
@@ -244,7 +246,8 @@ def test_receipts_pass_unchanged_through_the_journal(data: st.DataObject) -> Non
         entry = {"a": [1, None, "text"], "b": {"c": 0.5}}
         receipt = Receipt("part", len(content), (written,), entry, evidence)
         stage.note(receipt)
-        (passed,) = stage.receipts(Torch())
+        stage.flush()
+        (passed,) = stage.receipts(Torch()).values()
         assert np.array_equal(np.sort(passed.evidence.table), np.sort(evidence.table))
         assert replace(passed, evidence=replace(passed.evidence, ranges=evidence.ranges)) == receipt
 

@@ -20,6 +20,7 @@ from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
+from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
@@ -366,7 +367,7 @@ def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> N
             assert states.open_state(chain, listed, step).extras["mark"] == step
         for one in sorted(chain.iterdir(), reverse=True):
             if one.is_dir():
-                folder.remove([one])
+                place_at(chain).remove([one.name], first=folder.MANIFEST)
         (chain / index.NAME).unlink()
 
 

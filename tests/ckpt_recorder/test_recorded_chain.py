@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt.chains.change import change
+from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder, resume
 from damage import ckpt
@@ -221,9 +223,9 @@ def test_bases_are_compared_with_the_log(recorded, run: Path, tmp_path: Path) ->
     assert ckpt("append", other, tmp_path / "flipped.pt", "--step", 9).code == 0
     chain = index.load(run / index.NAME)
     shutil.copytree(run / chain.segments[0].folder, other / chain.segments[0].folder)
-    with folder.locked(other) as locked:
-        assert locked is not None
-        folder.replace(other, replace(locked, segments=chain.segments))
+    with change(other, Execution()) as changed:
+        assert changed.chain is not None
+        changed.replace(replace(changed.chain, segments=chain.segments))
     done = ckpt("verify", other, "--replay", "--json")
     assert done.code == 20
     (finding,) = (one for one in json.loads(done.out)["findings"] if one["kind"] == "replay")

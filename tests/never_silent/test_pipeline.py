@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ckpt import compare as differences
-from ckpt.pipeline import job_id, staging
+from ckpt.pipeline import job_id
+from ckpt.pipeline import target as life
 from ckpt.rename import UseNames, use_names
 from ckpt_cli.views import verify as verification
 from ckpt_codecs.registry import parse_delta
@@ -52,7 +53,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Fault], None]:
             if now == point and waiting:
                 waiting.pop()()
 
-        monkeypatch.setattr(staging, "reached", reached)
+        monkeypatch.setattr(life, "reached", reached)
 
     return put
 
@@ -258,7 +259,7 @@ def test_a_kernel_without_the_call_publishes_all_the_same(
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-from ckpt.pipeline import staging
+from ckpt.pipeline import target as life
 from ckpt_cli.main import run
 left = [{nth}]
 def reached(point):
@@ -266,7 +267,7 @@ def reached(point):
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-staging.reached = reached
+life.reached = reached
 sys.argv = ["ckpt", *{arguments!r}]
 run()
 """

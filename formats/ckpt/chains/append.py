@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.chains.places import changed
+from ckpt.chains.change import change
 from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
@@ -38,7 +38,7 @@ def append(
     """
     check_complete(source)
     check_not_suspicious(source)
-    with changed(run, resources, create=True) as place:
+    with change(run, resources, create=True) as place:
         run, chain, resources = place.run, place.chain, place.resources
         step, notes = _step(source, step, chain, run)
         name = folder_name(step)

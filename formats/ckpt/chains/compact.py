@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckpt.chains.append import folder_name, last_base
 from ckpt.chains.carried import CarriedState, carry
-from ckpt.chains.places import ChainPlace, changed
+from ckpt.chains.change import ChainChange, change
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
@@ -121,7 +121,7 @@ def compact(
     run: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, progress: AnyProgress | None = None
 ) -> CompactResult:
     """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
-    with changed(run, resources) as place:
+    with change(run, resources) as place:
         chain = place.chain
         assert chain is not None  # `changed` raises if there is none
         notes = place.remove_leftovers()
@@ -136,7 +136,7 @@ def compact(
     return CompactResult(chain, after, notes, (packs_before, packs_after))
 
 
-def _drop_later_records(place: ChainPlace, chain: ChainIndex) -> None:
+def _drop_later_records(place: ChainChange, chain: ChainIndex) -> None:
     """Truncate files after the end of a segment. The list states already that these records do not count."""
     for one in chain.segments:
         if one.step is not None:
@@ -172,7 +172,7 @@ def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, .
 
 
 def _written(
-    place: ChainPlace, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: AnyProgress | None
+    place: ChainChange, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: AnyProgress | None
 ) -> list[Member]:
     """The members that the chain has afterwards, of which those are written that are not there.
 
@@ -234,7 +234,7 @@ def _open(run: Path, chain: ChainIndex, opened: OpenedMembers, member: Member) -
 
 
 def _rewritten(
-    place: ChainPlace,
+    place: ChainChange,
     chain: ChainIndex,
     state: KeptMember,
     source: Checkpoint | None,

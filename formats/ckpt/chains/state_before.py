@@ -6,8 +6,6 @@ chunk is compared with its checksum in the index of the last member, as it is re
 where it was read.
 """
 
-import os
-import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, O
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote, is_same_path, relative_path
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
@@ -90,35 +88,28 @@ def appended_from(run: Path, source: Checkpoint, member: Member) -> AppendedFrom
     if not member.exact or len(source.history) != 1 or not isinstance(source.history[0], Opened):
         return None
     path = source.path  # not that of a folder with several checkpoints, of which another may be the last one soon
-    if isinstance(path, StorePath) and isinstance(run, StorePath) and path.store.url == run.store.url:
-        return AppendedFrom(member.content, posixpath.relpath(path.resolve().key, run.resolve().key))
-    if isinstance(path, StorePath) or isinstance(run, StorePath) or not path.exists() or os.path.samefile(path, run):
-        return None  # the path that is noted is relative to the chain
-    return AppendedFrom(member.content, os.path.relpath(path.resolve(), run.resolve()))
+    seen_from_run = relative_path(path.resolve(), run.resolve())
+    if seen_from_run is None or not path.exists() or is_same_path(path, run):
+        return None
+    return AppendedFrom(member.content, seen_from_run)
 
 
 def _appended_from(run: Path, noted: AppendedFrom, last: Member, source: Checkpoint) -> Checkpoint | None:
     """The checkpoint that the last member was appended from; None if it is not there any more."""
     path, options = run / noted.path, _options(source)
     try:
-        path = listed_again(path.resolve()) if isinstance(path, StorePath) else path
+        path = listed_again(path.resolve()) if is_remote(path) else path
     except CkptError:
         return None
     if noted.content != last.content or options is None or not path.exists():
         return None
-    if _is_same(path, source.path):
+    if is_same_path(path, source.path):
         return None  # it was written again: the new state is there
     try:
         checkpoint = open_checkpoint(path, options)
     except CkptError:
         return None
     return checkpoint if checkpoint.step in (None, last.step) else None
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    if isinstance(path, StorePath) or isinstance(other, StorePath):
-        return path == other
-    return other.exists() and os.path.samefile(path, other)
 
 
 def _options(source: Checkpoint) -> ReadOptions | None:

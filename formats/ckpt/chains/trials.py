@@ -11,7 +11,7 @@ from typing import Annotated
 
 from ckpt.job import Job
 from ckpt.pipeline import Execution
-from ckpt.pipeline.folder_staging import locked_folder
+from ckpt.pipeline.folder_target import locked_folder
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_codecs.lossy import Subspace, coarsest
 from ckpt_formats.core.arguments import Admits, Checked, Increase

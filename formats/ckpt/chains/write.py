@@ -1,7 +1,5 @@
 """Write one state as a member of a chain, or as a delta on its own."""
 
-import os
-import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -27,7 +25,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.rules import Pattern
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import is_remote, relative_path
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.stores.location import listed_again
@@ -222,7 +220,7 @@ def _write_coded(
         fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)
     if policy.evaluation is None or not isinstance(fitted, Subspace):
         return write(fitted, target)
-    if isinstance(target, StorePath):
+    if is_remote(target):
         raise UnsupportedError(
             "states are evaluated beside a chain in the file system, not in a store",
             where=target.parent,
@@ -234,15 +232,14 @@ def _write_coded(
 
 def _parent(folder: Path, content: str, target: Path) -> Parent:
     """The parent as the manifest names it, by a relative path. Raises `UnsupportedError` if there is none."""
-    if isinstance(folder, StorePath) and isinstance(target, StorePath) and folder.store.url == target.store.url:
-        return Parent(content, posixpath.relpath(folder.resolve().key, target.resolve().key))
-    if isinstance(folder, StorePath) or isinstance(target, StorePath):
+    path = relative_path(folder.resolve(), target.parent.resolve() / target.name)
+    if path is None:
         raise UnsupportedError(
             "a delta and its parent are in one file system, or in one bucket",
             where=folder,
             hint="Copy the parent first (`ckpt copy`), or convert it.",
         )
-    return Parent(content, os.path.relpath(folder.resolve(), target.parent.resolve() / target.name))
+    return Parent(content, path)
 
 
 def _write(

@@ -22,7 +22,7 @@ from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.seal_file import SealedFile, seal_of_file, to_bytes
 from ckpt_formats.registry.seal_places import place_of_file
-from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.stores.location import place_at, source_path, target_path
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,8 @@ def copy(
 
 def _in_store(target: StorePath, receipts: list[Receipt]) -> list[Receipt]:
     """The receipts with the e_tags that their objects have now; empty for one that is not there."""
-    from ckpt_formats.stores.bucket import Bucket  # only if there is a store
-
-    bucket = Bucket(target.store.url)
-    there = bucket.list(target.key)
-    if (alone := None if there else bucket.head(target.key)) is not None:
+    there = place_at(target).list()
+    if not there and (alone := place_at(target.parent).head(target.name)) is not None:
         return [replace(one, e_tag=alone.e_tag) for one in receipts]
-    keys = ((one, there.get(f"{target.key}/{one.file}")) for one in receipts)
-    return [replace(one, e_tag="" if stored is None else stored.e_tag) for one, stored in keys]
+    stored = ((one, there.get(one.file)) for one in receipts)
+    return [replace(one, e_tag="" if entry is None else entry.e_tag) for one, entry in stored]

@@ -13,10 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-import xxhash
-
-from ckpt.chains.places import StorePlace, changed
-from ckpt.copying.compare import digest_of
+from ckpt.chains.change import ChainChange, change
 from ckpt.copying.selection import below
 from ckpt.pipeline import Execution, Resources
 from ckpt_formats.core.arguments import StrPath, checked
@@ -28,14 +25,14 @@ from ckpt_formats.core.errors import (
     OutputError,
 )
 from ckpt_formats.core.files import Reader, write_all
-from ckpt_formats.core.store_path import StorePath, is_remote
+from ckpt_formats.core.place import ObjectEntry
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.bucket import part_nbytes
 from ckpt_formats.stores.e_tags import RunningTag
 from ckpt_formats.stores.joined import part_name, parts_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.location import listed_again, source_path, target_path
-from ckpt_formats.stores.object_store import ObjectStore
 from ckpt_formats.universal.chain import file as chain_list
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.chain.folder import is_growing
@@ -111,9 +108,9 @@ def follow_copy(
 class _ChainCopy:
     """The copy of a chain, which this process alone changes."""
 
-    place: StorePlace
+    change: ChainChange
     done: set[str] = field(default_factory=set)
-    """The keys of objects that this process has put or compared."""
+    """The names of objects that this process has put or compared."""
 
     def bring(self, run: Path) -> CopyUpdate:
         """Put what is new. If the chain is changed meanwhile so that files are gone, it is read again."""
@@ -129,7 +126,7 @@ class _ChainCopy:
     def _bring(self, run: Path, chain: ChainIndex) -> CopyUpdate:
         self._check_same(chain)
         growing = [one for one in chain.segments if is_growing(run / one.folder)]
-        there = self.place.bucket.list(self.place.run.key)
+        there = dict(self.change.place.list())
         before = set(there)
         last = chain.members[-1].step if chain.members else None
         for name in sorted(_folders(chain)):
@@ -150,21 +147,21 @@ class _ChainCopy:
             last = end if last is None else max(last, end)
         # The path that is noted is relative to the other chain.
         listed = replace(chain, segments=tuple(segments), appended_from=None)
-        if listed != self.place.chain and (listed.members or listed.segments):
-            self.place.replace(listed)
-            self.place.chain = listed
-            self.place.look()
-            self.place.remove_unneeded(self.place.leftovers(listed))
+        if listed != self.change.chain and (listed.members or listed.segments):
+            self.change.replace(listed)
+            self.change.chain = listed
+            self.change.look()
+            self.change.remove_unneeded(self.change.leftovers(listed))
         new = [there[key].nbytes for key in there.keys() - before]
         return CopyUpdate(len(new), sum(new), last, bool(growing))
 
     @property
     def _listed_segments(self) -> set[str]:
-        return set() if self.place.chain is None else {one.folder for one in self.place.chain.segments}
+        return set() if self.change.chain is None else {one.folder for one in self.change.chain.segments}
 
     def _check_same(self, chain: ChainIndex) -> None:
         """Raise `OutputError` if the copy is one of another chain."""
-        copied = self.place.chain
+        copied = self.change.chain
         if copied is None:
             return
         contents = {one.folder: one.content for one in chain.members}
@@ -173,9 +170,9 @@ class _ChainCopy:
         there |= {one.folder: f"{one.run} {one.first}" for one in copied.segments}
         common = there.keys() & contents.keys()
         if not common or any(there[name] != contents[name] for name in common):
-            raise OutputError("there is another chain", where=self.place.run, hint=_HINT)
+            raise OutputError("there is another chain", where=self.change.run, hint=_HINT)
 
-    def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, StoredObject]) -> int | None:
+    def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, ObjectEntry]) -> int | None:
         """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
         segment = open_steps(run, logged)
         ends = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
@@ -185,59 +182,51 @@ class _ChainCopy:
             if path not in ends:
                 self._put_file(run, path, there)
         for path, end in ends.items():
-            key = self._key(run, path)
-            begins = parts_of({name: one.nbytes for name, one in there.items()}).get(key, [0])
+            name = path.relative_to(run).as_posix()
+            begins = parts_of({each: one.nbytes for each, one in there.items()}).get(name, [0])
             for begin, stop in pairwise(begins):  # what was put before this process began
                 if stop <= end:
-                    self._put(path, begin, stop, part_name(key, begin), there)
+                    self._put(path, begin, stop, part_name(name, begin), there)
             begin = begins[-1]
             while begin < end:
                 stop = min(end, begin + PART_NBYTES)
-                self._put(path, begin, stop, part_name(key, begin), there)
+                self._put(path, begin, stop, part_name(name, begin), there)
                 begin = stop
         return segment.last
 
-    def _put_file(self, run: Path, path: Path, there: dict[str, StoredObject]) -> None:
-        self._put(path, 0, path.stat().st_size, self._key(run, path), there)
+    def _put_file(self, run: Path, path: Path, there: dict[str, ObjectEntry]) -> None:
+        self._put(path, 0, path.stat().st_size, path.relative_to(run).as_posix(), there)
 
-    def _put(self, path: Path, begin: int, end: int, key: str, there: dict[str, StoredObject]) -> None:
-        """Put a range of a file as an object, unless this process has done so. One that is there is compared."""
-        if key in self.done and key in there:
+    def _put(self, path: Path, begin: int, end: int, name: str, there: dict[str, ObjectEntry]) -> None:
+        """Put a range of a file as an object, unless this process has done so. One that exists is compared."""
+        if name in self.done and name in there:
             return
+        place = self.change.place
         is_whole = not is_remote(path) and (begin, end) == (0, path.stat().st_size)
-        part = path if is_whole else self.place.temporary / "part"
-        digest, tag = _read(path, begin, end, None if is_whole else part)
-        stored = there.get(key)
-        if stored is not None and not self._is(key, stored, digest, tag):
-            if self._is_named(key):
-                raise OutputError("has other bytes than the chain", where=self._where(key), hint=_HINT)
-            self.place.confirm()
-            self.place.bucket.delete([key])  # a killed process has put it, of a state that is not named
+        part = path if is_whole else self.change.temporary / "part"
+        tag = _tag_of(path, begin, end, None if is_whole else part)
+        stored = there.get(name)
+        if stored is not None and not self._is_equal(name, stored, part, tag):
+            if self._is_named(name):
+                raise OutputError("has other bytes than the chain", where=place.where(name), hint=_HINT)
+            self.change.confirm()
+            place.delete([name])  # a killed process has put it, of a state that is not named
             stored = None
         if stored is None:
-            e_tag = self.place.bucket.upload(key, part, self.place.lease.check, _PARTS_AT_ONCE, tag)
+            e_tag = place.create_from(name, part, self.change.right.check, _PARTS_AT_ONCE, tag)
             stored = StoredObject(end - begin, e_tag, 0.0)
-            if not self._is(key, stored, digest, tag):
-                raise CorruptError("the object in the store has other bytes than were read", where=self._where(key))
-            there[key] = stored
-        self.done.add(key)
+            if not self._is_equal(name, stored, part, tag):
+                raise CorruptError("the object in the store has other bytes than were read", where=place.where(name))
+            there[name] = stored
+        self.done.add(name)
 
-    def _is(self, key: str, stored: StoredObject, digest: int, tag: str) -> bool:
-        """Whether an object has the bytes of a checksum, by its e_tag, or because it was read."""
-        if stored.e_tag.strip('"') == tag:
-            return True
-        url = self.place.bucket.url
-        return digest_of(StorePath(ObjectStore(url, {key: stored}, key), key)) == digest
+    def _is_equal(self, name: str, stored: ObjectEntry, part: Path, tag: str) -> bool:
+        """Whether an object has the bytes of a file, by its e_tag, or because it was read."""
+        return stored.e_tag.strip('"') == tag or self.change.place.tag_if_equal(name, part) is not None
 
-    def _is_named(self, key: str) -> bool:
-        name = key[len(self.place.run.key) + 1 :].partition("/")[0]
-        return self.place.chain is not None and name in _folders(self.place.chain) | self._listed_segments
-
-    def _key(self, run: Path, path: Path) -> str:
-        return f"{self.place.run.key}/{path.relative_to(run).as_posix()}"
-
-    def _where(self, key: str) -> str:
-        return f"{self.place.bucket.url}/{key}"
+    def _is_named(self, name: str) -> bool:
+        folder = name.partition("/")[0]
+        return self.change.chain is not None and folder in _folders(self.change.chain) | self._listed_segments
 
 
 @contextmanager
@@ -249,9 +238,8 @@ def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
             where=path,
             hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",
         )
-    with changed(path, resources, create=True) as place:
-        assert isinstance(place, StorePlace)
-        yield _ChainCopy(place)
+    with change(path, resources, create=True) as changed:
+        yield _ChainCopy(changed)
 
 
 def _folders(chain: ChainIndex) -> set[str]:
@@ -260,15 +248,14 @@ def _folders(chain: ChainIndex) -> set[str]:
     return {one.folder for one in chain.members} | set(chain.shared_packs()) | tip
 
 
-def _read(path: Path, begin: int, end: int, part: Path | None) -> tuple[int, str]:
-    """The XXH3-128 of a range of a file, and the e_tag that most stores give it. It is written to `part`, if given."""
-    digest, tag = xxhash.xxh3_128(), RunningTag(part_nbytes(end - begin))
+def _tag_of(path: Path, begin: int, end: int, part: Path | None) -> str:
+    """The e_tag that most stores give to a range of a file, which is written to `part`, if given."""
+    tag = RunningTag(part_nbytes(end - begin))
     buffer = memoryview(bytearray(min(_BLOCK, end - begin)))
     with Reader(check=False) as reader, open(part or os.devnull, "wb", buffering=0) as out:
         for at in range(begin, end, _BLOCK):
             block = buffer[: min(_BLOCK, end - at)]
             reader.read_into(path, at, block)
-            digest.update(block)
             tag.update(block)
             write_all(out, block)
-    return int(digest.intdigest()), tag.text()
+    return tag.text()

@@ -25,14 +25,12 @@ from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader, Seal, crc32
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.seal_checks import SealChecks
-from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.core.text import printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.seal_file import SealedFile, to_bytes
 from ckpt_formats.registry.seal_places import place_of
-from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.stores.location import place_at, source_path, target_path
 
 _RANGE = 8 << 20
 """A range of a file has at least so many bytes, unless a tensor or the file ends before."""
@@ -192,39 +190,15 @@ def _ends(nbytes: int, borders: Sequence[int]) -> tuple[int, ...]:
 
 def write_seal_file(place: Path, files: Mapping[str, SealedFile]) -> None:
     """Write a seal file, which appears when it is whole, and replaces nothing. Raises `OutputError`."""
-    content = to_bytes(files)
-    if is_remote(place):
-        from ckpt_formats.stores.bucket import Bucket  # only if there is a store
-
-        try:
-            Bucket(place.store.url).create(place.key, content)
-        except FileExistsError as error:
-            raise OutputError("is sealed already, by another process", where=place) from error
-        except OSError as error:
-            raise unwritable(error, place) from error
-        return
-    partial = place.with_name(f".{place.name}.{os.getpid()}{PARTIAL}")
     try:
-        with partial.open("xb") as out:
-            out.write(content)
-        flush(partial)
-        rename_new(partial, place)
-        flush(place.parent)
+        place_at(place.parent).replace(place.name, to_bytes(files), None)
     except FileExistsError as error:
         raise OutputError("is sealed already, by another process", where=place) from error
     except OSError as error:
         raise unwritable(error, place) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def remove_seal_file(place: Path) -> None:
     """Remove a seal file that this process wrote. What cannot be removed stays."""
     with suppress(OSError):
-        if is_remote(place):
-            from ckpt_formats.stores.bucket import Bucket  # only if there is a store
-
-            Bucket(place.store.url).delete([place.key])
-        else:
-            place.unlink(missing_ok=True)
+        place_at(place.parent).delete([place.name])

@@ -13,6 +13,9 @@ from ckpt.pipeline import CountBytes, Execution, Resources, Result
 from ckpt.pipeline.planned_reads import StoreReads, estimate_reads
 from ckpt.pipeline.shard import COMMIT, Shard
 from ckpt.pipeline.shared_plan import SharedPlan
+from ckpt.pipeline.target import StagedTarget
+from ckpt.pipeline.targets import is_published
+from ckpt.pipeline.write import Replay
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
 from ckpt_formats.core.arguments import Checked, StrPath
@@ -143,23 +146,12 @@ class Job(Checked):
     def _execute(self, resources: Execution, progress: AnyProgress | None) -> Result:
         if self.needs_kernels:
             load_kernels()
-        if self.replay_notice is None or resources.shard is not None:
-            return self._run(resources, progress)
-        from ckpt.job.replay_first import replayed
-
-        def write(state: Checkpoint, folder: Path, format: WritableFormat) -> Result:
-            return Job(state, folder, format).run(resources=resources, progress=progress)
-
-        needed = pipeline.space_needed(self._plan.files)
-        with replayed(self.source, self.path, needed, resources, write) as state:
-            return Job(state, self.path, self.format)._run(resources, progress)
-
-    def _run(self, resources: Execution, progress: AnyProgress | None) -> Result:
+        replay = None if self.replay_notice is None or resources.shard is not None else self._replay(resources)
         try:
             count_bytes = count_to(self._plan.nbytes, progress)
             show_status = progress.show_status if isinstance(progress, Progress) else None
             return pipeline.write(
-                self._plan, self._source, self.path, self._format, resources, count_bytes, show_status
+                self._plan, self._source, self.path, self._format, resources, count_bytes, show_status, replay
             )
         except OutputError as error:
             # Another run of this shard may have published the target meanwhile, which is then in the way.
@@ -168,10 +160,22 @@ class Job(Checked):
                 raise
             return pipeline.complete_before(self.path)
 
+    def _replay(self, resources: Execution) -> Replay:
+        """What replays the source once, before a format that would replay each delta several times writes it."""
+        from ckpt.job.replay_first import replayed  # few sources are states of chains
+
+        def write(state: Checkpoint, folder: Path, format: WritableFormat) -> Result:
+            return Job(state, folder, format).run(resources=resources)
+
+        def replay(stage: StagedTarget) -> tuple[Checkpoint, Plan]:
+            state = replayed(self.source, stage, pipeline.space_needed(self._plan.files), write)
+            job = Job(state, self.path, self.format)
+            return job._source, job._plan
+
+        return replay
+
     def is_published(self) -> bool:
         """Whether shards of an equal job have written the target, today or yesterday."""
-        from ckpt.pipeline.shards import is_published
-
         return is_published(self.path, self.id)
 
     @cached_property

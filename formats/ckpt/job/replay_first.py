@@ -3,23 +3,19 @@
 Otherwise each delta would be replayed several times.
 """
 
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt import pipeline
-from ckpt.pipeline import Execution
-from ckpt.pipeline.folder_staging import REPLAYED, make_staging, staging_folder
-from ckpt.pipeline.scratch import scratch_folder
+from ckpt.pipeline.folder_target import REPLAYED
+from ckpt.pipeline.target import StagedTarget
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
-from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
+from ckpt_formats.core.errors import NoSpaceError, OutputError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.write_replayed import stored_delta_of
@@ -50,45 +46,19 @@ def with_content(source: Checkpoint, format: Universal) -> Universal:
     return Universal(content=manifest.load(path).content)
 
 
-@contextmanager
-def replayed(source: Checkpoint, target: Path, needed: int, resources: Execution, write: Write) -> Iterator[Checkpoint]:
-    """Within, the state without deltas. It is in the staging folder of the target, and is removed with it.
+def replayed(source: Checkpoint, stage: StagedTarget, needed: int, write: Write) -> Checkpoint:
+    """Replay a state into the workspace of a target, with which it is removed. Returns it without deltas.
 
     What an interrupted run replayed there is used. Raises `NoSpaceError` unless there is space for it, and for `needed`
     bytes that the target takes.
     """
-    if is_remote(target):
-        with scratch_folder(resources.scratch) as scratch:
-            yield _replay(source, scratch, scratch, needed, write)
-        return
-    stage = staging_folder(target)
-    state = _replay(source, target, stage, needed, write)
-    try:
-        yield state
-    except CkptError as error:
-        if not isinstance(error, OutputError):  # after an OutputError, an equal job can continue
-            shutil.rmtree(stage, ignore_errors=True)
-        raise
-
-
-def _replay(source: Checkpoint, place: Path, stage: Path, needed: int, write: Write) -> Checkpoint:
-    """The replayed state, in the folder `stage` at `place`."""
-    folder = stage / f"{REPLAYED}{_name_of(source)}"
-    is_staged = stage != place  # else a folder that only this process knows
-    if is_staged and os.path.lexists(stage):
-        make_staging(stage, place)  # before anything in it is believed
+    folder = stage.workspace / f"{REPLAYED}{_name_of(source)}"
     if not folder.is_dir():
-        _check_space(place, stage, _universal_nbytes(source) + needed)
-        if is_staged:
-            make_staging(stage, place)
+        _check_space(stage, _universal_nbytes(source) + needed)
         try:
             write(source, folder, with_content(source, Universal()))
-        except CkptError:
-            with suppress(OSError):
-                stage.rmdir()  # fails if it is not empty: then an equal job can continue
-            raise
         except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage) from error
+            raise OutputError(f"cannot be written: {error.strerror or error}", where=stage.workspace) from error
     state = Universal().read(folder, ReadOptions())
     return replace(state, history=source.history)
 
@@ -111,14 +81,14 @@ def _universal_nbytes(source: Checkpoint) -> int:
     return pipeline.space_needed(Universal().plan(source).files)
 
 
-def _check_space(place: Path, stage: Path, needed: int) -> None:
+def _check_space(stage: StagedTarget, needed: int) -> None:
     """Raise `NoSpaceError` if there is too little space. Bytes that an interrupted run wrote are not written again."""
-    written = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
-    free = shutil.disk_usage(place.parent).free
+    written = sum(path.stat().st_size for path in stage.workspace.rglob("*") if path.is_file())
+    free = shutil.disk_usage(stage.disk.parent).free
     if needed > free + written:
         raise NoSpaceError(
             f"the target takes {format_nbytes(needed)}: the state is first replayed next to it; "
             f"{format_nbytes(free)} are free",
-            where=place,
+            where=stage.disk,
             hint="Free some; or write it as universal, which needs no temporary space.",
         )

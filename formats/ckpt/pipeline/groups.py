@@ -1,7 +1,12 @@
-"""Which files are written in step: those of tensor-parallel ranks, because each has other columns of the same rows."""
+"""Which files are written in step, and by which shard.
 
-from collections.abc import Iterable, Sequence
+Those of tensor-parallel ranks are in step, because each has other columns of the same rows.
+"""
 
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckpt.pipeline.shard import Shard
 from ckpt_formats.core.format import FilePlan
 
 Group = tuple[FilePlan, ...]
@@ -9,6 +14,9 @@ Group = tuple[FilePlan, ...]
 _AXIS = "tp"
 _NUMBER = "rank"
 """The rank's number among all, which some formats state besides."""
+_MAX_GROUP = 64
+_GROUPS = 4
+"""Groups of files for each shard. Files are written in step only where there are as many."""
 
 
 def in_step(files: Iterable[FilePlan], max_size: int) -> list[Group]:
@@ -46,3 +54,38 @@ def ranks(group: Sequence[FilePlan]) -> int:
 def nbytes(group: Sequence[FilePlan]) -> int:
     """About how many bytes are read and written for the files."""
     return sum(file.nbytes for file in group)
+
+
+def deal(files: Sequence[FilePlan], shard: Shard) -> list[Group]:
+    """The groups of files that a shard writes: the largest first, each to the shard with the fewest bytes so far.
+
+    It depends on the plan and the number of shards alone, so all processes deal alike.
+    """
+    if shard.only_commits:
+        return []
+    return [group for group, number in _dealt(files, shard.count) if number == shard.number]
+
+
+def share_of(files: Sequence[FilePlan], shard: Shard) -> list[FilePlan]:
+    """The files that a shard writes."""
+    return [part for group in deal(files, shard) for part in group]
+
+
+def missing_by_shard(missing: Iterable[FilePlan], files: Sequence[FilePlan], count: int) -> dict[int, tuple[str, ...]]:
+    """The names of missing files by the numbers of the shards that write them."""
+    names = {part.file for part in missing}
+    by_shard: dict[int, list[str]] = {}
+    for group, number in _dealt(files, count):
+        if own := [part.file for part in group if part.file in names]:
+            by_shard.setdefault(number, []).extend(own)
+    return {number: tuple(by_shard[number]) for number in sorted(by_shard)}
+
+
+def _dealt(files: Sequence[FilePlan], count: int) -> Iterator[tuple[Group, int]]:
+    """All groups, each with the number of the shard that writes it."""
+    groups = in_step(files, max(1, min(_MAX_GROUP, len(files) // (_GROUPS * count))))
+    loads = [(0, number) for number in range(count)]
+    for group in sorted(groups, key=lambda group: (-nbytes(group), group[0].file)):
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + nbytes(group) + 1, number))
+        yield group, number

@@ -1,6 +1,6 @@
-"""The right to write a target in a store: an object that its owner renews, and that others may take when it is not.
+"""The right to write in a place: an object that its owner renews, and that others may take when it is not.
 
-Whether it was renewed is decided by the clock of the store alone, so clocks of machines may differ. An owner that was
+Whether it was renewed is decided by the clock of the place alone, so clocks of machines may differ. An owner that was
 killed on this machine is known to be dead at once.
 """
 
@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from uuid import uuid4
 
 from ckpt.pipeline.lease_owner import LeaseOwner, owner_in
 from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.core.locking import unwritable
-from ckpt_formats.stores.bucket import Bucket, Version
+from ckpt_formats.core.place import Place, Version
 
 SECONDS = 60.0
 """An owner that has not renewed its lease for so long is taken for dead."""
@@ -23,11 +25,34 @@ _RENEWALS = 3
 _ATTEMPTS = 10
 
 
+class Right(Protocol):
+    """The exclusive right to write in a place: a lease, or a lock of the file system."""
+
+    def check(self) -> None:
+        """Raise `LockedError` unless this process may still write."""
+
+    def confirm(self) -> None:
+        """As `check`, and as the place itself sees it: for deletions, which no store makes conditional.
+
+        It may cost a request. The clock of this machine does not show for how long the machine itself was stopped.
+        """
+
+
+class _Lock:
+    """A lock that the file system holds until this process ends."""
+
+    def check(self) -> None:
+        pass
+
+    def confirm(self) -> None:
+        pass
+
+
 class Lease:
     """A lease that this process has taken. A thread renews it."""
 
-    def __init__(self, bucket: Bucket, key: str, owner: LeaseOwner, version: Version) -> None:
-        self._bucket, self._key, self._owner, self._version = bucket, key, owner, version
+    def __init__(self, place: Place, key: str, owner: LeaseOwner, version: Version) -> None:
+        self._place, self._key, self._owner, self._version = place, key, owner, version
         self._renewed = time.monotonic()
         self._is_lost = False
         self._released = threading.Event()
@@ -35,12 +60,7 @@ class Lease:
         self._thread.start()
 
     @property
-    def owner(self) -> str:
-        """The id of this process as an owner."""
-        return self._owner.id
-
-    @property
-    def as_owner(self) -> LeaseOwner:
+    def owner(self) -> LeaseOwner:
         """This process as an owner."""
         return self._owner
 
@@ -55,19 +75,15 @@ class Lease:
             raise self._locked()
 
     def confirm(self) -> None:
-        """Raise `LockedError` unless the store, too, says that this process may still write.
-
-        It costs a request, and is for what no store makes conditional: to delete. The clock of this machine does not
-        show for how long the machine itself was stopped.
-        """
+        """Raise `LockedError` unless the place, too, says that this process may still write."""
         self.check()
-        if not has_lease(self._bucket, self._key, self.owner):
+        if owner_of(self._place, self._key) != self._owner:
             raise self._locked()
 
     def _locked(self) -> LockedError:
         return LockedError(
             "another process may write here now: this one could not renew its lease in time",
-            where=f"{self._bucket.url}/{self._key}",
+            where=self._place.where(self._key),
             hint="Run the same command again. What was written is used, if nobody else has written the target.",
         )
 
@@ -76,7 +92,7 @@ class Lease:
             # The lease runs from before the request, because the answer may come late.
             started = time.monotonic()
             try:
-                self._version = self._bucket.replace(self._key, _body(self._owner), self._version)
+                self._version = self._place.renew(self._key, _body(self._owner), self._version)
             except FileExistsError:
                 self._is_lost = True
                 return
@@ -88,54 +104,97 @@ class Lease:
         """Let others write. An error is none for the user: then the lease ends by itself."""
         self._released.set()
         self._thread.join()
-        with suppress(OSError):
-            there = self._bucket.read(self._key)
-            if there is not None and owner_in(there[0]) == self._owner:
-                self._bucket.delete([self._key])
+        with suppress(OSError, CkptError):
+            if owner_of(self._place, self._key) == self._owner:
+                self._place.delete([self._key])
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Another process has the lease."""
+
+    holder: LeaseOwner | None
+    """None if the lease names none."""
+    seconds: float = SECONDS
+    """How long the lease lasts yet, unless it is renewed."""
+
+    def __str__(self) -> str:
+        return "another process" if self.holder is None else str(self.holder)
+
+
+def acquire(place: Place, key: str) -> Lease | Busy:
+    """Take the lease `key` of a place, if no living process has it. Does not wait."""
+    owner = LeaseOwner.of_this_process(SECONDS)
+    for _ in range(_ATTEMPTS):
+        with suppress(FileExistsError):
+            return Lease(place, key, owner, place.create(key, _body(owner)))
+        there = place.read(key)
+        if there is None:
+            continue  # it was released meanwhile
+        data, version = there
+        holder, left = owner_in(data), 0.0
+        if holder is None or not holder.is_dead:
+            left = _seconds_left(place, key, holder)
+        if left > 0:
+            return Busy(holder, left)
+        with suppress(FileExistsError):
+            return Lease(place, key, owner, place.replace_stale(key, _body(owner), version))
+    return Busy(None)
 
 
 @contextmanager
-def hold_lease(bucket: Bucket, key: str, target: object, conditions: bool = True) -> Iterator[Lease]:
-    """Within, this process alone may write the target. Raises `LockedError` if another one does, and `OutputError`.
+def hold(
+    place: Place, key: str, target: object, conditions: bool = True, purpose: str = "writing this target"
+) -> Iterator[Right]:
+    """Hold the exclusive right to write the target: a lock on the file `key`, or a lease of that name in a store.
 
-    `conditions`: refuse a store that would let two processes have the lease.
+    `purpose`: what another process that holds it does, for messages. `conditions`: refuse a file system that cannot
+    lock, or a store that would let two processes have the lease. Raises `LockedError` if another process holds it, and
+    `OutputError`.
     """
-    try:
-        lease = _take(bucket, key, target)
-    except CkptError:
-        raise
-    except OSError as error:
-        raise unwritable(error, Path(key)) from error
-    try:
-        if conditions:
-            check_conditions(
-                bucket,
-                key,
-                target,
-                "Two writers could damage the target. If no other process writes it, give --no-lock.",
-                lease.version,
-                _body(lease.as_owner),
-            )
-        yield lease
-    finally:
-        lease.release()
+    error = LockedError(f"another process is {purpose}", where=str(target), hint="Wait for it to end.")
+    with place.lock(key, error, conditions) as is_locked:
+        if is_locked:
+            yield _Lock()
+            return
+        try:
+            lease = acquire(place, key)
+        except CkptError:
+            raise
+        except OSError as error:
+            raise unwritable(error, Path(key)) from error
+        if isinstance(lease, Busy):
+            raise _locked_by(target, lease, purpose)
+        try:
+            if conditions:
+                check_conditions(
+                    place,
+                    key,
+                    target,
+                    "Two writers could damage the target. If no other process writes it, give --no-lock.",
+                    lease.version,
+                    _body(lease.owner),
+                )
+            yield lease
+        finally:
+            lease.release()
 
 
 def check_conditions(
-    bucket: Bucket, key: str, target: object, hint: str, version: Version, data: bytes = b"again"
+    place: Place, key: str, target: object, hint: str, version: Version, data: bytes = b"again"
 ) -> None:
     """Refuse a store that ignores conditions, as the object `key` of this version shows, which is deleted then.
 
     Raises `OutputError`.
     """
     try:
-        ignored = bucket.ignored_condition(key, version, data)
+        ignored = place.ignored_condition(key, version, data)
     except OSError as error:
         raise unwritable(error, Path(key)) from error
     if ignored is None:
         return
     with suppress(OSError):
-        bucket.delete([key])
+        place.delete([key])
     raise OutputError(
         f"this store overwrites objects whatever the request's condition is: it ignores `{ignored}`",
         where=str(target),
@@ -143,47 +202,27 @@ def check_conditions(
     )
 
 
-def has_lease(bucket: Bucket, key: str, owner: str) -> bool:
-    """Whether the owner with this id has the lease, or nobody has taken it from him yet."""
-    there = bucket.read(key)
-    holder = None if there is None else owner_in(there[0])
-    return holder is not None and holder.id == owner
+def owner_of(place: Place, key: str) -> LeaseOwner | None:
+    """The owner that a lease names; None if there is none."""
+    there = place.read(key)
+    return None if there is None else owner_in(there[0])
 
 
-def _take(bucket: Bucket, key: str, target: object) -> Lease:
-    owner = LeaseOwner.of_this_process(SECONDS)
-    for _ in range(_ATTEMPTS):
-        with suppress(FileExistsError):
-            return Lease(bucket, key, owner, bucket.create(key, _body(owner)))
-        there = bucket.read(key)
-        if there is None:
-            continue  # it was released meanwhile
-        data, version = there
-        holder, left = owner_in(data), 0.0
-        if holder is None or not holder.is_dead:
-            left = _seconds_left(bucket, key, holder)
-        if left > 0:
-            raise _locked_by(target, holder, left)
-        with suppress(FileExistsError):
-            return Lease(bucket, key, owner, bucket.replace(key, _body(owner), version))
-    raise _locked_by(target, None, SECONDS)
-
-
-def _seconds_left(bucket: Bucket, key: str, holder: LeaseOwner | None) -> float:
-    """How long a lease lasts yet, by the clock of the store."""
-    there = bucket.head(key)
+def _seconds_left(place: Place, key: str, holder: LeaseOwner | None) -> float:
+    """How long a lease lasts yet, by the clock of the place."""
+    there = place.head(key)
     if there is None:
         return 0.0
     lasts = SECONDS if holder is None else holder.seconds
-    return there.modified + lasts - bucket.now(key.rpartition("/")[0])
+    return there.modified + lasts - place.now()
 
 
-def _locked_by(target: object, holder: LeaseOwner | None, left: float) -> LockedError:
-    who = "" if holder is None else f" ({holder})"
+def _locked_by(target: object, busy: Busy, purpose: str) -> LockedError:
+    who = "" if busy.holder is None else f" ({busy.holder})"
     return LockedError(
-        f"another process is writing this target{who}",
+        f"another process is {purpose}{who}",
         where=str(target),
-        hint=f"Wait for it to end. If it was killed, the target is free in {left:.0f} s.",
+        hint=f"Wait for it to end. If it was killed, this place is free in {busy.seconds:.0f} s.",
     )
 
 

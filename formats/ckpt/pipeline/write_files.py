@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-from ckpt.pipeline import staging
+from ckpt.pipeline import target as life
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.groups import Group, ranks
 from ckpt.pipeline.interrupts import raise_if_interrupted
 from ckpt.pipeline.planned_reads import prefetched, ranges_of, reads_from_stores
 from ckpt.pipeline.resources import Resources
-from ckpt.pipeline.staging import Sink
+from ckpt.pipeline.target import Sink
 from ckpt_formats.core.bands import Band
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
@@ -59,7 +59,7 @@ def write_files(
             finally:
                 if band is not None:
                     band.leave()
-            staging.reached("written")
+            life.reached("written")
         return receipt
 
     def write_values(part: FilePlan, share: Resources, planned: PlannedReads | None, band: Band | None) -> Receipt:

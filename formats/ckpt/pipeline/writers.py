@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.pipeline.groups import Group, in_step
+from ckpt.pipeline.groups import Group, deal, in_step
 from ckpt.pipeline.resources import Execution
-from ckpt.pipeline.staging import Staging
+from ckpt.pipeline.target import StagedTarget
 from ckpt.pipeline.write_files import CountBytes, write_files
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
@@ -71,23 +71,29 @@ class FileWork:
 
 def write_missing(
     cluster: "Cluster | None",
-    stage: Staging,
+    stage: StagedTarget,
     work: FileWork,
     written: Collection[str],
     stop: threading.Event,
     count_bytes: CountBytes,
     show_status: "Callable[[ClusterStatus], None] | None" = None,
-) -> Iterable[Receipt]:
-    """Write the files of a plan that are not `written` yet. Gives their receipts as they are complete."""
-    if cluster is None:
-        groups = _without(written, in_step(work.plan.files, work.resources.group))
-        return write_files(stage, work.format, groups, work.resources, work.identities, work.listed, stop, count_bytes)
-    return _write_on(cluster, stage, work, set(written), stop, count_bytes, show_status)
+) -> Iterator[Receipt]:
+    """Write this process's share of the files that are not `written` yet. Yields receipts as files are complete."""
+    if cluster is not None:
+        yield from _write_on(cluster, stage, work, set(written), stop, count_bytes, show_status)
+        return
+    files, shard, resources = work.plan.files, work.resources.shard, work.resources
+    groups = _without(written, in_step(files, resources.group) if shard is None else deal(files, shard))
+    if groups:
+        with stage.attempt() as sink:
+            yield from write_files(
+                sink, work.format, groups, resources, work.identities, work.listed, stop, count_bytes
+            )
 
 
 def _write_on(
     cluster: "Cluster",
-    stage: Staging,
+    stage: StagedTarget,
     work: FileWork,
     written: Collection[str],
     stop: threading.Event,

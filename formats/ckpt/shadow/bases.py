@@ -2,18 +2,18 @@
 
 import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt.chains.append import folder_name
-from ckpt.chains.places import FolderPlace
+from ckpt.chains.change import change
 from ckpt.chains.write import DeltaPolicy, write_base
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import LockedError, UnsupportedError
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
@@ -41,21 +41,22 @@ def add_base(
     `CkptError`.
     """
     path = run / folder_name(step)
-    with _locked(run) as chain:
-        _check_place(run, chain, step, segment)
-        FolderPlace(run, chain, resources).remove_leftovers(path.name)
+    with change(run, resources, wait=_WAIT_SECONDS) as changed:
+        _check_place(run, changed.chain or ChainIndex(()), step, segment)
+        changed.remove_leftovers(path.name)
     written = write_base(source, path, step, DeltaPolicy(), resources)
     try:
         with _in_use(path / manifest.NAME):
             check(Universal().read(path, ReadOptions()))
-            with _locked(run) as chain:
+            with change(run, resources, wait=_WAIT_SECONDS) as changed:
+                chain = changed.chain or ChainIndex(())
                 _check_place(run, chain, step, segment)
-                folder.replace(run, ChainIndex((*chain.members, written.member), chain.segments))
+                changed.replace(ChainIndex((*chain.members, written.member), chain.segments))
                 if chain.tip is not None:
-                    folder.remove([one for one in [run / chain.tip.folder] if one.exists()])
+                    changed.remove([run / chain.tip.folder])
     except BaseException:
         if not _is_named(run, path.name):
-            folder.remove([path])
+            place_at(run).remove([path.name], first=folder.MANIFEST)
         raise
     return written.member
 
@@ -83,19 +84,3 @@ def _in_use(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[ChainIndex]:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    with ExitStack() as stack:
-        while True:
-            try:
-                chain = stack.enter_context(folder.locked(run))
-                break
-            except LockedError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        assert chain is not None  # it has the segment
-        yield chain

@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from uuid import uuid4
 
 from ckpt_formats.core.errors import CkptError, UnsafeError
 
 _GROUP_AND_OTHERS, _WRITABLE_BY_OTHERS = 0o077, 0o022
 _ROOT = 0
-_TWICE = "lease"
-"""The beginning of the names of files that may have two names: leases are taken by `os.link`."""
+_DRAFT = ".draft"
+"""The ending of the name of a file that has another name soon. Without `renameat2`, it has both for a moment."""
 _HINT = "Remove it if nobody needs it, or choose a target in a folder that only you can write."
 
 
@@ -71,24 +71,21 @@ def check_own(folder: Path, *names: str) -> None:
             raise
 
 
-@contextmanager
-def open_own(path: Path, mode: str = "r") -> Iterator[IO[Any]]:
-    """Open a plain file of a folder that is this user's: `r`, `a`, `w`. No link is followed, and no pipe waited for.
+def read_own(path: Path) -> tuple[bytes, os.stat_result]:
+    """The content of a plain file of a folder that is this user's. No link is followed, and no pipe waited for.
 
     Raises `UnsafeError`, `OSError`.
     """
-    flags = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND, "w": os.O_WRONLY | os.O_CREAT}[mode]
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    except OSError as error:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
         with suppress(FileNotFoundError):
             check_plain(os.lstat(path), path)  # says what it is instead of a file
-        raise error
-    with open(descriptor, mode, encoding="utf-8", errors="replace") as file:
-        check_plain(os.fstat(descriptor), path)
-        if mode == "w":
-            os.ftruncate(descriptor, 0)
-        yield file
+        raise
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        check_plain(status, path, has_draft=_has_draft(path, status))
+        return file.read(), status
 
 
 def create_own(path: Path) -> int:
@@ -100,14 +97,37 @@ def create_own(path: Path) -> int:
             os.unlink(path)
 
 
-def check_plain(status: os.stat_result, path: Path, is_lease: bool = False) -> None:
+def draft_name(name: str) -> str:
+    """A name for a file that `name` becomes when it is whole: hidden, and used by no other process."""
+    return f".{name}-{uuid4().hex}{_DRAFT}"
+
+
+def is_draft(name: str) -> bool:
+    """Whether `draft_name` makes such names."""
+    return name.startswith(".") and name.endswith(_DRAFT)
+
+
+def check_plain(status: os.stat_result, path: Path, has_draft: bool = False) -> None:
     """Raise `UnsafeError` unless a path is a folder, or a plain file without another name."""
     if stat.S_ISDIR(status.st_mode):
         return
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeError(f"is {_kind(status)}; ckpt needs a file of its own here", where=path, hint=_HINT)
-    if status.st_nlink > (2 if is_lease else 1):
+    if status.st_nlink > (2 if has_draft else 1):
         raise UnsafeError("is a file with another name elsewhere (a hard link)", where=path, hint=_HINT)
+
+
+def _has_draft(path: Path, status: os.stat_result) -> bool:
+    """Whether a file has a second name, which is that of its draft, or has just been removed."""
+    if status.st_nlink < 2:
+        return False
+    final = path.name[1:].rpartition("-")[0] if is_draft(path.name) else path.name
+    for other in path.parent.iterdir():
+        with suppress(FileNotFoundError):
+            is_pair = other.name == final or (other.name.startswith(f".{final}-") and is_draft(other.name))
+            if other != path and is_pair and os.path.samestat(other.lstat(), status):
+                return True
+    return path.lstat().st_nlink < 2
 
 
 @contextmanager
@@ -155,7 +175,7 @@ def _check_tree(descriptor: int, folder: Path, owners: set[int], refused: int = 
             path = folder / place / name
             with suppress(FileNotFoundError):  # another process of this user has removed it
                 status = os.stat(name, dir_fd=here, follow_symlinks=False)
-                check_plain(status, path, is_lease=name.startswith(_TWICE))
+                check_plain(status, path, has_draft=_has_draft(path, status))
                 if status.st_uid not in owners:
                     raise _foreign(status, path)
                 _check_mode(status, path, refused)

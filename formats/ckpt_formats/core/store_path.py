@@ -242,6 +242,20 @@ def request(path: Path, offset: int, nbytes: int) -> None:
         path.store.request(path.key, offset, nbytes)
 
 
+def is_same_path(path: Path, other: Path) -> bool:
+    """Whether both are the same file or folder. `path` exists."""
+    if is_remote(path) or is_remote(other):
+        return path == other
+    return other.exists() and os.path.samefile(path, other)
+
+
+def relative_path(path: Path, folder: Path) -> str | None:
+    """`path` as seen from a folder, both resolved; None unless both are in one file system, or in one bucket."""
+    if is_remote(folder) and is_remote(path):
+        return posixpath.relpath(path.key, folder.key) if path.store.url == folder.store.url else None
+    return None if is_remote(folder) or is_remote(path) else os.path.relpath(path, folder)
+
+
 def _pure(store: Store, key: str) -> str:
     """The path that `pathlib` computes names and suffixes from: a revision is no part of a repository's name."""
     place, _, revision = store.url.partition("@")

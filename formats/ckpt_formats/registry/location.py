@@ -12,7 +12,7 @@ from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.foreign import check_file, check_folder
-from ckpt_formats.registry.marks import Place
+from ckpt_formats.registry.marks import PathMarks
 from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, list_names, share_prefix, sort_by_age
 from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
@@ -192,7 +192,7 @@ def _of_folder(path: Path) -> Format | None:
 
 def _first(path: Path) -> Format | None:
     """The first format, in the order of the registry, that detects a path."""
-    candidates = map(format_named, filter(Place(path).has_marks_of, FORMATS))
+    candidates = map(format_named, filter(PathMarks(path).has_marks_of, FORMATS))
     return next((format for format in candidates if format.detect(path)), None)
 
 

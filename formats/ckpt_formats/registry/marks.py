@@ -70,7 +70,7 @@ def is_mark(file: str) -> bool:
     return name.endswith(".index.json") or name in _MARKING_NAMES
 
 
-class Place:
+class PathMarks:
     """A path, and what is at it: each thing is looked at once, and only if a mark needs it."""
 
     def __init__(self, path: Path) -> None:

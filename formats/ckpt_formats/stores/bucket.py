@@ -25,6 +25,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.place import Version
 from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.stores.clients import client_of
 from ckpt_formats.stores.e_tags import RunningTag, sampled, tag_of
@@ -48,21 +49,6 @@ _REPLACEMENTS = 4
 """How often an object is replaced that the store damages."""
 _SIGNED_FOR = timedelta(seconds=60)
 """How long a signed request for a deletion is valid, and may take."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of an object, by which it is replaced only if nobody else has replaced it."""
-
-    e_tag: str | None
-    version: str | None
-
-    def as_mode(self) -> Any:
-        return {name: value for name, value in (("e_tag", self.e_tag), ("version", self.version)) if value}
-
-    def other(self) -> "Version":
-        """A version that the object does not have, of the same form."""
-        return Version(*(None if one is None else _changed(one) for one in (self.e_tag, self.version)))
 
 
 @dataclass
@@ -418,12 +404,6 @@ def part_nbytes(nbytes: int) -> int:
 
 def _version(stored: Any) -> Version:
     return Version(stored["e_tag"], stored["version"])
-
-
-def _changed(text: str) -> str:
-    """An e_tag or a number with another last digit."""
-    at = max((i for i, one in enumerate(text) if one.isalnum()), default=0)
-    return f"{text[:at]}{'1' if text[at : at + 1] == '0' else '0'}{text[at + 1 :]}"
 
 
 def _in_blocks(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.place import Place
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 
@@ -76,6 +78,16 @@ def listed_again(path: Path) -> Path:
     if not is_remote(path):
         return path
     return source_path(str(path), bool(getattr(path.store, "anonymous", False)))
+
+
+def place_at(path: Path, read_back: bool = False) -> Place:
+    """The place at a path of `target_path`. `read_back`: read back all that is written into a store."""
+    if not is_remote(path):
+        return FolderPlace(path)
+    from ckpt_formats.stores.bucket import Bucket  # only if there is a store
+    from ckpt_formats.stores.bucket_place import BucketPlace
+
+    return BucketPlace(Bucket(path.store.url, read_back), path.key)
 
 
 def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:

@@ -11,10 +11,10 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from ckpt.pipeline import listed_seals
+from ckpt.pipeline.checks import listed_seals
 from ckpt.pipeline.resources import Resources
 from ckpt.pipeline.shared_plan import SharedPlan
-from ckpt.pipeline.staging import SharedTarget
+from ckpt.pipeline.target import SharedTarget, run_has_ended
 from ckpt.pipeline.write_files import write_files
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
@@ -128,7 +128,7 @@ class _Watch:
             return
         self._next = time.monotonic() + self._target.check_every
         if not self._target.is_open():
-            raise OutputError("the run has ended, and nobody waits for this file")
+            raise run_has_ended()
 
 
 class _LocalIdentities(Mapping[Path, Identity]):

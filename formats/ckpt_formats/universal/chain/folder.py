@@ -1,18 +1,13 @@
-"""The folder of a chain: its lock, the leftovers of crashes, and how its list is replaced."""
+"""The folder of a chain: its names, the leftovers of crashes, and what grows in it."""
 
 import fcntl
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt_formats.core.errors import CkptError, LockedError, OutputError
-from ckpt_formats.core.locking import lock, unwritable
-from ckpt_formats.core.own_folder import create_own
+from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
-from ckpt_formats.core.publish import replace as rename_over
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED
 from ckpt_formats.universal.chain import file as index
@@ -23,42 +18,12 @@ MANIFEST = "manifest.json"
 PACKS = "packs"
 """The folder of the packs in that of a member."""
 _PACK = re.compile(r"([0-9]{5,10})\.safetensors")
-_DRAFT = f"{index.NAME}.tmp"
+_DRAFT = re.compile(rf"{re.escape(index.NAME)}\.tmp|\.{re.escape(index.NAME)}-[0-9a-f]{{32}}\.draft")
+"""The list before it replaces the last one. The first name is that of ckpt 1.0.0."""
 REPLAYED = ".replayed{}.tmp"
 """Where `compact` keeps the values of states that it replayed, while it runs."""
 _REPLAYED = re.compile(r"\.replayed\d{1,6}\.tmp")
 _STAGED = re.compile(rf"\.({index.FOLDER.pattern}|{index.TIP_FOLDER.pattern}){re.escape(PARTIAL)}")
-
-
-@contextmanager
-def locked(run: Path, create: bool = False, locks: bool = True) -> Iterator[ChainIndex | None]:
-    """Within, hold the lock of a chain. Gives the chain in the folder, or None if there is none yet.
-
-    Raises `LockedError`, `NotFoundError` if the folder is no chain, `OutputError` if it has other content.
-    """
-    if not create and not (run / index.NAME).is_file():
-        index.read(run)  # raises the error that it is no chain
-    created = _make(run) if create else False
-    if not created and not (run / index.NAME).is_file():
-        _check_empty(run)
-    taken = LockedError("another process is changing this chain", where=run, hint="Wait for it to end.")
-    try:
-        with lock(run / LOCK, taken, locks):
-            chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else None
-            try:
-                yield chain
-            finally:
-                if created and os.listdir(run) == [LOCK]:  # nothing was added
-                    os.unlink(run / LOCK)
-                    os.rmdir(run)
-    except CkptError as error:
-        if created and isinstance(error, OutputError):
-            with suppress(OSError):
-                os.unlink(run / LOCK)
-                os.rmdir(run)
-        raise
-    except OSError as error:
-        raise unwritable(error, run) from error
 
 
 def peek(run: Path) -> ChainIndex | None:
@@ -66,7 +31,7 @@ def peek(run: Path) -> ChainIndex | None:
     if (run / index.NAME).is_file():
         return index.load(run / index.NAME)
     if run.exists():
-        _check_empty(run)
+        check_empty(run)
     return None
 
 
@@ -124,9 +89,9 @@ def _is_of_chain(name: str) -> bool:
     """Whether a file of this name may be part of a chain, or a leftover of one."""
     patterns = (
         *(index.FOLDER, index.SEGMENT_FOLDER, index.TIP_FOLDER, index.PIECES_FOLDER),
-        *(_STAGED, _REPLAYED),
+        *(_STAGED, _REPLAYED, _DRAFT),
     )
-    return name == _DRAFT or any(pattern.fullmatch(name) for pattern in patterns)
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def is_growing(segment: Path) -> bool:
@@ -158,29 +123,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def remove(paths: list[Path]) -> None:
-    """Remove folders and files. Links are not followed."""
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            # A partly removed folder must not look like a checkpoint, so its manifest is removed first.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def replace(run: Path, chain: ChainIndex) -> None:
-    """Replace the chain of a folder by `chain`, with one rename. It is on the disk when this returns."""
-    draft = run / _DRAFT
-    with os.fdopen(create_own(draft), "wb") as file:
-        file.write(index.dump(chain))
-        file.flush()
-        os.fsync(file.fileno())
-    rename_over(draft, run / index.NAME)
-    flush(run)
-
-
-def _make(run: Path) -> bool:
+def make(run: Path) -> bool:
+    """Make the folder of a chain; False if it exists. Raises `OutputError`."""
     try:
         run.mkdir()
         flush(run.parent)
@@ -191,7 +135,8 @@ def _make(run: Path) -> bool:
     return True
 
 
-def _check_empty(run: Path) -> None:
+def check_empty(run: Path) -> None:
+    """Raise `OutputError` if a folder has other content than the leftovers of a chain."""
     if not run.is_dir():
         raise OutputError("it is a file, not a chain", where=run, hint="Name a folder that does not exist.")
     locks = (LOCK, STAGED)

@@ -1,4 +1,4 @@
-"""What a job is whose files shards write: enough for other shards to know it, and for `ckpt commit` to repeat it."""
+"""The note by which a job is known at its target: to runs that continue it, to its shards, and to `ckpt commit`."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from ckpt_formats.core.version import WRITTEN_BY
 
 
 @dataclass(frozen=True)
-class ShardJob:
-    """A job, as one of its shards describes it to all others."""
+class JobNote:
+    """A job, as the first process that writes its target describes it to all others."""
 
     id: str
     written_by: str
@@ -25,7 +25,7 @@ class ShardJob:
     target: str
     format: str
     command: tuple[str, ...]
-    """The words of the command line, which `ckpt commit` repeats; empty if a program runs the shards."""
+    """The words of the command line of a shard, which `ckpt commit` repeats; empty if there is none."""
     folder: str
     """The folder in which the command was run."""
     started: str
@@ -36,18 +36,19 @@ class ShardJob:
 
     @classmethod
     def of(
-        cls, job_id: str, source: Path, target: Path, format_name: str, files: Sequence[str], shard: Shard
-    ) -> "ShardJob":
+        cls, job_id: str, source: Path, target: Path, format_name: str, files: Sequence[str], shard: Shard | None
+    ) -> "JobNote":
         """The job of this process."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         place = (str(source), str(target.absolute()), format_name)
-        return cls(job_id, WRITTEN_BY, *place, shard.command, os.getcwd(), now, tuple(files), shard.count)
+        command, count = ((), 0) if shard is None else (shard.command, shard.count)
+        return cls(job_id, WRITTEN_BY, *place, command, os.getcwd(), now, tuple(files), count)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes, where: object) -> "ShardJob":
+    def from_json(cls, data: bytes, where: object) -> "JobNote":
         """Raises `CorruptError`."""
         try:
             fields: dict[str, Any] = json.loads(data)
