@@ -79,12 +79,13 @@ class FolderPlace(Place):
 
     def create(self, key: str, data: bytes) -> Version:
         draft = self._draft(key, data)
+        version = _version(draft.stat())  # before it has its name: then others may replace it
         try:
             rename_new(draft, self.folder / key)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-        return _version((self.folder / key).stat())
+        return version
 
     def append(self, key: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -112,6 +113,7 @@ class FolderPlace(Place):
         if self._version(key) != version:
             raise FileExistsError
         draft = self._draft(key, data)
+        new = _version(draft.stat())
         try:
             flush(draft)
             (rename_new if version is None else rename_over)(draft, self.folder / key)
@@ -119,7 +121,7 @@ class FolderPlace(Place):
             draft.unlink(missing_ok=True)
             raise
         flush(self.folder)
-        return _version((self.folder / key).stat())
+        return new
 
     def replace_stale(self, key: str, data: bytes, version: Version) -> Version:
         # The file is moved aside before it is known to be the stale one: if it is not, it is moved back.
