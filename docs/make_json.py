@@ -1,4 +1,4 @@
-"""Writes docs/json.md and docs/schemas.json from docs/json_fields.txt; with --check, fails if they differ from it."""
+"""Writes docs/json.md and docs/schemas.json from docs/json_fields.txt; with --check, fails if json.md differs from it."""
 
 import json
 import sys
@@ -60,8 +60,9 @@ COMMANDS = read_commands((DOCS / "json_fields.txt").read_text("utf-8"))
 
 HEAD = """# JSON
 
-Made from `docs/json_fields.txt` by `python docs/make_json.py`; do not edit. The JSON Schemas are in
-[schemas.json](schemas.json), under `$defs`: one for each command, and `error`. Tests run every command and compare.
+Generated from `docs/json_fields.txt` by `python docs/make_json.py`; do not edit.
+The same command writes the JSON Schemas into `docs/schemas.json`, under `$defs`: one for each command, and `error`.
+Tests run every command and compare.
 
 With `--json`, every command prints **exactly one object** on stdout, also if it fails: then it is the object under
 [error](#error), and the exit code is its `code`. Only `verify` prints its findings instead of an error if a checkpoint
@@ -125,15 +126,14 @@ def _table(fields: Sequence[Field]) -> Iterator[str]:
 
 
 def main() -> int:
-    made = {"json.md": page(), "schemas.json": json.dumps(schemas(), indent=1) + "\n"}
-    if "--check" not in sys.argv[1:]:
-        for name, text in made.items():
-            (DOCS / name).write_text(text, "utf-8")
-        return 0
-    if all((DOCS / name).exists() and (DOCS / name).read_text("utf-8") == text for name, text in made.items()):
-        return 0
-    print("docs/json.md is not what docs/json_fields.txt says: run `python docs/make_json.py`", file=sys.stderr)
-    return 1
+    if "--check" in sys.argv[1:]:
+        if (DOCS / "json.md").read_text("utf-8") == page():
+            return 0
+        print("docs/json.md is not what docs/json_fields.txt says: run `python docs/make_json.py`", file=sys.stderr)
+        return 1
+    (DOCS / "json.md").write_text(page(), "utf-8")
+    (DOCS / "schemas.json").write_text(json.dumps(schemas(), indent=1) + "\n", "utf-8")
+    return 0
 
 
 if __name__ == "__main__":
