@@ -1,4 +1,4 @@
-"""Writes docs/json.md and docs/schemas.json from docs/json_fields.txt; with --check, fails if json.md differs from it."""
+"""Writes docs/json.md and docs/schemas.json from docs/json_fields.txt; with --check, compares json.md with it."""
 
 import json
 import sys
