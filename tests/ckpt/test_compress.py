@@ -77,7 +77,7 @@ def trained(shape: tuple[int, ...] = (600, 1000), seed: int = 0) -> Parameter:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_everything_comes_back(level: str, tmp_path: Path) -> None:
+def test_decompress_returns_everything(level: str, tmp_path: Path) -> None:
     source = checkpoint([*everything().parameters.values(), trained()], extras={"epoch": 2})
     compressed = compress(source, tmp_path / "small", level=level)
     assert contents(compressed) == contents(source)
@@ -88,7 +88,7 @@ def test_everything_comes_back(level: str, tmp_path: Path) -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("sample", REAL, ids=lambda path: path.name)
-def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
+def test_decompress_returns_real_checkpoints(sample: Path, tmp_path: Path) -> None:
     source = open_checkpoint(sample)
     compressed = compress(source, tmp_path / "small")
     save(source, tmp_path / "plain", Universal(), resources=EFFORT)
@@ -102,7 +102,7 @@ def test_real_checkpoints_come_back(sample: Path, tmp_path: Path) -> None:
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", STORABLE, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("shape", [(DEFAULT_ELEMENTS + 5,), (600, 700), (3, 100_003), (7, 3, 3, 9001)], ids=str)
-def test_tensors_of_several_chunks_come_back(dtype: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_decompress_returns_tensors_of_several_chunks(dtype: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Random bits, which no codec makes smaller, beside values of which any codec makes something."""
     random = array(dtype, shape)
     few = np.resize(array(dtype, (7,)), shape)
@@ -451,6 +451,6 @@ def test_a_block_of_a_damaged_base_is_refused(broken: Path) -> None:
         read(compressed.parameters["w"].states["exp_avg"])
 
 
-def test_forms_of_chunks() -> None:
+def test_chunks_have_their_forms() -> None:
     assert Chunking((9, 5), (4, 5)).chunk_shape(15) == (3, 5)
     assert Chunking((27,), (20,)).chunk_shape(7) == (7,)

@@ -50,7 +50,7 @@ def assert_one_paragraph(err: str, says: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_undamaged_the_sources_are_well(source: str, sources: Path, tmp_path: Path) -> None:
+def test_verify_and_convert_take_the_undamaged_sources(source: str, sources: Path, tmp_path: Path) -> None:
     assert ckpt("verify", sources / source).code == 0
     assert ckpt("convert", sources / source, tmp_path / "out").code == 0
 
@@ -127,7 +127,7 @@ def test_every_damaged_sample_is_tested() -> None:
     assert {path.name for path in (SAMPLES / "damaged").iterdir()} == set(DAMAGED)
 
 
-def test_no_attack_ran(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_no_attack(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number, body in enumerate(ATTACKS.values()):
         evil = tmp_path / f"{number}.pt"

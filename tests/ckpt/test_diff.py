@@ -44,7 +44,7 @@ def test_diff_of_a_checkpoint_with_itself_is_empty_whatever_its_bits(dtype: Any,
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.integers(0, 9))
-def test_sums_are_those_of_numpy(numbers: list[float], seed: int) -> None:
+def test_diff_sums_as_numpy(numbers: list[float], seed: int) -> None:
     a = np.array(numbers, np.float32)
     b = a + np.random.default_rng(seed).choice([0, 0, 1e-3, -7], a.size).astype(np.float32)
     sums, off = diff_sums(a, b), b.astype(float) - a.astype(float)
@@ -188,7 +188,7 @@ def test_diff_reads_the_bytes_that_it_announced() -> None:
 
 
 @pytest.mark.parametrize("to", ["universal", "torch"])
-def test_the_same_state_in_other_formats_is_the_same(to: str, tmp_path: Path) -> None:
+def test_diff_finds_no_difference_between_formats(to: str, tmp_path: Path) -> None:
     source = written(everything(), tmp_path / "a")
     other = written(everything(), tmp_path / ("b.pt" if to == "torch" else "b"), to)
     done = ckpt("diff", source, other)
@@ -196,7 +196,7 @@ def test_the_same_state_in_other_formats_is_the_same(to: str, tmp_path: Path) ->
     assert "the same: " in done.out
 
 
-def test_engines_and_degrees_do_not_count(tmp_path: Path) -> None:
+def test_diff_ignores_engines_and_degrees(tmp_path: Path) -> None:
     sample = next(SAMPLES.glob("deepspeed-*"))
     done = ckpt("reshard", sample, tmp_path / "other", "--dp", 3, "--zero", 3)
     assert done.code == 0, done.err
@@ -214,7 +214,7 @@ def test_a_zero_3_folder_is_the_same_as_the_dcp_folder_that_was_made_of_it(tmp_p
     assert (len(report["tensors"]), report["total"]["changed"]) == (121, 0)
 
 
-def test_the_command_tells_what_changed(tmp_path: Path) -> None:
+def test_diff_names_what_changed(tmp_path: Path) -> None:
     source = everything()
     states = {"master": np.full(4, 7, np.float32), "model": array(BF16, (4,), 2)}
     weight = parameter("layers.1.w", states, step=4)
@@ -234,7 +234,7 @@ def test_the_command_tells_what_changed(tmp_path: Path) -> None:
     assert ckpt("diff", a, tmp_path / "none").code == 10
 
 
-def test_rows_are_sorted_and_cut(tmp_path: Path) -> None:
+def test_diff_sorts_and_cuts_rows(tmp_path: Path) -> None:
     values = np.arange(1, 5, dtype=np.float32)
     a = written(checkpoint([parameter(f"w{i}", {"model": values}) for i in range(4)]), tmp_path / "a")
     b = written(checkpoint([parameter(f"w{i}", {"model": values + i}) for i in range(4)]), tmp_path / "b")

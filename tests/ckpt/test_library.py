@@ -132,7 +132,7 @@ def test_the_blocks_of_the_page_run_in_their_order(desk: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_the_example_is_the_one_that_was_designed() -> None:
+def test_page_has_the_designed_example() -> None:
     example = blocks_of(PAGE)[0]
     assert hashlib.sha256(example.encode()).hexdigest() == DESIGNED
 
@@ -169,7 +169,7 @@ def test_every_writable_format_is_in_the_library() -> None:
     assert FORMAT_OPTIONS.keys() <= {one.name for format in FORMATS.values() for one in fields(format)}
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_library_imports_nothing_heavy() -> None:
     code = "import sys, ckpt; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "click", "rich", "numba", "numpy"} & set(done.stdout.split())
@@ -260,7 +260,7 @@ WRONG_KEYS: list[Any] = [
 
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
-def test_blocks_are_those_of_numpy(key: Any) -> None:
+def test_parameter_gives_the_blocks_of_numpy(key: Any) -> None:
     array = np.arange(210, dtype=np.int32).reshape(10, 7, 3)
     tensor = Tensor.of(ArrayBlob(array))
     expected = array[key]
@@ -269,7 +269,7 @@ def test_blocks_are_those_of_numpy(key: Any) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
-def test_blocks_of_files_are_those_of_numpy(key: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_parameter_of_a_file_gives_the_blocks_of_numpy(key: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = ckpt.open(ZERO1)
     tensor = run["blocks.0.attention.qkv.weight"].states["master"]  # of two ranks' partitions
     whole = read(tensor)

@@ -197,7 +197,7 @@ def resumed(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_the_engine_holds_what_the_sources_engine_held(job: Job, resumed: Resumed) -> None:
+def test_resharded_engine_holds_what_the_source_held(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
     assert report["mismatches"].keys() == muon_momenta(report["mismatches"], job)
     assert report["loaded"]
@@ -210,7 +210,7 @@ def test_the_engine_holds_what_the_sources_engine_held(job: Job, resumed: Resume
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_the_engine_computes_what_the_sources_engine_computed(job: Job, resumed: Resumed) -> None:
+def test_resharded_engine_computes_what_the_source_computed(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
     actual, expected = report["evaluation"], report["expected"]["evaluation"]
     bound = 0.0 if job.same_arithmetic else DRIFT[job.source.dtype]
@@ -218,7 +218,7 @@ def test_the_engine_computes_what_the_sources_engine_computed(job: Job, resumed:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_training_goes_on_as_it_would_have(job: Job, resumed: Resumed) -> None:
+def test_training_goes_on_from_a_resharded_checkpoint(job: Job, resumed: Resumed) -> None:
     report = resumed.of(job)
     actual, expected = report["losses_after"], report["expected"]["losses_after"]
     assert len(actual) == len(expected) == 4

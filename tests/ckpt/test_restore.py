@@ -44,7 +44,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("form", ["universal", "dcp", "torch"])
 @pytest.mark.parametrize("step", [1, 3, None])
-def test_any_step_in_any_format(form: str, step: int | None, whole: Path, tmp_path: Path) -> None:
+def test_restore_writes_any_step_in_any_format(form: str, step: int | None, whole: Path, tmp_path: Path) -> None:
     options = () if step is None else ("--step", step)
     done = ckpt("restore", whole / "run", tmp_path / "out", "--to", form, *options, "--json")
     assert done.code == 0, done.err
@@ -73,7 +73,7 @@ def test_restore_writes_for_the_requested_number_of_ranks(whole: Path, tmp_path:
     assert not (tmp_path / "no").exists()
 
 
-def test_a_step_that_is_not_there(whole: Path, tmp_path: Path) -> None:
+def test_restore_refuses_a_step_that_is_not_there(whole: Path, tmp_path: Path) -> None:
     done = ckpt("restore", whole / "run", tmp_path / "out", "--step", 99)
     assert done.code == 10
     assert "from 1 to 6" in done.err

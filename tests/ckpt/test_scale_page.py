@@ -48,7 +48,7 @@ def expected(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_the_script_for_slurm(place: Path, expected: dict[str, bytes]) -> None:
+def test_page_has_a_script_for_slurm_that_runs(place: Path, expected: dict[str, bytes]) -> None:
     script = block("bash", "#SBATCH")
     first, last = map(int, re.search(r"--array=(\d+)-(\d+)", script).groups())  # type: ignore[union-attr]
     submit = shlex.split(block("console", "--wrap").splitlines()[1])
@@ -69,7 +69,7 @@ def server() -> Iterator[StoreServer]:
 
 
 @pytest.mark.slow
-def test_the_manifest_for_kubernetes(
+def test_page_has_a_manifest_for_kubernetes_that_runs(
     place: Path, expected: dict[str, bytes], server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = yaml.safe_load(block("yaml", "kind: Job"))
@@ -93,7 +93,9 @@ def test_the_manifest_for_kubernetes(
 
 
 @pytest.mark.slow
-def test_the_commands_for_dask_and_for_python(place: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+def test_page_has_commands_for_dask_and_python_that_run(
+    place: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
     line = block("console", "--executor dask://").removeprefix("$ ")
     (tmp_path / "dask").mkdir()
     with dask_processes(2, tmp_path / "dask") as cluster:

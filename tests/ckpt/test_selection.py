@@ -126,7 +126,7 @@ def test_cast_refuses_types_that_are_no_floats(name: str) -> None:
 
 
 @given(patterns, st.sampled_from(["bf16", "fp16", "fp32", "float8_e4m3fn"]), st.booleans())
-def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) -> None:
+def test_save_writes_the_changes_of_select(drop: list[str], name: str, alone: bool) -> None:
     changed = cast(select(SOURCE, [], drop), name, allow_overflow=True)
     if alone:
         changed = weights_only(changed)
@@ -135,7 +135,7 @@ def test_changes_survive_being_written(drop: list[str], name: str, alone: bool) 
         assert contents(Universal().read(at / "target", ReadOptions())) == contents(changed)
 
 
-def test_no_data_is_read(tmp_path: Path) -> None:
+def test_select_reads_no_data(tmp_path: Path) -> None:
     """The files may be noise of the right size."""
     save(SOURCE, tmp_path / "source", Universal(), resources=Execution(1))
     opened = Universal().read(tmp_path / "source", ReadOptions())

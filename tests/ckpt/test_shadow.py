@@ -171,7 +171,7 @@ def test_a_log_that_is_not_there_is_an_error_and_one_without_a_start_is_awaited(
     assert settle(shadow)[-1][0] == 12
 
 
-def test_once_writes_the_last_step(run: Path, tmp_path: Path) -> None:
+def test_shadow_once_writes_the_last_step(run: Path, tmp_path: Path) -> None:
     done = ckpt("shadow", run, "--once", "-o", tmp_path / "out", "--json")
     assert done.code == 0, done
     fields = json.loads(done.out)
@@ -309,7 +309,7 @@ def test_the_command_reports_what_it_does_until_a_signal(process: "subprocess.Po
     assert steps == sorted(steps)
 
 
-def test_reading_changes_no_file(run: Path) -> None:
+def test_shadow_changes_no_file_of_the_log(run: Path) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
     shadow = Shadow(run, resources=ONE)
     settle(shadow)

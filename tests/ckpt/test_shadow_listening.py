@@ -136,7 +136,7 @@ def test_hostile_peers_get_nothing_and_change_nothing(
     assert problems == []
 
 
-def test_too_many_peers_are_sent_away(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listen_sends_too_many_peers_away(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "LOGIN_SECONDS", 1.0)
     where = (listening.address.host, listening.address.port)
     peers = [socket.create_connection(where, 5) for _ in range(listener.MAX_PEERS)]
@@ -153,7 +153,7 @@ def test_too_many_peers_are_sent_away(listening: Listening, monkeypatch: pytest.
     raise AssertionError("nobody is let in again")
 
 
-def test_the_token_is_demanded(listening: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listen_demands_the_token(listening: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_token = Server(listening.shadow, HERE, TOKEN)
     with ShadowConnection(with_token.address, Credentials(TOKEN)) as connection:
         assert connection.checkpoint.step == 7
@@ -207,7 +207,7 @@ def test_tls_is_spoken_with_whom_the_certificate_is_trusted(
     with_tls.close()
 
 
-def test_addresses(tmp_path: Path) -> None:
+def test_listen_parses_addresses(tmp_path: Path) -> None:
     for text, host, port in (("7077", "localhost", 7077), ("[::1]:80", "::1", 80), ("tcp://a.b:1/", "a.b", 1)):
         assert parse_address(text) == NetworkAddress(host, port)
     for text in ("", "tcp://", "host:", "host:70000", ":80", "host:x", "host:-1"):

@@ -221,7 +221,7 @@ def test_applied_records_are_freed_and_not_needed_again(
     assert len(states) == 13
 
 
-def test_holes_are_made(tmp_path: Path) -> None:
+def test_mirror_punches_holes(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+b") as file:
         file.write(b"x" * (1 << 20))
         file.flush()
@@ -261,7 +261,7 @@ def test_steps_that_the_chain_dropped_are_forgotten(run: Path, tmp_path: Path) -
         assert there._applied_here() == (SEGMENT, 4)
 
 
-def test_commands_serve_and_follow(run: Path, tmp_path: Path) -> None:
+def test_serve_and_shadow_follow_a_log(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt_cli", "serve", str(run), "--listen", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -349,7 +349,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_hostile_server_is_an_error(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_refuses_a_hostile_server(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what, answer = ANSWERS[name]
     content = LogServer._content
 

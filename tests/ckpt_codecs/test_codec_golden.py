@@ -41,7 +41,7 @@ def test_every_codec_and_every_mode_has_golden_chunks() -> None:
 
 @AT_EACH_LEVEL
 @EACH
-def test_a_golden_chunk_is_read_as_ever(path: Path, level: int) -> None:
+def test_codec_reads_its_golden_chunk(path: Path, level: int) -> None:
     codec, values, base, chunk = open_golden(path)
     with at_level(level):
         assert codec.decode(chunk, values.shape, values.dtype, base).tobytes() == values.tobytes()
@@ -49,7 +49,7 @@ def test_a_golden_chunk_is_read_as_ever(path: Path, level: int) -> None:
 
 @AT_EACH_LEVEL
 @EACH
-def test_a_golden_chunk_is_written_again(path: Path, level: int) -> None:
+def test_codec_writes_its_golden_chunk(path: Path, level: int) -> None:
     codec, values, base, chunk = open_golden(path)
     with at_level(level):
         assert bytes(codec.encode(values, base)) == chunk

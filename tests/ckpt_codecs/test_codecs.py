@@ -39,7 +39,7 @@ def comes_back(codec: Codec, values: Array, base: Array | None) -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(arrays(), arrays(FLOATS), st.sampled_from(CHUNKED))
-def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: Codec) -> None:
+def test_codecs_return_any_array_with_any_base(values: Array, base: Array, codec: Codec) -> None:
     comes_back(codec, values, base)
 
 
@@ -49,20 +49,20 @@ def test_any_array_comes_back_with_any_base(values: Array, base: Array, codec: C
     st.integers(0, 255),
     st.integers(0, 1000),
 )
-def test_streams_of_any_alphabet_come_back(size: int, weights: list[float], least: int, seed: int) -> None:
+def test_integers_returns_streams_of_any_alphabet(size: int, weights: list[float], least: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     values = (random.choice(len(weights), size, p=np.array(weights) / sum(weights)) + least).astype(np.uint8)
     comes_back(Integers(), values, None)
 
 
 @pytest.mark.parametrize("shape", [(1 << 18,), (1000, 300), (3, 100_001)])
-def test_whole_chunks_come_back(shape: tuple[int, ...]) -> None:
+def test_codecs_return_whole_chunks(shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(0).normal(0, 0.02, shape).astype(F32)
     for codec in CHUNKED:
         comes_back(codec, values, np.square(values))
 
 
-def test_a_stored_plane_moves_down_over_itself() -> None:
+def test_codecs_move_a_stored_plane_over_itself() -> None:
     """Where the plane before it shrinks by less than its size."""
     random = np.random.default_rng(0)
     for symbols in (2, 100, 200):
@@ -72,7 +72,7 @@ def test_a_stored_plane_moves_down_over_itself() -> None:
             comes_back(codec, values.view(F32 if codec.name == "planes" else np.uint32), None)
 
 
-def test_codes_are_as_small_as_they_should_be() -> None:
+def test_codecs_reach_their_bits_an_element() -> None:
     """Bits an element, against the entropy of exponents and what is noise."""
     random = np.random.default_rng(0)
     weights = random.normal(0, 0.02, (1024, 256)).astype(F32)
@@ -105,7 +105,7 @@ def test_a_few_values_are_rounded_without_a_kernel_to_the_same_bits() -> None:
     assert bits(np.concatenate(few)) == bits(many)
 
 
-def test_a_copy_is_its_master_rounded() -> None:
+def test_rounded_returns_the_master_rounded() -> None:
     master = np.concatenate([array(F32, (3000,)), np.random.default_rng(0).normal(0, 1, 3000).astype(F32)])
     with np.errstate(all="ignore"):
         copy = master.astype(DTYPES["bfloat16"])
@@ -183,7 +183,7 @@ class Fake(Zstd):
 
 
 @pytest.mark.slow
-def test_another_package_offers_a_codec(tmp_path: Path) -> None:
+def test_registry_takes_a_codec_of_another_package(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()

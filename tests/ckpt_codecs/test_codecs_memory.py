@@ -46,7 +46,7 @@ class Alone(Planes):
         return np.frombuffer(bytes(data), F32)  # type: ignore[call-overload, no-any-return]
 
 
-def test_a_codec_that_knows_nothing_of_it_serves_as_well() -> None:
+def test_codec_without_own_buffers_works_in_given_memory() -> None:
     values, out = np.arange(50, dtype=F32), np.zeros(50, F32)
     Alone().decode_into(Alone().encode_into(values, None, np.empty(1000, np.uint8)), out, None)
     assert bits(out) == bits(values)
@@ -153,7 +153,7 @@ def run(code: str) -> list[list[float]]:
 
 @counts_faults
 @pytest.mark.slow
-def test_a_chunk_takes_no_fresh_pages() -> None:
+def test_codecs_take_no_fresh_pages() -> None:
     """Fewer than one for each 64 KiB of it, where arrays of one's own take one for each 4 KiB."""
     for encode, encode_into, decode, decode_into in run(CHUNKS):
         assert encode > 100

@@ -49,7 +49,7 @@ def changes(draw: st.DrawFn) -> StatePair:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(changes(), st.sampled_from(DELTAS), st.none() | st.integers(0, 5), st.none() | st.integers(0, 9))
-def test_any_states_come_back(change: StatePair, codec: DeltaCodec, before: int | None, after: int | None) -> None:
+def test_deltas_return_any_states(change: StatePair, codec: DeltaCodec, before: int | None, after: int | None) -> None:
     comes_back(codec, change, StepInfo(before, after, OPTIONS))
 
 
@@ -85,7 +85,7 @@ def test_residuals_of_halves_that_did_not_change_are_one_byte() -> None:
 
 
 @given(st.data())
-def test_any_step_is_lossless(data: st.DataObject) -> None:
+def test_replay_is_lossless_for_any_step(data: st.DataObject) -> None:
     """What was fitted may be anything: it costs bytes, never exactness."""
     numbers = st.floats(allow_nan=False, allow_infinity=False)
     fields = ("weight_factor", "step_size", "eps", "beta1", "beta2", "grad_scale", "old_direction", "new_direction")
@@ -105,7 +105,7 @@ def test_any_step_is_lossless(data: st.DataObject) -> None:
 @pytest.mark.quick(1)
 @EACH
 @pytest.mark.parametrize("level", ["default", "max"])
-def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str) -> None:
+def test_deltas_take_no_more_than_the_plain_codec(codec: DeltaCodec, level: str) -> None:
     """But for the directory, and a hundredth where a sample decided."""
     for name, change, step in cases():
         delta = fitted(delta_from_config({"name": codec.name, "level": level}), change, step)
@@ -119,7 +119,7 @@ def test_no_state_takes_more_than_the_plain_codec(codec: DeltaCodec, level: str)
         assert len(delta.encode(change)) <= slack * plain + 1, name
 
 
-def test_deltas_are_as_small_as_they_should_be() -> None:
+def test_deltas_reach_their_bits_a_parameter() -> None:
     """Bits a parameter, all states together."""
 
     def cost(change: StatePair, step: StepInfo) -> float:

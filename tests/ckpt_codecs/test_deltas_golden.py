@@ -36,7 +36,7 @@ EACH_LEVEL = pytest.mark.parametrize("level", LEVELS)
 
 @EACH_LEVEL
 @EACH
-def test_a_golden_chunk_is_read_as_ever(path: Path, level: int) -> None:
+def test_delta_codec_reads_its_golden_chunk(path: Path, level: int) -> None:
     codec, change, chunk = golden(path)
     shape = next(iter(change.after.values())).shape
     with at_level(level):
@@ -48,7 +48,7 @@ def test_a_golden_chunk_is_read_as_ever(path: Path, level: int) -> None:
 
 @EACH_LEVEL
 @EACH
-def test_a_golden_chunk_is_written_as_ever(path: Path, level: int) -> None:
+def test_delta_codec_writes_its_golden_chunk(path: Path, level: int) -> None:
     codec, change, chunk = golden(path)
     with at_level(level):
         assert bytes(codec.encode(change)) == chunk

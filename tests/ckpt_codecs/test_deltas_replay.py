@@ -52,9 +52,7 @@ def cost(change: StatePair, step: StepInfo) -> dict[str, float]:
 @pytest.mark.parametrize("kernel", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_weights_follow_from_moments_and_second_moments_from_first(
-    kind: str, decay: float, kernel: dict[str, Any]
-) -> None:
+def test_replay_predicts_weights_from_moments(kind: str, decay: float, kernel: dict[str, Any]) -> None:
     """But for the roots that a library takes on some processors, which are not always rounded as IEEE 754 has it."""
     actual = cost(*stepped(getattr(torch.optim, kind), lr=1e-3, betas=(0.9, 0.95), weight_decay=decay, **kernel))
     assert actual["fp32"] < (0.01 if "fused" in kernel else 0.5)
@@ -63,21 +61,21 @@ def test_weights_follow_from_moments_and_second_moments_from_first(
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_bfloat16_gradients_alone_are_stored(kind: str) -> None:
+def test_replay_stores_bfloat16_gradients_alone(kind: str) -> None:
     actual = cost(*stepped(getattr(torch.optim, kind), bf16=True, lr=1e-3, weight_decay=0.0))
     assert actual["fp32"] < 0.25
     assert actual["exp_avg_sq"] < 0.1
     assert actual["exp_avg"] < 12
 
 
-def test_amsgrad_follows_too() -> None:
+def test_replay_predicts_amsgrad() -> None:
     actual = cost(*stepped(torch.optim.AdamW, lr=1e-3, amsgrad=True))
     assert actual["fp32"] < 0.25
     assert actual["max_exp_avg_sq"] < 0.1
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.01}, {"nesterov": True}, {"dampening": 0.5}], ids=str)
-def test_weights_follow_from_momentum(options: dict[str, Any]) -> None:
+def test_replay_predicts_weights_from_momentum(options: dict[str, Any]) -> None:
     actual = cost(*stepped(torch.optim.SGD, lr=0.05, momentum=0.9, **options))
     assert actual["fp32"] < (2 if "nesterov" in options else 0.25)
 

@@ -58,25 +58,25 @@ def decoded(codec: Codec, values: Array) -> Array:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(chunks(), st.sampled_from(["default", "max", "fast"]))
-def test_every_bit_comes_back(values: Array, level: str) -> None:
+def test_exact_gradients_return_every_bit(values: Array, level: str) -> None:
     assert bits(decoded(ExactGradients(level), values)) == bits(values)
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=60), st.integers(1, 40))
-def test_any_bits_come_back(words: list[int], times: int) -> None:
+def test_exact_gradients_return_any_bits(words: list[int], times: int) -> None:
     values = np.tile(np.array(words, U32), times).view(F32)
     assert bits(decoded(ExactGradients(), values)) == bits(values)
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(chunks())
-def test_rounding_is_that_of_bfloat16(values: Array) -> None:
+def test_bf16_gradients_round_as_bfloat16(values: Array) -> None:
     assert bits(decoded(Bfloat16Gradients(), values)) == bits(rounded(values))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(chunks())
-def test_codes_are_as_near_as_promised(values: Array) -> None:
+def test_int8_gradients_are_as_near_as_promised(values: Array) -> None:
     near = decoded(Int8Gradients(), values)
     for begin in range(0, values.size, BLOCK):
         block, back = values[begin : begin + BLOCK], near[begin : begin + BLOCK]
@@ -91,7 +91,7 @@ def test_codes_are_as_near_as_promised(values: Array) -> None:
         assert (back[block == 0] == 0).all()
 
 
-def test_ties_go_to_even_codes() -> None:
+def test_int8_gradients_round_ties_to_even() -> None:
     block = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5, 3.49, 0] * 5, F32)
     assert decoded(Int8Gradients(), block)[:10].tolist() == [127, 0, 2, 2, 0, -2, 126, -126, 3, 0]
 
@@ -111,7 +111,7 @@ KINDS: list[tuple[str, Array]] = [
 
 
 @pytest.mark.parametrize("values", [values for _, values in KINDS], ids=[name for name, _ in KINDS])
-def test_whole_chunks_come_back(values: Array) -> None:
+def test_gradient_codecs_return_whole_chunks(values: Array) -> None:
     assert bits(decoded(ExactGradients(), values)) == bits(values)
     assert bits(decoded(Bfloat16Gradients(), values)) == bits(rounded(values))
     near = decoded(Int8Gradients(), values)
@@ -137,7 +137,7 @@ def test_whole_chunks_come_back(values: Array) -> None:
         ("zero", "int8", SAME_VALUE, 0.0001),
     ],
 )
-def test_chunks_are_as_small_as_they_should_be(kind: str, codec: str, mode: int, most: float) -> None:
+def test_gradient_codecs_reach_their_bytes_a_parameter(kind: str, codec: str, mode: int, most: float) -> None:
     """Bytes a parameter."""
     values = dict(KINDS)[kind]
     data = gradient_codec(codec).encode(values, None)
@@ -154,7 +154,7 @@ def test_a_sparse_chunk_keeps_negative_zeros() -> None:
 
 
 @given(st.integers(0, 1 << 32), st.integers(0, 3000))
-def test_magnitudes_come_back(seed: int, n: int) -> None:
+def test_encode_magnitudes_returns_every_bit(seed: int, n: int) -> None:
     """Of values with any mantissa and either sign, over as many binades as fit and one more."""
     random = np.random.default_rng(seed)
     least, binades = random.integers(0, 225, dtype=U32), random.integers(1, 33)
@@ -170,7 +170,7 @@ def test_magnitudes_come_back(seed: int, n: int) -> None:
 
 
 @given(st.floats(2**-20, 2**20, width=32), st.integers(0, 1 << 32))
-def test_a_factor_is_the_one_that_multiplied(factor: float, seed: int) -> None:
+def test_find_factor_finds_the_factor_that_multiplied(factor: float, seed: int) -> None:
     values = rounded(gradients(seed, 2000)) * F32(factor)
     factor_again = find_factor(values)
     assert factor_again is not None
@@ -183,7 +183,7 @@ def test_a_factor_is_the_one_that_multiplied(factor: float, seed: int) -> None:
     assert encode_scaled(values, factor_again, out) is None
 
 
-def test_gradients_without_a_factor_have_none() -> None:
+def test_find_factor_finds_none_without_a_factor() -> None:
     assert find_factor(gradients()) is None
     assert find_factor(np.zeros(0, F32)) is None
     assert find_factor(AWKWARD[:8]) is None
@@ -241,7 +241,7 @@ def test_codecs_are_found_by_name() -> None:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(range(12)), st.binary(max_size=80), st.integers(0, 600))
-def test_any_bytes_end_in_an_array_or_an_error(mode: int, data: bytes, n: int) -> None:
+def test_gradient_codecs_survive_any_bytes(mode: int, data: bytes, n: int) -> None:
     for name in GRADIENT_CODECS:
         of_array(name, gradient_codec(name), np.empty(n, F32), None).survives(bytes([mode]) + data)
 

@@ -380,7 +380,7 @@ def test_every_kernel_has_a_twin() -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_does_what_its_twin_does(name: str) -> None:
+def test_delta_kernel_does_what_its_twin_does(name: str) -> None:
     @given(st.integers(0, 1 << 32), st.integers(0, 700))
     @example(0, 0)
     @example(1, 1)
@@ -393,14 +393,14 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
+def test_delta_kernel_does_what_its_twin_does_with_a_large_chunk(name: str) -> None:
     slow = name.endswith(("_rows", "_plane", "_sparse_steps"))  # the twin goes bit by bit
     for seed in range(4):
         TRIALS.agree(name, seed, 9001 if slow else (1 << 18) + 3)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
+def test_delta_kernels_refuse_sizes_that_do_not_fit(name: str) -> None:
     kernel, types = getattr(deltas.kernels, name), PROTOTYPES[name].arguments
     for bad in (-1, library.INT64(1 << 63).value):
         nowhere = [None if kind == "pointer" else bad if kind == "i64" else 1 for kind in types]

@@ -260,7 +260,7 @@ def test_every_kernel_has_a_twin() -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_does_what_its_twin_does(name: str) -> None:
+def test_lossless_kernel_does_what_its_twin_does(name: str) -> None:
     @given(st.integers(0, 1 << 32), st.one_of(st.integers(0, 700), st.integers(2040, 9000)))
     @example(0, 0)
     @example(1, 1)
@@ -274,7 +274,7 @@ def test_a_kernel_does_what_its_twin_does(name: str) -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
+def test_lossless_kernel_does_what_its_twin_does_with_a_large_chunk(name: str) -> None:
     for seed in range(3):
         TRIALS.agree(name, seed, (1 << 17) + 3)
 
@@ -324,7 +324,7 @@ def is_refused(name: str, arguments: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", PROTOTYPES)
-def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
+def test_lossless_kernels_refuse_sizes_that_do_not_fit(name: str) -> None:
     types = PROTOTYPES[name].arguments
     for bad in (-1, library.INT64(1 << 63).value, (1 << 28) + 1):
         assert is_refused(name, [None if kind == "pointer" else bad if kind == "i64" else 1 for kind in types])

@@ -125,7 +125,7 @@ def test_each_kernel_of_the_header_is_compared_with_a_twin_and_given_wrong_sizes
 
 
 @pytest.mark.parametrize("name", SIZELESS)
-def test_a_wrong_size_is_refused(name: str) -> None:
+def test_lossy_kernels_refuse_wrong_sizes(name: str) -> None:
     """Each in turn is less than nothing, or more than any array of ours has."""
     memory = np.zeros((1 << 16) + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
@@ -138,7 +138,7 @@ def test_a_wrong_size_is_refused(name: str) -> None:
                 kernel(*arguments[:i], size, *arguments[i + 1 :])
 
 
-def test_scratch_that_is_too_small_is_refused() -> None:
+def test_lossy_kernels_refuse_scratch_that_is_too_small() -> None:
     x = np.ones((40, 40), F32)
     address, kernels = x.ctypes.data, lossy.kernels
     for name, arguments, size in [
@@ -153,7 +153,7 @@ def test_scratch_that_is_too_small_is_refused() -> None:
             getattr(kernels, name)(*arguments, address, size - 1)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_lossy_kernels_refuse_shapes_that_do_not_fit() -> None:
     a, x, levels = room(4, 6), room(6, 8), np.zeros(4, np.int32)
     calls: list[Callable[[], object]] = [
         lambda: lossy.multiply(a, a, room(4, 6)),

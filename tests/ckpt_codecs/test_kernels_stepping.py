@@ -65,18 +65,18 @@ def test_no_kernel_of_the_header_is_forgotten() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 @given(st.integers(0, 1 << 32), st.integers(0, 100))
-def test_a_kernel_does_what_its_twin_does(name: str, seed: int, n: int) -> None:
+def test_stepping_kernel_does_what_its_twin_does(name: str, seed: int, n: int) -> None:
     TRIALS.agree(name, seed, n)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_does_so_with_a_large_chunk(name: str) -> None:
+def test_stepping_kernel_does_what_its_twin_does_with_a_large_chunk(name: str) -> None:
     for seed in range(4):
         TRIALS.agree(name, seed, (1 << 16) + 3)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_sizes_that_do_not_fit_are_refused(name: str) -> None:
+def test_stepping_kernels_refuse_sizes_that_do_not_fit(name: str) -> None:
     TRIALS.refuse_bad_sizes(name)
 
 

@@ -53,7 +53,7 @@ def test_levels_beyond_the_table_have_its_ends() -> None:
     assert np.allclose(np.log2(ends), [-2 * HIGH / 64] * 3 + [2 * HIGH / 64] * 3)
 
 
-def test_every_bound_is_a_promise() -> None:
+def test_subspace_promises_every_bound() -> None:
     """And only of weights: moments have none."""
     codec = Subspace(max_abs_err=0.5, rel_error=0.25)
     form = {"fp32": F32, "exp_avg": F32}
@@ -215,7 +215,7 @@ def test_first_moments_are_told_from_the_change() -> None:
 @given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), max_size=40), st.integers(1, 17), st.integers(0, 31))
 @example([-51, 19, *[0] * 11, -42, *[0] * 11, 59, 0, 0, 0], 13, 0)  # the last row is shorter
 @example([2**31 - 1, 1 - 2**31, 0, 5, 0, 0, 0, 0, 0, 2**31 - 1, 0, 0], 3, 0)
-def test_any_symbols_come_back(values: list[int], columns: int, shift: int) -> None:
+def test_symbol_coder_returns_any_symbols(values: list[int], columns: int, shift: int) -> None:
     given_ = np.array([int(v / 2**shift) for v in values], np.int32)
     assert np.array_equal(symbols.decode(symbols.encode(given_, columns), given_.size, columns), given_)
 
@@ -309,7 +309,7 @@ def test_error_stats_add_up_over_chunks() -> None:
     assert 0.5 < whole.progress < 1.2
 
 
-def test_an_exact_state_has_lost_nothing() -> None:
+def test_measure_finds_no_loss_of_an_exact_state() -> None:
     change = dict(CHANGES)["any-bits"]
     assert measure(change, change.after)["fp32"].figures() == {"max_abs": 0, "rel": 0, "progress": 1}
 
@@ -364,7 +364,7 @@ def test_tables_that_mean_nothing_are_refused() -> None:
 
 
 @given(st.lists(st.floats(0, exclude_min=True, allow_infinity=False), min_size=1, max_size=40))
-def test_the_logarithm_is_that_of_exact_arithmetic(values: list[float]) -> None:
+def test_log2_is_that_of_exact_arithmetic(values: list[float]) -> None:
     logarithms = log2(np.array(values))
     # x = m * 2^k with m from 1 to 2: the error is measured against k + log2(m), of which the second part is small.
     expected = [k - 1 + math.log2(2 * m) for m, k in map(math.frexp, values)]

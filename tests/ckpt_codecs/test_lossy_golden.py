@@ -46,7 +46,7 @@ def states_of(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
+def test_lossy_codec_reads_its_golden_chunk(path: Path, level: int) -> None:
     with np.load(path) as golden:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
@@ -61,7 +61,7 @@ def test_a_golden_chunk_gives_the_same_bits(path: Path, level: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_a_golden_chunk_is_written_again(path: Path, level: int) -> None:
+def test_lossy_codec_writes_its_golden_chunk(path: Path, level: int) -> None:
     with np.load(path) as golden, np.load(path.parent / "after" / path.name) as encoded:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])

@@ -43,7 +43,7 @@ def npy(header: str, values: bytes = b"", version: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["arrays.npz", "arrays.pt", "arrays.safetensors", "arrays"])
-def test_arrays_of_numpy_are_read_whatever_the_ending(name: str, tmp_path: Path) -> None:
+def test_numpy_is_read_whatever_the_ending(name: str, tmp_path: Path) -> None:
     with (tmp_path / name).open("wb") as file:
         np.savez(file, **ARRAYS)
     checkpoint = open_checkpoint(tmp_path / name)
@@ -56,7 +56,7 @@ def test_arrays_of_numpy_are_read_whatever_the_ending(name: str, tmp_path: Path)
     assert PathMarks(tmp_path / name).has_marks_of("numpy")
 
 
-def test_arrays_are_converted_and_their_checksums_compared(tmp_path: Path) -> None:
+def test_convert_and_verify_compare_checksums_of_numpy(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, **ARRAYS)
     assert ckpt("convert", path, tmp_path / "out.safetensors").code == 0
@@ -91,7 +91,7 @@ GOOD = npy(F4, bytes(8))
         (b"", CorruptError, "malformed"),
     ],
 )
-def test_an_array_that_is_no_plain_one_is_refused(
+def test_numpy_refuses_arrays_that_are_not_plain(
     member: bytes, error: type[CkptError], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.npz").write_bytes(stored(w=GOOD, x=member))
@@ -99,7 +99,7 @@ def test_an_array_that_is_no_plain_one_is_refused(
         open_checkpoint(tmp_path / "a.npz")
 
 
-def test_compressed_arrays_are_read_as_they_were_saved(tmp_path: Path) -> None:
+def test_numpy_reads_compressed_arrays(tmp_path: Path) -> None:
     large = {"large": np.arange(200_000, dtype=np.float32).reshape(500, 400), "turned": np.ones((300, 200), order="F")}
     np.savez_compressed(tmp_path / "a.npz", **ARRAYS, **large)
     checkpoint = open_checkpoint(tmp_path / "a.npz")
@@ -127,7 +127,7 @@ def deflated(data: bytes, change: tuple[str, int] = ("", 0), more: bytes = b"") 
     return local + central + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(central), len(local), 0)
 
 
-def test_the_forged_archive_is_one_that_is_read(tmp_path: Path) -> None:
+def test_numpy_reads_the_archive_that_is_forged(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(deflated(GOOD))
     assert open_checkpoint(tmp_path / "a.npz")["w"][:].tolist() == [0, 0]
 
@@ -146,7 +146,7 @@ def test_the_forged_archive_is_one_that_is_read(tmp_path: Path) -> None:
     ],
     ids=["longer", "another checksum", "a bomb", "too long to be true", "more", "cut", "more values", "objects"],
 )
-def test_a_compressed_array_that_is_not_what_it_claims_is_refused(
+def test_numpy_refuses_compressed_arrays_that_lie(
     content: bytes, error: type[CkptError], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.npz").write_bytes(content)
@@ -154,7 +154,7 @@ def test_a_compressed_array_that_is_not_what_it_claims_is_refused(
         open_checkpoint(tmp_path / "a.npz")
 
 
-def test_a_flipped_bit_in_a_compressed_array_is_found(tmp_path: Path) -> None:
+def test_numpy_finds_a_flipped_bit_in_a_compressed_array(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez_compressed(path, w=np.arange(3000.0))
     data = bytearray(path.read_bytes())
@@ -165,7 +165,7 @@ def test_a_flipped_bit_in_a_compressed_array_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".zip", ".pt", ""])
-def test_a_model_of_stable_baselines_is_read_with_its_optimizer(ending: str, tmp_path: Path) -> None:
+def test_stable_baselines3_reads_a_model_with_its_optimizer(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"agent{ending}"
     path.write_bytes(AGENT.read_bytes())
     checkpoint = open_checkpoint(path)
@@ -181,7 +181,7 @@ def test_a_model_of_stable_baselines_is_read_with_its_optimizer(ending: str, tmp
     assert ckpt("verify", path).code == 0
 
 
-def test_bits_of_a_model_of_stable_baselines_are_checked(tmp_path: Path) -> None:
+def test_stable_baselines3_finds_flipped_bits(tmp_path: Path) -> None:
     data: Any = bytearray(AGENT.read_bytes())
     at = data.index(read(open_checkpoint(AGENT)["action_net.weight"].weight).tobytes())
     data[at] ^= 1
@@ -194,7 +194,7 @@ def test_bits_of_a_model_of_stable_baselines_are_checked(tmp_path: Path) -> None
         open_checkpoint(tmp_path / "a.zip")
 
 
-def test_each_optimizer_of_an_agent_gets_the_parameters_that_it_numbers() -> None:
+def test_stable_baselines3_gives_each_optimizer_its_parameters() -> None:
     path = AGENT.with_name("stable-baselines3-2.9-sac.zip")
     checkpoint = open_checkpoint(path)
     with zipfile.ZipFile(path) as archive:
@@ -230,7 +230,7 @@ NEMO = {"./model_config.yaml": b"lr: 1\n", "./model_weights.ckpt": weights_file(
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("name", ["model.nemo", "model.tar", "model.pt"])
-def test_a_file_of_torch_in_a_tar_is_read_where_it_is(name: str, format: int, tmp_path: Path) -> None:
+def test_tar_reads_a_file_of_torch_in_place(name: str, format: int, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(tarred(NEMO | {"a/" * 60 + "long.txt": b"x"}, format))
     checkpoint = open_checkpoint(tmp_path / name)
     assert read(checkpoint["w"].weight).tolist() == torch.arange(60.0).reshape(5, 12).tolist()
@@ -262,9 +262,7 @@ def _with_size(size: bytes, kind: bytes) -> bytes:
     ],
     ids=["no-weights", "two", "cut", "huge-header", "huge-member", "size-in-binary", "a-pickle"],
 )
-def test_a_tar_that_is_not_what_it_claims_is_refused(
-    content: bytes, error: type[CkptError], message: str, tmp_path: Path
-) -> None:
+def test_tar_refuses_archives_that_lie(content: bytes, error: type[CkptError], message: str, tmp_path: Path) -> None:
     (tmp_path / "m.nemo").write_bytes(content)
     with pytest.raises(error, match=message):
         open_checkpoint(tmp_path / "m.nemo")

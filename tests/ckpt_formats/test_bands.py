@@ -64,7 +64,7 @@ def pieces(blob: FileBlob, rows: int) -> list[FileBlob]:
 
 
 @given(st.data())
-def test_every_byte_is_read_once_and_goes_to_the_reader_that_needs_it(data: st.DataObject) -> None:
+def test_band_reads_every_byte_once_for_the_reader_that_needs_it(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 60)), data.draw(st.integers(2, 40))
     cuts = sorted(data.draw(st.sets(st.integers(1, columns - 1), min_size=1, max_size=5)))
     ends = [*zip([0, *cuts], [*cuts, columns], strict=True)]
@@ -83,7 +83,7 @@ def test_every_byte_is_read_once_and_goes_to_the_reader_that_needs_it(data: st.D
                 assert reader.times.max() <= 1
 
 
-def test_every_reader_has_the_evidence_of_what_it_used(tmp_path: Path) -> None:
+def test_band_gives_every_reader_the_evidence_of_its_bytes(tmp_path: Path) -> None:
     _, blob = matrix(tmp_path / "file", 64, 64)
     parts = [pieces(blob.crop(slab(blob.shape, 1, low, low + 16)), 10) for low in range(0, 64, 16)]
     assert blob.seal is not None
@@ -100,7 +100,7 @@ def test_every_reader_has_the_evidence_of_what_it_used(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_readers_that_need_other_rows_wait_for_nobody_for_ever(data: st.DataObject) -> None:
+def test_band_lets_no_reader_wait_for_ever(data: st.DataObject) -> None:
     """Also if they go through two files in different orders, or read nothing at all."""
     with folder() as at:
         matrices = [matrix(at / str(i), 30, 20) for i in range(2)]
@@ -119,7 +119,7 @@ def test_readers_that_need_other_rows_wait_for_nobody_for_ever(data: st.DataObje
             assert all(np.array_equal(values, block) for (values, _), block in zip(own, blocks, strict=True))
 
 
-def test_a_file_that_ends_too_early_is_an_error_of_every_reader_that_needs_it(tmp_path: Path) -> None:
+def test_band_fails_every_reader_of_a_truncated_file(tmp_path: Path) -> None:
     _, blob = matrix(tmp_path / "file", 64, 64)
     with (tmp_path / "file").open("r+b") as file:
         file.truncate(5000)

@@ -17,7 +17,7 @@ from held import checkpoint, everything, flip, parameter
 EFFORT = Execution(1, 1 << 20)
 
 
-def test_every_flaw_is_found_with_its_tensor() -> None:
+def test_verify_finds_every_flaw_with_its_tensor() -> None:
     values = np.zeros(4, np.float32)
     middle = Tensor((4,), values.dtype, (Fragment(Box((1,), (2,)), ArrayBlob(values[1:2])),))
     source = checkpoint([parameter("whole", {MODEL: values}), Parameter("holed", "parameter", {MODEL: middle}, {})])
@@ -28,7 +28,7 @@ def test_every_flaw_is_found_with_its_tensor() -> None:
     ]
 
 
-def test_damage_is_found_with_the_tensor_that_it_touches(tmp_path: Path) -> None:
+def test_verify_names_the_tensor_that_damage_touches(tmp_path: Path) -> None:
     save(everything(), tmp_path / "u", Universal(), resources=EFFORT)
     source = Universal().read(tmp_path / "u", ReadOptions())
     raws = [(p.name, raw) for p, _, tensor in source.tensors() for raw in tensor.sources() if raw.span]

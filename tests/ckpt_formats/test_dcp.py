@@ -76,7 +76,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", WRITERS)
-def test_dcp_that_torch_saved_is_read_bit_for_bit(how: str, tmp_path: Path) -> None:
+def test_dcp_reads_what_torch_saved_bit_for_bit(how: str, tmp_path: Path) -> None:
     saved = state()
     restored = open_checkpoint(save(saved, tmp_path / "saved", **WRITERS[how]))
     assert_holds(restored, saved)
@@ -87,7 +87,7 @@ def test_dcp_that_torch_saved_is_read_bit_for_bit(how: str, tmp_path: Path) -> N
     assert_equal(read(restored.parameters[restored.extras["misc"]["tuple"][1].name].weight), torch.ones(2))
 
 
-def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
+def test_dcp_reads_compressed_streams_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     from torch.distributed.checkpoint._extension import ZStandard
 
@@ -105,7 +105,7 @@ def test_compressed_streams_are_read_bit_for_bit(tmp_path: Path) -> None:
     assert (whole.dtype, 0 < whole.shape[0] < values.nbytes) == (np.uint8, True)
 
 
-def test_dcp_that_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_reads_what_torch_saved_before_2_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_version, "_derived_version", "2_3")
     saved = state()
     saved["plain"] = {"a": 1, "b": [{"c": 2}]}
@@ -117,7 +117,7 @@ def test_dcp_that_torch_saved_before_2_4_is_read(tmp_path: Path, monkeypatch: py
     assert restored.extras["plain"] == saved["plain"]
 
 
-def test_archive_without_checksums_has_no_seals_to_check(tmp_path: Path) -> None:
+def test_dcp_has_no_seals_of_an_archive_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         saved = state()
@@ -130,7 +130,7 @@ def test_archive_without_checksums_has_no_seals_to_check(tmp_path: Path) -> None
     assert_holds(open_checkpoint(write(restored, tmp_path / "copy")), saved)
 
 
-def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
+def test_dcp_reads_the_same_parameters_from_every_layout_of_keys(tmp_path: Path) -> None:
     nested = state()
     numbers = {name: i for i, name in enumerate(NAMES)}
     numbered = {
@@ -157,7 +157,7 @@ def test_every_layout_of_keys_gives_the_same_parameters(tmp_path: Path) -> None:
     assert by_layout["flat"].origin.engine == "torchtitan"
 
 
-def test_names_stay_flat_where_no_paths_are_saved(tmp_path: Path) -> None:
+def test_dcp_leaves_names_flat_when_no_paths_are_saved(tmp_path: Path) -> None:
     model = {f"model.{name}": values for name, values in state()["model"].items()}
     restored = open_checkpoint(save(model, tmp_path / "saved", flatten=False))
     assert set(restored.parameters) == set(model)
@@ -184,7 +184,7 @@ def test_torch_loads_a_written_dcp_as_its_own(keys: str | None, mesh: tuple[int,
     assert_holds(open_checkpoint(written), nested)
 
 
-def test_torch_loads_it_into_tensors_of_its_own(tmp_path: Path) -> None:
+def test_torch_loads_a_written_dcp_into_its_own_tensors(tmp_path: Path) -> None:
     saved = state()
     written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written", 3)
     fresh = state(seed=1)
@@ -192,7 +192,7 @@ def test_torch_loads_it_into_tensors_of_its_own(tmp_path: Path) -> None:
     assert exact(fresh) == exact(saved)
 
 
-def test_the_metadata_is_what_torch_writes_itself(tmp_path: Path) -> None:
+def test_dcp_writes_the_metadata_that_torch_writes(tmp_path: Path) -> None:
     saved = state()
     written = write(open_checkpoint(save(saved, tmp_path / "saved")), tmp_path / "written")
     theirs, ours = (FileSystemReader(path).read_metadata() for path in (tmp_path / "saved", written))
@@ -213,7 +213,7 @@ def test_universal_and_back_changes_nothing(tmp_path: Path) -> None:
     assert exact(loaded(write(open_checkpoint(tmp_path / "universal"), tmp_path / "written", 4))) == exact(saved)
 
 
-def test_masters_copies_and_everything_else_survive(tmp_path: Path) -> None:
+def test_dcp_keeps_masters_copies_and_extras(tmp_path: Path) -> None:
     source = everything()
     for number, mesh in enumerate(MESHES):
         again = open_checkpoint(write(source, tmp_path / str(number), *mesh))
@@ -226,7 +226,7 @@ def test_masters_copies_and_everything_else_survive(tmp_path: Path) -> None:
         }
 
 
-def test_deepspeeds_own_goes_there_and_back(tmp_path: Path) -> None:
+def test_dcp_returns_a_deepspeed_checkpoint_unchanged(tmp_path: Path) -> None:
     source = open_checkpoint(Path("sample_checkpoints/deepspeed-0.19-bf16opt-tp2-pp2"))
     written = write(source, tmp_path / "written", 2, 2)
     again = open_checkpoint(written)
@@ -238,7 +238,7 @@ def test_deepspeeds_own_goes_there_and_back(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_any_tensors_over_any_mesh_come_back(data: st.DataObject) -> None:
+def test_dcp_returns_any_tensors_over_any_mesh(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4))
     dp, tp = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     axis = data.draw(st.integers(0, 2))
@@ -332,7 +332,7 @@ class Counting(Reader):
     ],
     ids=str,
 )
-def test_a_block_is_read_without_the_rest(box: Box, slack: int, tmp_path: Path) -> None:
+def test_dcp_reads_a_block_without_the_rest(box: Box, slack: int, tmp_path: Path) -> None:
     values = array(np.dtype(np.float32), (1024, 64))
     written = write(checkpoint([parameter("w", {"model": values})]), tmp_path / "written", 4)
     weight = open_checkpoint(written).parameters["w"].weight
@@ -356,7 +356,7 @@ def test_opening_a_checkpoint_opens_no_items(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20, 3 << 19])
-def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
+def test_dcp_takes_items_for_equal_when_every_byte_is(at: int, tmp_path: Path) -> None:
     values = bytearray(os.urandom((3 << 19) + 1))
     (tmp_path / "one").write_bytes(values)
     objects, one, two = (
@@ -372,7 +372,7 @@ def test_items_are_the_same_if_every_byte_is(at: int, tmp_path: Path) -> None:
     assert not objects.same(one, ItemRange("one", 0, at))
 
 
-def test_items_that_differ_in_values_alone_are_parsed_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_dcp_parses_items_that_differ_in_values_alone_once(tmp_path: Path, monkeypatch: Any) -> None:
     parsed: list[object] = []
     monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))
     values = {f"w{i}": torch.full((4, 3), float(i)) for i in range(5)}
@@ -382,14 +382,14 @@ def test_items_that_differ_in_values_alone_are_parsed_once(tmp_path: Path, monke
     assert len(parsed) == 1
 
 
-def test_every_rank_writes_as_much(tmp_path: Path) -> None:
+def test_dcp_plans_as_many_bytes_for_every_rank(tmp_path: Path) -> None:
     source = checkpoint([parameter(f"w{i}", {"model": array(np.dtype(np.float32), (64, 64 + i))}) for i in range(8)])
     sizes = [part.nbytes for part in DCP(dp=4).plan(source).files]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None:
+def test_dcp_reads_the_newest_of_several_steps_with_a_note(tmp_path: Path) -> None:
     for step in (5, 10, 9):
         saved = {**state(seed=step), "train_state": {"step": step, "note": "text"}}
         save(saved, tmp_path / "run" / "checkpoint" / f"step-{step}")
@@ -408,7 +408,7 @@ def test_the_newest_of_several_steps_is_read_and_said_so(tmp_path: Path) -> None
         open_checkpoint(tmp_path / "run" / "checkpoint")
 
 
-def test_a_step_is_taken_from_the_folder_only_if_nothing_else_tells(tmp_path: Path) -> None:
+def test_dcp_takes_the_step_from_the_folder_when_nothing_else_states_it(tmp_path: Path) -> None:
     saved = state()
     save(saved, tmp_path / "best-99")
     save({"model": saved["model"]}, tmp_path / "step-98")

@@ -90,12 +90,12 @@ def test_a_missing_chunk_is_refused_though_torch_fills_it_with_garbage(damaged: 
     refused(damaged, 20, "layers.0.w", "at [3, 0] is stored, but lists no such block")
 
 
-def test_a_chunk_without_a_place_is_missing(damaged: Path) -> None:
+def test_dcp_names_the_block_when_a_chunk_has_no_place(damaged: Path) -> None:
     change(damaged, lambda m: m.storage_data.pop(MetadataIndex(WEIGHT, (3, 0))))
     refused(damaged, 20, "layers.0.w", "no file holds block [3:6, 0:4]")
 
 
-def test_chunks_that_overlap_are_refused(damaged: Path) -> None:
+def test_dcp_refuses_chunks_that_overlap(damaged: Path) -> None:
     def overlapping(stated: Metadata) -> None:
         stated.state_dict_metadata[WEIGHT].chunks[1].offsets = torch.Size((2, 0))
         stated.storage_data[MetadataIndex(WEIGHT, (2, 0))] = stated.storage_data.pop(MetadataIndex(WEIGHT, (3, 0)))
@@ -104,17 +104,17 @@ def test_chunks_that_overlap_are_refused(damaged: Path) -> None:
     refused(damaged, 20, "layers.0.w", "overlap")
 
 
-def test_a_chunk_outside_of_its_tensor_is_refused(damaged: Path) -> None:
+def test_dcp_refuses_a_chunk_outside_of_its_tensor(damaged: Path) -> None:
     change(damaged, lambda m: setattr(m.state_dict_metadata[WEIGHT], "size", torch.Size((5, 4))))
     refused(damaged, 20, "layers.0.w", "lies outside the shape [5, 4]")
 
 
-def test_a_missing_file_is_named(damaged: Path) -> None:
+def test_dcp_names_a_missing_file(damaged: Path) -> None:
     (damaged / "__1_0.distcp").unlink()
     refused(damaged, 20, "__1_0.distcp is missing")
 
 
-def test_items_that_were_swapped_are_refused(damaged: Path) -> None:
+def test_dcp_refuses_items_that_were_swapped(damaged: Path) -> None:
     """Of another shape, that is: between two alike nothing in the files can tell."""
 
     def swapped(stated: Metadata) -> None:
@@ -131,7 +131,7 @@ def test_items_that_were_swapped_are_refused(damaged: Path) -> None:
     ["../outside.distcp", "/etc/passwd", "a/../../b", "..", ".", "", "a\0b", "..\\b"],
     ids=["parent", "absolute", "inside", "dots", "itself", "nothing", "nul", "windows"],
 )
-def test_a_path_that_leads_elsewhere_is_refused(file: str, damaged: Path) -> None:
+def test_dcp_refuses_a_path_that_leads_elsewhere(file: str, damaged: Path) -> None:
     change(damaged, lambda m: setattr(m.storage_data[MetadataIndex(WEIGHT, (3, 0))], "relative_path", file))
     refused(damaged, 21, "not a file inside its folder")
 
@@ -139,7 +139,7 @@ def test_a_path_that_leads_elsewhere_is_refused(file: str, damaged: Path) -> Non
 @pytest.mark.parametrize(
     ("offset", "length"), [(1 << 62, 100), (0, 1 << 62), (-1, 100), (0, -1), (0, 0), (1 << 70, 5)], ids=str
 )
-def test_items_at_impossible_places_are_refused(offset: int, length: int, damaged: Path) -> None:
+def test_dcp_refuses_items_at_impossible_places(offset: int, length: int, damaged: Path) -> None:
     def moved(stated: Metadata) -> None:
         info = stated.storage_data[MetadataIndex(WEIGHT, (3, 0))]
         info.offset, info.length = offset, length
@@ -149,7 +149,7 @@ def test_items_at_impossible_places_are_refused(offset: int, length: int, damage
 
 
 @pytest.mark.parametrize("shape", [(1 << 61, 4), (1 << 40, 1 << 40), (1 << 62,), (2,) * 65], ids=str)
-def test_absurd_shapes_are_refused_at_once(shape: tuple[int, ...], damaged: Path) -> None:
+def test_dcp_refuses_absurd_shapes(shape: tuple[int, ...], damaged: Path) -> None:
     def absurd(stated: Metadata) -> None:
         stored = stated.state_dict_metadata[WEIGHT]
         stored.size, start = torch.Size(shape), (0,) * len(shape)
@@ -168,7 +168,7 @@ class Attack:
         return os.system, (f"touch {self.canary}",)
 
 
-def test_metadata_that_would_run_code_are_refused_and_nothing_runs(damaged: Path, tmp_path: Path) -> None:
+def test_dcp_refuses_metadata_that_would_run_code(damaged: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     change(damaged, lambda m: setattr(m, "planner_data", Attack(canary)))
     refused(damaged, 21, "posix.system", "Nothing was run")
@@ -178,7 +178,7 @@ def test_metadata_that_would_run_code_are_refused_and_nothing_runs(damaged: Path
 
 
 @pytest.mark.parametrize("where", ["object", "tensor"])
-def test_items_that_would_run_code_are_refused_and_nothing_runs(where: str, damaged: Path, tmp_path: Path) -> None:
+def test_dcp_refuses_items_that_would_run_code(where: str, damaged: Path, tmp_path: Path) -> None:
     canary, item = tmp_path / "canary", io.BytesIO()
     torch.save(Attack(canary), item)
     fqn, offset = ("train_state.note", None) if where == "object" else (WEIGHT, (3, 0))
@@ -200,7 +200,7 @@ def planted(folder: Path, fqn: str, offset: tuple[int, ...] | None, item: bytes,
 
 
 @pytest.mark.parametrize("fqn", [WEIGHT, "train_state.note"])
-def test_metadata_that_decode_to_gigabytes_are_refused(fqn: str, damaged: Path) -> None:
+def test_dcp_refuses_items_that_decode_to_gigabytes(fqn: str, damaged: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     bomb = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(64)) + compressor.flush()
@@ -208,14 +208,14 @@ def test_metadata_that_decode_to_gigabytes_are_refused(fqn: str, damaged: Path) 
     refused(damaged, 21, "it would exhaust memory")
 
 
-def test_a_stream_that_needs_a_huge_window_is_refused(damaged: Path) -> None:
+def test_dcp_refuses_a_stream_that_needs_a_huge_window(damaged: Path) -> None:
     pytest.importorskip("zstandard")
     # A frame with a window of 2^41 bytes and one empty block, by hand (RFC 8878, 3.1.1).
     planted(damaged, WEIGHT, (3, 0), b"\x28\xb5\x2f\xfd\x00\xf8\x01\x00\x00", "stream.zstd/1")
     refused(damaged, 21, "window")
 
 
-def test_damage_inside_of_a_compressed_item_is_found(damaged: Path) -> None:
+def test_dcp_finds_damage_inside_a_compressed_item(damaged: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     item = io.BytesIO()
     torch.save(torch.ones(3, 4), item)
@@ -227,12 +227,12 @@ def test_damage_inside_of_a_compressed_item_is_found(damaged: Path) -> None:
     refused(damaged, 20, "layers.0.w")
 
 
-def test_unknown_transformations_are_refused(damaged: Path) -> None:
+def test_dcp_refuses_unknown_transformations(damaged: Path) -> None:
     planted(damaged, WEIGHT, (3, 0), b"secret", "stream.aes@example/2")
     refused(damaged, 22, "stream.aes@example/2")
 
 
-def test_items_of_another_kind_are_refused(damaged: Path) -> None:
+def test_dcp_refuses_items_of_another_kind(damaged: Path) -> None:
     item = io.BytesIO()
     with zipfile.ZipFile(item, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps([1]))
@@ -240,25 +240,25 @@ def test_items_of_another_kind_are_refused(damaged: Path) -> None:
     refused(damaged, 20, "the item holds no tensor")
 
 
-def test_objects_of_any_kind_of_bytes_are_carried(damaged: Path) -> None:
+def test_dcp_carries_objects_of_any_bytes(damaged: Path) -> None:
     planted(damaged, "train_state.note", None, b"neither an archive nor a pickle")
     assert open_checkpoint(damaged).extras["train_state"]["note"] == b"neither an archive nor a pickle"
 
 
-def test_a_save_that_was_broken_off_is_told_as_such(damaged: Path) -> None:
+def test_dcp_states_that_a_save_was_broken_off(damaged: Path) -> None:
     (damaged / ".metadata").rename(damaged / ".metadata.tmp")
     refused(damaged, 20, "the save was broken off: there is .metadata.tmp")
     (damaged / ".metadata.tmp").unlink()
     refused(damaged, 20, "the save was broken off: there are data, but no .metadata")
 
 
-def test_a_later_save_that_was_broken_off_is_told_from_the_metadata(damaged: Path) -> None:
+def test_dcp_states_that_a_later_save_was_broken_off(damaged: Path) -> None:
     """It has overwritten the data, perhaps with values of the same shapes: the old metadata seem to fit."""
     (damaged / ".metadata.tmp").write_bytes(b"half of")
     refused(damaged, 20, "a later save was broken off")
 
 
-def test_leftovers_of_another_save_are_named_and_not_read(damaged: Path, whole: Path) -> None:
+def test_dcp_names_leftovers_of_another_save(damaged: Path, whole: Path) -> None:
     shutil.copy(damaged / "__1_0.distcp", damaged / "__5_0.distcp")
     (damaged / "__6_0.distcp").touch()
     checkpoint = open_checkpoint(damaged)
@@ -268,7 +268,7 @@ def test_leftovers_of_another_save_are_named_and_not_read(damaged: Path, whole: 
     assert contents(checkpoint) == contents(open_checkpoint(whole))
 
 
-def test_serialization_as_safetensors_is_refused(tmp_path: Path) -> None:
+def test_dcp_refuses_serialization_as_safetensors(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     save({"model": {"w": torch.ones(3, 4)}}, tmp_path / "saved", serialization_format=SerializationFormat.SAFETENSORS)
@@ -300,12 +300,12 @@ def test_serialization_as_safetensors_is_refused(tmp_path: Path) -> None:
     ],
     ids=lambda how: str(how.__code__.co_firstlineno),
 )
-def test_metadata_that_make_no_sense_are_corrupt(how: Callable[[Metadata], object], damaged: Path) -> None:
+def test_dcp_refuses_metadata_that_make_no_sense(how: Callable[[Metadata], object], damaged: Path) -> None:
     change(damaged, how)
     refused(damaged, 20, ".metadata")
 
 
-def test_a_list_with_a_huge_hole_is_refused(tmp_path: Path) -> None:
+def test_dcp_refuses_a_list_with_a_huge_hole(tmp_path: Path) -> None:
     saved = save({"a": [torch.ones(2)]}, tmp_path / "saved")
     stated = metadata(saved)
     name = f"a.{1 << 40}"
@@ -316,7 +316,7 @@ def test_a_list_with_a_huge_hole_is_refused(tmp_path: Path) -> None:
     refused(saved, 20, "impossible places")
 
 
-def test_no_error_is_untyped(damaged: Path) -> None:
+def test_dcp_refuses_a_pickle_of_something_else(damaged: Path) -> None:
     (damaged / ".metadata").write_bytes(pickle.dumps({"not": "metadata"}))
     with pytest.raises(CkptError, match="not the metadata of a distributed checkpoint"):
         open_checkpoint(damaged)

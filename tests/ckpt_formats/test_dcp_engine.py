@@ -173,13 +173,15 @@ def assert_is_the_truth(actual: Checkpoint, truth: dict[str, Any], kind: Kind) -
     assert known == {stored(name, kind) for name in truth["model"]}
 
 
-def test_every_tensor_is_what_memory_held(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+def test_dcp_reads_every_tensor_that_memory_held(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
     assert_is_the_truth(checkpoint, truth, kind)
     left = ["__2_0.distcp, __3_0.distcp"] if kind.way.over else []
     assert [", ".join(notice.names) for notice in checkpoint.notices] == left
 
 
-def test_groups_are_what_the_optimizer_held(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+def test_dcp_reads_the_groups_that_the_optimizer_held(
+    kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]
+) -> None:
     groups = [({**group.options}, list(group.names)) for group in checkpoint.groups]
     expected = [
         (
@@ -193,11 +195,11 @@ def test_groups_are_what_the_optimizer_held(kind: Kind, checkpoint: Checkpoint, 
     assert_same(groups, expected)
 
 
-def test_the_step_is_told(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+def test_dcp_reads_the_step(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
     assert checkpoint.origin.step == (None if kind.way.keys == "accelerate" else truth["step"])
 
 
-def test_the_rest_is_carried(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+def test_dcp_carries_the_rest(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
     rest = {key: unlifted(value, checkpoint) for key, value in checkpoint.extras.items()}
     scheduler = rest.pop("lr_scheduler", None)
     if kind.way.keys != "accelerate":
@@ -258,7 +260,9 @@ def test_converted_checkpoint_is_verified_without_findings(kind: Kind, checkpoin
     assert find_problems(checkpoint, Execution()) == []
 
 
-def test_universal_holds_the_same(kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any], tmp_path: Path) -> None:
+def test_universal_holds_what_the_dcp_holds(
+    kind: Kind, checkpoint: Checkpoint, truth: dict[str, Any], tmp_path: Path
+) -> None:
     save(checkpoint, tmp_path / "u", writable("universal"))
     again = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(again, truth, kind)
@@ -359,7 +363,7 @@ def test_converted_checkpoint_computes_what_its_source_computes(job: Job, writte
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_its_training_goes_on_as_it_would_have(job: Job, written: Made) -> None:
+def test_training_goes_on_from_a_converted_dcp(job: Job, written: Made) -> None:
     report = written.report(job)
     actual, expected = report["losses_after"], report["expected"]["losses_after"]
     assert len(actual) == len(expected) == 4

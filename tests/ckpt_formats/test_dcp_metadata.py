@@ -66,7 +66,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 
 
 @given(metadatas(), st.sampled_from([2, 4, 5]))
-def test_metadata_that_torch_pickled_is_read_as_it_is(expected: Metadata, protocol: int) -> None:
+def test_metadata_reads_what_torch_pickled(expected: Metadata, protocol: int) -> None:
     with folder() as at:
         (at / ".metadata").write_bytes(pickle.dumps(expected, protocol))
         metadata = read_metadata(at / ".metadata")
@@ -176,7 +176,7 @@ def by_rank(at: Path, *states: dict[str, Any]) -> Path:
     return at
 
 
-def test_metadata_of_each_rank_are_put_together(tmp_path: Path) -> None:
+def test_metadata_joins_those_of_each_rank(tmp_path: Path) -> None:
     same = {"model": {"w": torch.arange(6.0)}, "step": 3}
     saved = by_rank(tmp_path / "saved", *({**same, "mine": {"rank": rank, "seed": 5}} for rank in range(3)))
     assert not (saved / ".metadata").exists()
@@ -191,7 +191,7 @@ def test_metadata_of_each_rank_are_put_together(tmp_path: Path) -> None:
         open_checkpoint(saved)
 
 
-def test_replicas_that_differ_are_refused_unless_a_rule_says_which_counts(tmp_path: Path) -> None:
+def test_metadata_refuses_replicas_that_differ_without_a_rule(tmp_path: Path) -> None:
     saved = by_rank(tmp_path / "saved", {"model": {"w": torch.zeros(4)}}, {"model": {"w": torch.ones(4)}})
     with pytest.raises(CkptError, match="replicas of one tensor differ"):
         read(open_checkpoint(saved).parameters["w"].weight)

@@ -51,12 +51,12 @@ def test_sample_has_the_values_of_its_run(sample: Path) -> None:
     assert find_problems(checkpoint, Execution()) == []
 
 
-def test_universal_holds_the_same(sample: Path, tmp_path: Path) -> None:
+def test_universal_holds_what_the_sample_holds(sample: Path, tmp_path: Path) -> None:
     save(open_checkpoint(sample), tmp_path / "u", writable("universal"))
     assert_is_the_truth(open_checkpoint(tmp_path / "u"), sample / "truth.safetensors")
 
 
-def test_values_that_are_no_tensors_are_carried_from_old_releases() -> None:
+def test_dcp_carries_values_of_old_releases() -> None:
     (old,) = (open_checkpoint(path) for path in SAMPLES if path.name.startswith("dcp-2.2-"))
     assert old.extras["train_state"] == {"step": 5, "seen": [1, 2], "note": "no tensor here"}
     assert old.extras["random"][1] == {"epoch": 1}

@@ -34,7 +34,7 @@ def in_file(path: Path, values: Array) -> Tensor:
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int, tmp_path: Path) -> None:
+def test_deepspeed_refuses_masters_of_another_run(shift: int, tmp_path: Path) -> None:
     masters = np.arange(5, dtype=np.float32) + 1
     copies = (masters + shift).astype(DTYPES["bfloat16"])
     states = {MASTER: in_file(tmp_path / "optim", masters), MODEL: in_file(tmp_path / "model", copies)}
@@ -47,7 +47,7 @@ def test_masters_that_round_to_none_of_the_weights_are_of_another_run(shift: int
         check_same_run(parameters, tmp_path)
 
 
-def test_options_that_ranks_have_otherwise_are_refused_unless_there_are_tensors_in_them(tmp_path: Path) -> None:
+def test_deepspeed_refuses_options_that_differ_between_ranks(tmp_path: Path) -> None:
     files = [saved(tmp_path / name, {"t": torch.ones(2), "lr": 0.1}) for name in "ab"]
     tensors = [file.root["t"] for file in files]
     for kind in (lambda tensor: tensor, lambda tensor: [0.5, tensor], lambda tensor: (tensor, tensor)):
@@ -78,7 +78,7 @@ def test_an_affine_map_says_where_the_block_of_every_rank_lies() -> None:
         rules_of({"affine_map": {"params": {"w": {"logical_shape": [6, 3], "ranks": ranks}}}}, Path("model"))
 
 
-def test_stages_have_the_layers_that_their_names_say_and_tied_modules_where_they_are_used() -> None:
+def test_pipeline_stages_have_the_layers_of_their_names_and_tied_modules() -> None:
     pipeline = find_pipeline(
         [["1.w", "tied_modules.embed.w"], ["3.w", "4.b", "tied_modules.embed.w"]], {"embed": (0, 5)}
     )
@@ -87,7 +87,7 @@ def test_stages_have_the_layers_that_their_names_say_and_tied_modules_where_they
     assert pipeline.users == {"embed": (0, 1)}
 
 
-def test_values_that_differ_between_ranks_are_carried_for_each(tmp_path: Path) -> None:
+def test_deepspeed_carries_values_that_differ_between_ranks(tmp_path: Path) -> None:
     models = {str(rank): saved(tmp_path / f"{rank}.pt", {"note": rank // 2, "same": 7}) for rank in range(4)}
     optims = {str(rank): saved(tmp_path / f"{rank}.optim", {"scale": rank // 2}) for rank in range(4)}
     other = {"note": 1, "optimizer": {"scale": 1}}
@@ -100,7 +100,7 @@ def test_values_that_differ_between_ranks_are_carried_for_each(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("contiguous", "ranks"), [(False, [1, 4]), (True, [2, 3])])
-def test_the_ranks_that_hold_the_same_experts(contiguous: bool, ranks: list[int]) -> None:
+def test_ranks_of_experts_are_those_that_hold_the_same(contiguous: bool, ranks: list[int]) -> None:
     """Of six data-parallel ranks in three groups: DeepSpeed deals them in turn, or to neighbours if told so."""
     assert expert_ranks(1, 2, 6, contiguous) == ranks
 

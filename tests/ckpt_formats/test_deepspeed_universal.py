@@ -126,14 +126,14 @@ def exchange(folder: Path, layer: str) -> None:
 
 
 @pytest.mark.parametrize("name", [ZERO1, ZERO3])
-def test_folder_of_the_converter_is_read_as_its_source(name: str) -> None:
+def test_deepspeed_universal_reads_the_converters_folder_as_its_source(name: str) -> None:
     actual, expected = open_checkpoint(theirs(name)), source(name)
     assert_same(actual, expected)
     assert actual.origin == expected.origin
     assert find_problems(actual, Execution()) == []
 
 
-def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> None:
+def test_deepspeed_universal_detects_the_step_and_the_folder_above(tmp_path: Path) -> None:
     above = tmp_path / "run"
     shutil.copytree(theirs(ZERO1), above)
     assert detect(above).name == detect(step_in(above)).name == "deepspeed-universal"
@@ -142,7 +142,7 @@ def test_the_folder_of_a_step_and_the_one_above_are_known(tmp_path: Path) -> Non
     assert detect(step_in(above)).name == "deepspeed-universal"
 
 
-def test_their_copies_of_buffers_do_not_shadow_the_buffers() -> None:
+def test_deepspeed_universal_reads_buffers_despite_their_copies() -> None:
     restored = open_checkpoint(theirs(ZERO1))
     assert (step_in(theirs(ZERO1)) / "zero" / "places").is_dir()
     assert restored.parameters["places"].role == "buffer"
@@ -151,7 +151,7 @@ def test_their_copies_of_buffers_do_not_shadow_the_buffers() -> None:
     assert not open_checkpoint(theirs(ZERO3)).notices
 
 
-def test_optimizer_states_that_their_converter_lost_are_named(tmp_path: Path) -> None:
+def test_deepspeed_universal_names_states_that_the_converter_lost(tmp_path: Path) -> None:
     folder = copied(tmp_path)
 
     def amsgrad(root: dict) -> None:
@@ -166,7 +166,7 @@ def test_optimizer_states_that_their_converter_lost_are_named(tmp_path: Path) ->
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [ZERO1, ZERO3, PIPELINE])
-def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
+def test_deepspeed_universal_reads_back_what_it_writes(name: str, tmp_path: Path) -> None:
     expected = source(name)
     reopened = write(expected, tmp_path / "u")
     assert_same(reopened, expected)
@@ -176,7 +176,7 @@ def test_ours_reads_back_whole(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "u" / "latest_universal").read_text() == step_in(tmp_path / "u").name
 
 
-def test_ours_cut_over_tensor_parallel_ranks_reads_back_whole(tmp_path: Path) -> None:
+def test_deepspeed_universal_reads_back_tensor_parallel_cuts(tmp_path: Path) -> None:
     expected = source(PIPELINE)
     reopened = write(expected, tmp_path / "u", tp=2)
     assert len(list(step_in(tmp_path / "u").glob("mp_rank_*"))) == 2
@@ -190,7 +190,7 @@ def test_reshard_there_and_back_changes_nothing(tmp_path: Path) -> None:
     assert_same(last, source(ZERO1))
 
 
-def test_trained_parameters_alone_have_folders(tmp_path: Path) -> None:
+def test_deepspeed_universal_has_folders_of_trained_parameters_only(tmp_path: Path) -> None:
     expected = source(ZERO3)
     write(expected, tmp_path / "u")
     held = {path.name for path in (step_in(tmp_path / "u") / "zero").iterdir()}
@@ -220,7 +220,7 @@ def test_stage_3_target_has_the_options_that_all_groups_share(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a/b.weight", "café [0] *", "x" * 200, "tensor.with.dots", "a\\b", "-"])
-def test_odd_names_are_folders_like_any_other(name: str, tmp_path: Path) -> None:
+def test_deepspeed_universal_takes_odd_names(name: str, tmp_path: Path) -> None:
     expected = trained(name, "plain")
     assert contents(write(expected, tmp_path / "u")) == contents(expected)
 
@@ -229,12 +229,12 @@ def test_odd_names_are_folders_like_any_other(name: str, tmp_path: Path) -> None
     "name",
     ["../x", "a/../../x", "/x", "a//b", "", ".", "..", "./x", "fp32.pt", "optimizer_state.pt", "a\0b", "x" * 300],
 )
-def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
+def test_deepspeed_universal_refuses_names_that_lead_elsewhere(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="name of a folder"):
         plan(trained(name, "plain"), tmp_path)
 
 
-def test_no_name_of_a_state_leads_elsewhere(tmp_path: Path) -> None:
+def test_deepspeed_universal_refuses_state_names_that_lead_elsewhere(tmp_path: Path) -> None:
     original = trained("w")
     states = {**original.parameters["w"].states, "../../x": original.parameters["w"].states["exp_avg"]}
     with pytest.raises(UnsupportedError, match="name of a folder"):
@@ -285,7 +285,7 @@ def test_stage_3_is_refused_without_moments_of_adam(tmp_path: Path) -> None:
     assert not any(file.startswith("zero_pp_rank") for file in files)
 
 
-def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
+def test_deepspeed_universal_writes_rules_in_deepspeeds_terms(tmp_path: Path) -> None:
     original = trained("row", "qkv", "swiglu", "word", "norm", "column")
     rules = (
         Rule("row", axis=1),
@@ -312,7 +312,7 @@ def test_rules_become_deepspeeds_own_words(tmp_path: Path) -> None:
     }
 
 
-def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> None:
+def test_convert_writes_deepspeed_universal_and_names_what_is_dropped(tmp_path: Path) -> None:
     done = ckpt("convert", next(SAMPLES.glob(f"deepspeed-*-{ZERO1}")), tmp_path / "u", "--to", "deepspeed-universal")
     assert done.code == 0, done.err
     assert ckpt("verify", tmp_path / "u").code == 0
@@ -325,7 +325,7 @@ def test_the_command_writes_it_and_says_what_has_no_place(tmp_path: Path) -> Non
 # Round-robin gradients
 
 
-def test_a_conversion_of_round_robin_gradients_is_recognised(tmp_path: Path) -> None:
+def test_deepspeed_universal_recognises_round_robin_gradients(tmp_path: Path) -> None:
     folder = copied(tmp_path, round_robin=True)
     exchange(folder, "norm1")
     with pytest.raises(
@@ -341,7 +341,7 @@ def test_a_conversion_of_round_robin_gradients_is_recognised(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_right_folder_of_such_a_run_is_not_accused(tmp_path: Path) -> None:
+def test_deepspeed_universal_accepts_a_right_folder_of_a_round_robin_run(tmp_path: Path) -> None:
     folder = copied(tmp_path, round_robin=True)
     assert contents(open_checkpoint(folder)) == contents(source(ZERO1))
     written = tmp_path / "ours"
@@ -363,7 +363,7 @@ def test_masters_without_weights_to_hold_them_against_are_refused_of_such_a_run(
         open_checkpoint(folder)
 
 
-def test_damage_is_called_damage(tmp_path: Path) -> None:
+def test_deepspeed_universal_tells_damage_from_round_robin(tmp_path: Path) -> None:
     folder = copied(tmp_path, round_robin=True)
     file = folder / "zero" / "norm.weight" / "fp32.pt"
     values = torch.load(file, weights_only=False)["param"].detach().numpy().tobytes()
@@ -376,7 +376,7 @@ def test_damage_is_called_damage(tmp_path: Path) -> None:
     assert "round_robin" not in done.err + done.out
 
 
-def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> None:
+def test_deepspeed_universal_tells_masters_of_another_run_from_round_robin(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     for file in folder.glob("zero/*/fp32.pt"):
         change(file, lambda root: root["param"].data.add_(1))
@@ -386,7 +386,7 @@ def test_masters_of_another_run_are_no_fault_of_round_robin(tmp_path: Path) -> N
     assert "mixed" in (caught.value.hint or "")
 
 
-def test_a_few_masters_that_differ_are_for_verify_to_tell(tmp_path: Path) -> None:
+def test_verify_names_a_few_masters_that_differ(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     exchange(folder, "norm1")
     findings = find_problems(open_checkpoint(folder), Execution())
@@ -444,7 +444,7 @@ HARMS: dict[str, tuple[Callable[[Path], None], type[CkptError], str]] = {
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_a_broken_folder_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_deepspeed_universal_refuses_a_broken_folder(name: str, tmp_path: Path) -> None:
     harm, kind, says = HARMS[name]
     folder = copied(tmp_path)
     harm(folder)
@@ -452,20 +452,20 @@ def test_a_broken_folder_is_refused_by_name(name: str, tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_an_absurd_number_of_ranks_takes_no_time(tmp_path: Path) -> None:
+def test_deepspeed_universal_refuses_an_absurd_number_of_ranks(tmp_path: Path) -> None:
     folder = copied(tmp_path, round_robin=True)
     _many_ranks(folder)
     assert open_checkpoint(folder).groups
 
 
 @pytest.mark.parametrize("tag", ["../elsewhere", "..", "", "a/b", "\0", "gone"])
-def test_latest_names_a_folder_beside_it_or_nothing(tag: str, tmp_path: Path) -> None:
+def test_latest_universal_names_a_folder_beside_it(tag: str, tmp_path: Path) -> None:
     (tmp_path / "latest_universal").write_text(tag)
     with pytest.raises(CkptError):
         open_checkpoint(tmp_path)
 
 
-def test_links_in_place_of_parameters_are_not_followed(tmp_path: Path) -> None:
+def test_deepspeed_universal_follows_no_links_of_parameters(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "zero" / "norm.weight").rename(tmp_path / "outside")
     (folder / "zero" / "norm.weight").symlink_to(tmp_path / "outside")
@@ -481,7 +481,7 @@ def test_list_universal_names_model_files_that_are_missing(unfinished: bool, hin
     assert hint in str(refused.value.hint)
 
 
-def test_a_parameter_in_no_group_or_in_two_is_named() -> None:
+def test_deepspeed_universal_names_a_parameter_in_no_group_or_in_two() -> None:
     both = [parameter(name, {"model": np.ones(2, np.float32)}) for name in "ab"]
     for names, misplaced in ((("a",), "b"), (("a", "b", "a"), "a"), (("a", "b", "c"), "c")):
         with pytest.raises(UnsupportedError, match=f"`{misplaced}` is not in exactly one group"):

@@ -65,7 +65,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("theirs")
 
 
-def test_their_converter_gets_as_far_as_we_say(failures: dict[str, str | None]) -> None:
+def test_converter_of_deepspeed_gets_as_far_as_the_page_states(failures: dict[str, str | None]) -> None:
     assert [kind for kind, failure in failures.items() if failure is None] == [
         name for name, kind in KINDS.items() if converts(kind)
     ]
@@ -84,7 +84,7 @@ def test_converted_universal_checkpoint_has_the_values_of_the_engine(
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_beside_the_tensors_it_holds_what_its_source_holds(
+def test_converted_universal_checkpoint_has_the_extras_of_its_source(
     kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
 ) -> None:
     restored, source = open_checkpoint(theirs / kind), open_checkpoint(zoo / kind / "ckpt")
@@ -197,12 +197,12 @@ def test_deepspeed_loads_every_bit_that_it_loads_at_all(job: Job, reports: dict,
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_every_group_gets_its_own_options_back(job: Job, reports: dict) -> None:
+def test_deepspeed_gives_every_group_its_own_options(job: Job, reports: dict) -> None:
     assert not any(unlike(reports[str(job)]))
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if KINDS[job.kind].model == "megatron"], ids=str)
-def test_training_goes_on_as_it_would_have(job: Job, reports: dict) -> None:
+def test_training_goes_on_from_a_written_universal_checkpoint(job: Job, reports: dict) -> None:
     """Of models without buffers, which DeepSpeed would not restore."""
     report = reports[str(job)]
     expected = report["expected"]

@@ -28,16 +28,16 @@ def truth(kind: Path) -> dict:
     return torch.load(kind / "truth.pt", weights_only=False)
 
 
-def test_no_kind_is_left_out():
+def test_zoo_has_every_kind():
     if left_out := [kind.name for kind in EVERY_KIND if kind.name not in KINDS]:
         pytest.skip(f"no C++ compiler builds the operators of DeepSpeed that these need: {' '.join(left_out)}")
 
 
-def test_values_read_are_those_of_the_engine(kind, truth):
+def test_deepspeed_reads_the_values_of_the_engine(kind, truth):
     assert_is_the_truth(open_checkpoint(kind / "ckpt"), truth)
 
 
-def test_groups_keep_their_options(kind, truth):
+def test_deepspeed_reads_the_options_of_groups(kind, truth):
     for group, expected in zip(open_checkpoint(kind / "ckpt").groups, truth["param_groups"], strict=True):
         if not group.options:  # elastic checkpoints do not hold them
             assert "elastic" in kind.name
@@ -46,7 +46,7 @@ def test_groups_keep_their_options(kind, truth):
                 assert value == expected[key] or tuple(value) == tuple(expected[key]), key
 
 
-def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
+def test_universal_holds_what_deepspeed_holds_and_verifies(kind, truth, tmp_path):
     save(open_checkpoint(kind / "ckpt"), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, truth)
@@ -57,7 +57,7 @@ def test_universal_holds_the_same_and_verifies(kind, truth, tmp_path):
         assert [raw.path for raw in states[MODEL].sources()] == [raw.path for raw in states[MASTER].sources()]
 
 
-def test_torch_loads_what_we_write_without_running_code(kind, truth, tmp_path):
+def test_torch_loads_written_files_with_weights_only(kind, truth, tmp_path):
     save(open_checkpoint(kind / "ckpt"), tmp_path / "m.pt", writable("torch"))
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, states in truth["params"].items():

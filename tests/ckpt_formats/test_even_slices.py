@@ -33,7 +33,9 @@ def both(shape: Shape, ranks: int, at: int, path: Path = Path("/nowhere"), missi
 
 
 @given(shape=shapes, ranks=st.integers(1, 9), at=st.integers(0, 3), data=st.data())
-def test_the_fragments_are_the_same(shape: Shape, ranks: int, at: int, data: st.DataObject) -> None:
+def test_slices_of_even_length_have_the_fragments_of_a_list(
+    shape: Shape, ranks: int, at: int, data: st.DataObject
+) -> None:
     missing = data.draw(st.integers(0, ranks - 1))
     computed, listed = both(shape, ranks, at, missing=missing)
     assert tuple(computed.fragments) == listed.fragments
@@ -52,7 +54,7 @@ def test_the_fragments_are_the_same(shape: Shape, ranks: int, at: int, data: st.
 
 
 @given(shape=shapes.filter(prod), ranks=st.integers(1, 9), at=st.integers(0, 3))
-def test_values_are_read_from_their_ranks(shape: Shape, ranks: int, at: int) -> None:
+def test_slices_of_even_length_read_values_from_their_ranks(shape: Shape, ranks: int, at: int) -> None:
     with folder() as place:
         computed, _ = both(shape, ranks, at, place / "file")
         size = -(-prod(shape) // ranks)
@@ -77,6 +79,6 @@ def test_a_slice_takes_no_memory_and_a_block_asks_few_ranks(shape: Shape) -> Non
 
 
 @pytest.mark.parametrize("index", [slice(None, 1), slice(2, 9, 3), slice(-3, None), slice(5, 1, -1), -1, 0])
-def test_indexes_are_those_of_a_tuple(index: int | slice) -> None:
+def test_slices_of_even_length_are_indexed_as_a_tuple(index: int | slice) -> None:
     computed, listed = both((3, 7), 6, 0)
     assert computed.fragments[index] == listed.fragments[index]

@@ -111,7 +111,7 @@ def file(tmp_path: Path, tree: Any, name: str = "flax_model.msgpack", max_chunk:
 
 
 @pytest.mark.parametrize("max_chunk", [1 << 30, 100, 7])
-def test_arrays_are_read_bit_by_bit(max_chunk: int, tmp_path: Path) -> None:
+def test_flax_reads_arrays_bit_for_bit(max_chunk: int, tmp_path: Path) -> None:
     tree = model()
     run = ckpt.open(file(tmp_path, tree, max_chunk=max_chunk))
     assert (run.format, run.origin.engine) == ("flax", "flax")
@@ -124,14 +124,14 @@ def test_arrays_are_read_bit_by_bit(max_chunk: int, tmp_path: Path) -> None:
     assert bits(run["params.layers_1.kernel"][3:20:4, 1]) == bits(kernel[3:20:4, 1])
 
 
-def test_every_type_and_shape_is_read(tmp_path: Path) -> None:
+def test_flax_reads_every_type_and_shape(tmp_path: Path) -> None:
     tree = {name: {str(i): array(dtype, shape) for i, shape in enumerate(SHAPES)} for name, dtype in DTYPES.items()}
     run = ckpt.open(file(tmp_path, tree))
     for (name, number), values in flat(tree):
         assert bits(read(run[f"{name}.{number}"].weight)) == bits(values)
 
 
-def test_the_folder_of_a_model_is_read(tmp_path: Path) -> None:
+def test_flax_reads_the_folder_of_a_model(tmp_path: Path) -> None:
     file(tmp_path / "m", model())
     (tmp_path / "m" / "config.json").write_text("{}")
     run = ckpt.open(tmp_path / "m")
@@ -144,7 +144,7 @@ def test_the_folder_of_a_model_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 16, 70_000])
-def test_a_file_without_an_ending_is_known_by_its_first_bytes(width: int, tmp_path: Path) -> None:
+def test_flax_detects_a_file_by_its_first_bytes(width: int, tmp_path: Path) -> None:
     tree = {f"w{i}": np.float32(i) for i in range(width)}
     assert len(ckpt.open(file(tmp_path, tree, "checkpoint_1000"))) == width
     ckpt.save(ckpt.open(ZERO1), tmp_path / "out", ckpt.Flax())
@@ -154,7 +154,7 @@ def test_a_file_without_an_ending_is_known_by_its_first_bytes(width: int, tmp_pa
         assert not Flax().detect(tmp_path / "other")
 
 
-def test_plain_values_are_extras(tmp_path: Path) -> None:
+def test_flax_reads_plain_values_as_extras(tmp_path: Path) -> None:
     values = {"rate": 0.1, "name": "x" * 40, "none": None, "on": True, "z": 1 + 2j, "empty": {}, "list": [1, -70000]}
     run = ckpt.open(file(tmp_path, {"w": np.ones(3, np.float32), "more": values, "single": np.float32(2)}))
     assert list(run) == ["w", "single"]
@@ -166,7 +166,7 @@ def test_plain_values_are_extras(tmp_path: Path) -> None:
     assert run["single"][()] == 2
 
 
-def test_optimizer_states_are_carried_with_a_note(tmp_path: Path) -> None:
+def test_flax_carries_optimizer_states_with_a_note(tmp_path: Path) -> None:
     moment = array(DTYPES["float32"], (4, 2), 5)
     state = {"step": 12, "params": {"w": np.ones((4, 2), np.float32)}, "opt_state": {"0": {"mu": {"w": moment}}}}
     run = ckpt.open(file(tmp_path, state))
@@ -221,7 +221,7 @@ def test_names_join_the_keys_and_are_split_again(tree: Any, names: list[str], tm
         assert (tmp_path / "again.msgpack").read_bytes() == path.read_bytes()
 
 
-def test_keys_with_both_separators_are_refused(tmp_path: Path) -> None:
+def test_flax_refuses_keys_with_both_separators(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="unique"):
         ckpt.open(file(tmp_path, {"a": {"b.c": np.ones(1)}, "d": {"e/f": np.ones(1)}}))
 
@@ -229,7 +229,7 @@ def test_keys_with_both_separators_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("separator", "keys"), [(None, ("a", "b/c")), (".", ("a", "b/c")), ("/", ("a.b", "c")), ("", ("a.b/c",))]
 )
-def test_the_separator_is_chosen(separator: str | None, keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_flax_takes_the_separator_of_the_option(separator: str | None, keys: tuple[str, ...], tmp_path: Path) -> None:
     source = checkpoint([parameter("a.b/c", {"model": np.ones(2, np.float32)})])
     ckpt.save(source, tmp_path / "out.msgpack", ckpt.Flax(separator=separator))
     assert [keys for keys, _ in flat(restore((tmp_path / "out.msgpack").read_bytes()))] == [keys]
@@ -239,7 +239,7 @@ def test_the_separator_is_chosen(separator: str | None, keys: tuple[str, ...], t
 
 
 @pytest.mark.parametrize("max_chunk", [1 << 30, 100, 7])
-def test_files_are_byte_for_byte_those_of_flax(max_chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_writes_the_bytes_of_the_package(max_chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "MAX_CHUNK", max_chunk)
     path = file(tmp_path, model(), max_chunk=max_chunk)
     result = ckpt.save(ckpt.open(path), tmp_path / "again.msgpack", ckpt.Flax())
@@ -248,14 +248,14 @@ def test_files_are_byte_for_byte_those_of_flax(max_chunk: int, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4, 100, 240, 260, 65_500, 65_540])
-def test_headers_of_all_lengths_are_those_of_the_package(nbytes: int, tmp_path: Path) -> None:
+def test_flax_writes_headers_of_all_lengths(nbytes: int, tmp_path: Path) -> None:
     tree = {"k" * (nbytes % 300): np.zeros(nbytes, np.uint8), "é" * 20: np.zeros((nbytes, 1), np.bool_)}
     path = file(tmp_path, tree)
     ckpt.save(ckpt.open(path), tmp_path / "again.msgpack", ckpt.Flax())
     assert (tmp_path / "again.msgpack").read_bytes() == path.read_bytes()
 
 
-def test_large_maps_and_large_arrays_have_long_headers() -> None:
+def test_flax_writes_long_headers_of_large_maps_and_arrays() -> None:
     for count in (0, 15, 16, 65_535, 65_536):
         packed = msgpack.packb({str(i): None for i in range(count)})
         assert packed.startswith(container.map_header(count))
@@ -269,7 +269,7 @@ def test_large_maps_and_large_arrays_have_long_headers() -> None:
     assert [nbytes for _, nbytes in pieces] == [*[1 << 30] * 16, 16]
 
 
-def test_a_real_checkpoint_goes_through_and_comes_back(tmp_path: Path) -> None:
+def test_flax_returns_a_real_checkpoint(tmp_path: Path) -> None:
     run = ckpt.open(ZERO1)
     plan = ckpt.Job(run, tmp_path / "out.msgpack", ckpt.Flax()).plan()
     assert any("optimizer states" in notice for notice in plan.dropped)
@@ -287,7 +287,7 @@ def test_a_real_checkpoint_goes_through_and_comes_back(tmp_path: Path) -> None:
     assert ckpt.verify(back) == []
 
 
-def test_everything_a_checkpoint_can_hold(tmp_path: Path) -> None:
+def test_flax_writes_everything_that_a_checkpoint_can_hold(tmp_path: Path) -> None:
     source = everything()
     ckpt.save(source, tmp_path / "out.msgpack", ckpt.Flax())
     back = ckpt.open(tmp_path / "out.msgpack")
@@ -295,7 +295,7 @@ def test_everything_a_checkpoint_can_hold(tmp_path: Path) -> None:
         assert bits(read(back[name].weight)) == bits(read(source[name].weight))
 
 
-def test_a_tensor_that_is_also_a_dict_is_refused(tmp_path: Path) -> None:
+def test_flax_refuses_a_tensor_that_is_also_a_dict(tmp_path: Path) -> None:
     for names in (("a", "a.b"), ("a.b", "a"), ("a.b.c", "a.b")):
         source = checkpoint([parameter(name, {"model": np.ones(2, np.float32)}) for name in names])
         with pytest.raises(UnsupportedError, match="dict"):
@@ -303,7 +303,7 @@ def test_a_tensor_that_is_also_a_dict_is_refused(tmp_path: Path) -> None:
         ckpt.Job(source, tmp_path / "out.msgpack", ckpt.Flax(separator="/")).plan()
 
 
-def test_the_command_writes_it(tmp_path: Path) -> None:
+def test_convert_writes_flax(tmp_path: Path) -> None:
     done = command("convert", ZERO1, tmp_path / "out.msgpack", "--to", "flax", "--separator", "/", "--model-only")
     assert done.code == 0
     assert list(restore((tmp_path / "out.msgpack").read_bytes())) == [*ckpt.open(ZERO1), *ckpt.open(ZERO1).aliases]
@@ -311,7 +311,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     assert command("convert", ZERO1, tmp_path / "x", "--to", "torch", "--separator", "/").code == 2
 
 
-def test_a_compressed_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_decompress_returns_a_flax_file_byte_for_byte(tmp_path: Path) -> None:
     path = file(tmp_path, model())
     assert command("compress", path, f"{tmp_path / 'small'}/").code == 0
     assert command("decompress", tmp_path / "small", tmp_path / "again.msgpack").code == 0
@@ -392,19 +392,19 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
+def test_flax_refuses_hostile_files(name: str, tmp_path: Path) -> None:
     data, kind = HOSTILE[name]
     with pytest.raises(kind):
         opened(tmp_path, data)
 
 
-def test_too_many_values_are_refused_before_they_take_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_refuses_too_many_values_before_they_take_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "MAX_VALUES", 1000)
     with pytest.raises(UnsafeError):
         opened(tmp_path, b"\x81\xa1a\xdc\x27\x10" + b"\x01" * 10_000)
 
 
-def test_a_missing_file_and_a_folder_without_the_file_are_not_found(tmp_path: Path) -> None:
+def test_flax_is_not_found_when_the_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         ckpt.open(tmp_path / "none.msgpack")
     (tmp_path / "x.msgpack").mkdir()

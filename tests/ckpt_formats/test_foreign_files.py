@@ -26,7 +26,7 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_configurations_are_read_as_the_dicts_that_they_wrap(name: str, tmp_path: Path) -> None:
+def test_torch_reads_configurations_as_the_dicts_that_they_wrap(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(FILES / name)
     assert checkpoint.extras["hyper_parameters"] == CONFIGURATIONS[name]
     assert {"l.weight", "l.bias"} == set(checkpoint)
@@ -44,7 +44,7 @@ class AttrDict(dict[str, Any]):
         self.__dict__ = self
 
 
-def test_dicts_that_are_their_own_attributes_are_plain(tmp_path: Path) -> None:
+def test_torch_reads_dicts_that_are_their_own_attributes(tmp_path: Path) -> None:
     shared = AttrDict(b=[1])
     values = AttrDict(a=shared, again=shared, empty=AttrDict())
     torch.save({"model": {"w": torch.ones(2)}, "h": values}, tmp_path / "c.pt")
@@ -52,7 +52,7 @@ def test_dicts_that_are_their_own_attributes_are_plain(tmp_path: Path) -> None:
     assert extras["h"] == {"a": {"b": [1]}, "again": {"b": [1]}, "empty": {}}
 
 
-def test_a_tensordict_is_a_dict_of_tensors_and_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_torch_returns_a_tensordict_as_it_was(tmp_path: Path) -> None:
     path = FILES / "tensordict-0.15.pt"
     checkpoint = open_checkpoint(path)
     assert {name: parameter.shape for name, parameter in checkpoint.parameters.items()} == {"a": (3, 4), "b.c": (3,)}
@@ -70,7 +70,7 @@ class _Call:
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, (1,), _Call(list, ())])
-def test_items_are_taken_of_types_only(value: Any, tmp_path: Path) -> None:
+def test_torch_takes_items_of_known_types_only(value: Any, tmp_path: Path) -> None:
     import operator
 
     torch.save({"model": {"w": torch.ones(2)}, "h": _Call(operator.getitem, value, 0)}, tmp_path / "c.pt")
@@ -78,7 +78,7 @@ def test_items_are_taken_of_types_only(value: Any, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "c.pt")
 
 
-def test_a_configuration_that_contains_itself_stays_bounded() -> None:
+def test_torch_bounds_a_configuration_that_contains_itself() -> None:
     node = Record(Global("omegaconf.dictconfig", "DictConfig"), state={})
     node.state["_content"] = {"a": node, "b": Record(Global("omegaconf.nodes", "AnyNode"), state={"_val": 5})}
     plain = plain_value(node, "here")

@@ -121,7 +121,7 @@ def cuts(draw) -> tuple[torch.Tensor, np.ndarray, list[Placement]]:
 
 @given(cuts())
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_tensors_that_torch_distributed_are_joined(tmp_path_factory, cut):
+def test_fsdp_ranks_joins_tensors_that_torch_distributed(tmp_path_factory, cut):
     tensor, mesh, placements = cut
     folder = tmp_path_factory.mktemp("cut")
     write(folder, mesh.size, model=lambda rank: {"w": spread(tensor, mesh.tolist(), placements)})
@@ -159,7 +159,7 @@ def spread_on(tensor: torch.Tensor, mesh: Any, placements: list[Placement]) -> D
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def test_half_precision_odd_strides_and_scalars(tmp_path):
+def test_fsdp_ranks_reads_half_precision_odd_strides_and_scalars(tmp_path):
     tensors = {
         "half": WEIGHT.to(torch.bfloat16),
         "bits": torch.arange(6, dtype=torch.int16),
@@ -177,12 +177,12 @@ def test_half_precision_odd_strides_and_scalars(tmp_path):
     assert checkpoint.parameters["half"].weight.dtype.name == "bfloat16"
 
 
-def test_a_tensor_may_be_a_parameter(tmp_path):
+def test_fsdp_ranks_takes_a_parameter_as_a_tensor(tmp_path):
     checkpoint = open_checkpoint(write(tmp_path, 1, model=lambda rank: {"w": torch.nn.Parameter(rows(WEIGHT, 1))}))
     assert is_weight(checkpoint)
 
 
-def test_meshes_of_older_releases_are_read(folder):
+def test_fsdp_ranks_reads_meshes_of_older_releases(folder):
     """Until 2.9 the ranks as one tensor; until 2.10 sizes and strides in two tuples, or two numbers."""
 
     def as_tensor(record: Record) -> None:
@@ -201,7 +201,7 @@ def test_meshes_of_older_releases_are_read(folder):
         assert is_weight(open_checkpoint(folder))
 
 
-def test_the_order_that_a_spec_gives_is_followed(tmp_path):
+def test_fsdp_ranks_follows_the_order_of_a_spec(tmp_path):
     """Dimension 1 of the mesh cuts the rows first, then dimension 0: rank 1 holds what rank 2 would."""
     held = {0: WEIGHT[:2].clone(), 1: WEIGHT[4:6].clone(), 2: WEIGHT[2:4].clone(), 3: WEIGHT[6:].clone()}
 
@@ -225,7 +225,7 @@ def test_the_order_that_a_spec_gives_is_followed(tmp_path):
     assert is_weight(open_checkpoint(tmp_path))
 
 
-def test_the_optimizer_and_what_is_of_no_model_come_along(folder):
+def test_fsdp_ranks_reads_the_optimizer_and_extras(folder):
     checkpoint = open_checkpoint(folder)
     states = checkpoint.parameters["w"].states
     assert read(states["exp_avg"]).tolist() == (WEIGHT + 1).tolist()
@@ -355,32 +355,32 @@ def test_error_names_the_first_part_in_the_file_of_one_rank(tmp_path):
         open_checkpoint(alone)
 
 
-def test_a_missing_rank_is_named(folder):
+def test_fsdp_ranks_names_a_missing_rank(folder):
     (folder / "optim_world_size_2_rank_1.pt").unlink()
     with pytest.raises(IncompleteError, match="optimizer file of rank 1"):
         open_checkpoint(folder)
 
 
-def test_a_missing_model_is_named(folder):
+def test_fsdp_ranks_names_missing_files_of_the_model(folder):
     for rank in range(2):
         (folder / f"model_world_size_2_rank_{rank}.pt").unlink()
     with pytest.raises(IncompleteError, match="model's files"):
         open_checkpoint(folder)
 
 
-def test_files_of_another_world_size_are_refused(folder):
+def test_fsdp_ranks_refuses_files_of_another_world_size(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_4_rank_0.pt")
     with pytest.raises(CorruptError, match="several world sizes are in one folder: 6 of 2 ranks; 1 of 4 ranks"):
         open_checkpoint(folder)
 
 
-def test_a_rank_beyond_the_world_is_refused(folder):
+def test_fsdp_ranks_refuses_a_rank_beyond_the_world(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_2.pt")
     with pytest.raises(CorruptError, match="is of rank 2, but there are 2 ranks"):
         open_checkpoint(folder)
 
 
-def test_absurd_numbers_in_names_cost_nothing(tmp_path):
+def test_fsdp_ranks_refuses_absurd_numbers_in_names(tmp_path):
     (tmp_path / "model_world_size_999999999_rank_0.pt").touch()
     with pytest.raises(UnsafeError, match="999,999,999 ranks"):
         open_checkpoint(tmp_path)
@@ -390,13 +390,13 @@ def test_absurd_numbers_in_names_cost_nothing(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_two_ways_of_saving_are_not_mixed(folder):
+def test_fsdp_ranks_refuses_two_ways_of_saving(folder):
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "pytorch_model_fsdp_0_rank0.bin")
     with pytest.raises(CorruptError, match="two ways of saving"):
         open_checkpoint(folder)
 
 
-def test_two_names_of_one_rank_are_refused(folder, tmp_path):
+def test_fsdp_ranks_refuses_two_names_of_one_rank(folder, tmp_path):
     for name in ("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_rank0.bin"):
         shutil.copy(folder / "model_world_size_2_rank_0.pt", tmp_path / name)
     with pytest.raises(CorruptError, match="both of rank 0"):
@@ -409,7 +409,7 @@ def test_world_size_is_that_of_the_mesh_when_names_do_not_state_it(folder, tmp_p
         open_checkpoint(tmp_path)
 
 
-def test_a_further_model_is_told(folder, tmp_path):
+def test_fsdp_ranks_notes_a_further_model(folder, tmp_path):
     for rank in range(2):
         for number in range(2):
             name = f"pytorch_model_fsdp_{number}_rank{rank}.bin"
@@ -462,7 +462,7 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path, other, message):
         open_checkpoint(tmp_path)
 
 
-def test_partial_sums_are_refused(tmp_path):
+def test_fsdp_ranks_refuses_partial_sums(tmp_path):
     def model(rank: int) -> dict[str, Any]:
         return {"w": DTensor.from_local(WEIGHT, init_device_mesh("cpu", (2,)), [Partial()], run_check=False)}
 
@@ -541,7 +541,7 @@ def test_names_of_modules_that_only_end_like_wrappers_stay(tmp_path):
     assert checkpoint.parameters.keys() == names
 
 
-def test_a_flipped_bit_is_found(folder):
+def test_verify_finds_a_flipped_bit_of_a_rank(folder):
     checkpoint = open_checkpoint(folder)
     (raw, *_) = checkpoint.parameters["w"].weight.sources()
     data = bytearray(raw.path.read_bytes())
@@ -631,11 +631,11 @@ def fsdp1(tmp_path: Path) -> Path:
     return write(tmp_path / "fsdp1", 3, model=lambda rank: {"w": sharded(rank)})
 
 
-def test_sharded_tensors_lie_where_they_say(fsdp1):
+def test_fsdp_ranks_reads_sharded_tensors_where_they_lie(fsdp1):
     assert is_weight(open_checkpoint(fsdp1))
 
 
-def test_a_rank_may_hold_nothing(tmp_path):
+def test_fsdp_ranks_takes_a_rank_that_holds_nothing(tmp_path):
     assert is_weight(open_checkpoint(write(tmp_path, 4, model=lambda rank: {"w": sharded(rank)})))
 
 
@@ -682,7 +682,7 @@ def test_sharded_tensors_that_contradict_themselves_or_others_are_refused(fsdp1,
         open_checkpoint(fsdp1)
 
 
-def test_a_shard_that_is_not_there_is_named(fsdp1):
+def test_fsdp_ranks_names_a_missing_shard(fsdp1):
     def empty(root: Any) -> None:
         record = root["w"]
         record.args = (*record.args[:3], ([], *record.args[3][1:]))
@@ -719,7 +719,7 @@ def shapes_of(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> ReadOptions:
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
 @settings(max_examples=examples(25))
-def test_slices_one_after_another_are_the_parameter(tmp_path_factory, sizes, world, views):
+def test_fsdp_ranks_joins_slices_of_a_flat_parameter(tmp_path_factory, sizes, world, views):
     folder = tmp_path_factory.mktemp("flat")
     tensors = {f"p{i}": torch.rand(shape) for i, shape in enumerate(sizes)}
     while sum(map(torch.Tensor.numel, tensors.values())) < max(world * world, 2):  # so that each rank has some
@@ -732,7 +732,7 @@ def test_slices_one_after_another_are_the_parameter(tmp_path_factory, sizes, wor
     assert set(checkpoint.parameters) == {*tensors, "buffer"}
 
 
-def test_a_vector_that_may_be_a_slice_is_not_guessed(tmp_path):
+def test_fsdp_ranks_refuses_a_vector_that_may_be_a_slice(tmp_path):
     """Copied apart from the flat parameter, nothing but its shape tells a slice from a buffer."""
     tensors = {"w": WEIGHT}
     write(tmp_path / "run", 2, model=lambda rank: flat(rank, 2, tensors, views=False))
@@ -787,7 +787,7 @@ JUNK = (None, -1, 1 << 70, 1.5, "x", b"x", [], {}, (), [None], Global("torch", "
 
 
 @pytest.mark.slow
-def test_no_change_of_one_value_gives_a_wrong_result_or_another_error(folder, fsdp1):
+def test_fsdp_ranks_gives_no_wrong_result_when_one_value_changes(folder, fsdp1):
     """Every value in the tree of one rank's file, replaced by each kind of junk: refused, or harmless."""
     for path in (folder / "model_world_size_2_rank_1.pt", fsdp1 / "model_world_size_3_rank_1.pt"):
         original = path.read_bytes()

@@ -104,7 +104,7 @@ def assert_is_the_truth(actual: Checkpoint, job: Job) -> None:
     ]
 
 
-def test_values_read_are_those_of_the_job(job):
+def test_fsdp_ranks_reads_the_values_of_the_job(job):
     assert detect(job.path).name == "fsdp-ranks"
     checkpoint = job.open()
     assert_is_the_truth(checkpoint, job)
@@ -112,14 +112,14 @@ def test_values_read_are_those_of_the_job(job):
     assert find_problems(checkpoint, Execution()) == []
 
 
-def test_converted_values_are_those_of_the_job(job, tmp_path):
+def test_converted_checkpoint_has_the_values_of_the_job(job, tmp_path):
     save(job.open(), tmp_path / "u", writable("universal"))
     checkpoint = open_checkpoint(tmp_path / "u")
     assert_is_the_truth(checkpoint, job)
     assert find_problems(checkpoint, Execution()) == []
 
 
-def test_torch_loads_what_we_convert(job, tmp_path):
+def test_torch_loads_converted_files_of_ranks(job, tmp_path):
     save(job.open(), tmp_path / "m.pt", writable("torch"))
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     for name, expected in job.truth["model"].items():
@@ -153,7 +153,7 @@ def test_each_rank_is_drawn_at_its_place_in_the_mesh(jobs):
     assert job_of(jobs, "fsdp2_hsdp_2x2").open().origin.layout["mesh"] == {"replicas": 2, "shards": 2}
 
 
-def test_copies_are_compared(jobs):
+def test_verify_compares_copies_of_ranks(jobs):
     """Every rank of the other replica, and for plain tensors every rank, is a copy: by what the files say of them."""
     parameters = job_of(jobs, "fsdp2_hsdp_2x2").open().parameters
     assert len(parameters["embed.weight"].weight.replicas) == 1
@@ -162,12 +162,12 @@ def test_copies_are_compared(jobs):
     assert len(job_of(jobs, "fsdp2_w2").open().parameters["embed.weight"].weight.replicas) == 0
 
 
-def test_tied_weights_are_one(jobs):
+def test_fsdp_ranks_reads_tied_weights_as_one(jobs):
     checkpoint = job_of(jobs, "fsdp2_w2_tied").open()
     assert dict(checkpoint.aliases) == {"head.weight": "embed.weight"}
 
 
-def test_names_are_without_wrappers_and_it_is_said(jobs):
+def test_fsdp_ranks_removes_wrappers_from_names_with_a_note(jobs):
     for name in ("fsdp2_w4_compiled", "ddp_w2"):
         job = job_of(jobs, name)
         checkpoint = job.open()
@@ -175,7 +175,7 @@ def test_names_are_without_wrappers_and_it_is_said(jobs):
         assert any("_orig_mod" in notice for notice in checkpoint.notices)
 
 
-def test_values_of_each_rank_are_carried(job):
+def test_fsdp_ranks_carries_values_of_each_rank(job):
     extras, parameters = job.open().extras, job.open().parameters
     first = extras if job.kind.saver == "verl" else extras["random_states"]
     assert first["lr_scheduler"]["last_epoch"] == 3

@@ -126,7 +126,7 @@ def test_every_bit_of_every_state_is_what_the_safetensors_library_says(golden: C
         assert read(tensor).tobytes() == values.reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def test_names_roles_shapes_types_and_values_are_as_recorded(golden: Checkpoint, expected: Any) -> None:
+def test_golden_sample_has_the_recorded_names_roles_shapes_and_values(golden: Checkpoint, expected: Any) -> None:
     assert list(golden.parameters) == list(expected["parameters"])
     for name, fields in expected["parameters"].items():
         parameter = golden.parameters[name]
@@ -138,7 +138,7 @@ def test_names_roles_shapes_types_and_values_are_as_recorded(golden: Checkpoint,
     assert golden.aliases == expected["aliases"]
 
 
-def test_extras_options_and_origin_are_as_they_were(golden: Checkpoint) -> None:
+def test_golden_sample_has_its_extras_options_and_origin(golden: Checkpoint) -> None:
     assert plain(dict(golden.extras)) == plain(EXTRAS)
     assert [plain(dict(group.options)) for group in golden.groups] == [
         plain({"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1}),
@@ -180,15 +180,15 @@ def test_sample_has_one_of_everything(golden: Checkpoint) -> None:
     assert kinds == set(_READERS)
 
 
-def test_its_content_id_is_as_it_was() -> None:
+def test_golden_sample_has_its_content_id() -> None:
     assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
 
 
-def test_sample_is_undamaged(golden: Checkpoint) -> None:
+def test_verify_finds_nothing_in_the_golden_sample(golden: Checkpoint) -> None:
     assert [(f.kind, f.tensors) for f in find_problems(golden, Execution(2))] == [("copy", ("differing",))]
 
 
-def test_written_again_it_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
+def test_golden_sample_written_again_has_the_same_bytes(golden: Checkpoint, tmp_path: Path) -> None:
     """Today's writer gives the same bytes, except for its version in the manifest, and spaces there."""
     save(golden, tmp_path / "again", Universal(), resources=Execution(2))
     for path in sorted(GOLDEN.rglob("*.safetensors")):

@@ -46,11 +46,11 @@ def test_every_bit_of_every_state_is_what_it_was_before_it_was_coded(golden: Che
     assert hashes == expected
 
 
-def test_sample_is_undamaged(golden: Checkpoint) -> None:
+def test_verify_finds_nothing_in_the_compressed_sample(golden: Checkpoint) -> None:
     assert {finding.kind for finding in find_problems(golden, Execution(2))} <= {"copy"}
 
 
-def test_its_content_id_is_as_it_was() -> None:
+def test_compressed_sample_has_its_content_id() -> None:
     assert manifest.load(GOLDEN / manifest.NAME).content == CONTENT
 
 

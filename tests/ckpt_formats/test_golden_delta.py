@@ -42,7 +42,7 @@ def decode_delta(codec, data, shape, parent_values, dtypes):
 
 
 @pytest.mark.parametrize("step", EXPECTED)
-def test_every_bit_of_every_state_is_as_expected(step: str) -> None:
+def test_delta_sample_has_every_bit_of_every_state(step: str) -> None:
     checkpoint = open_checkpoint(Path(f"{GOLDEN}@{step}"))
     hashes = {
         f"{p.name}/{to_stored(s)}": xxhash.xxh3_128_hexdigest(read(t).tobytes()) for p, s, t in checkpoint.tensors()
@@ -88,7 +88,7 @@ def test_sample_has_one_of_everything() -> None:
     assert {member.exact for member in index.read(GOLDEN).members} == {False, True}
 
 
-def test_sample_is_undamaged() -> None:
+def test_verify_finds_nothing_in_the_delta_sample() -> None:
     assert [finding for finding in find_problems(open_checkpoint(GOLDEN), Execution(2)) if finding.kind != "copy"] == []
     done = ckpt("verify", GOLDEN)
     assert done.code == 0, done

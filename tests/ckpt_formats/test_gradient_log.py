@@ -94,7 +94,7 @@ def test_chunks_tile_a_vector_and_hold_each_element_once(sizes: list[int]) -> No
     assert ends == dict(enumerate(sizes))
 
 
-def test_a_rank_may_have_nothing() -> None:
+def test_layout_takes_a_rank_that_has_nothing() -> None:
     assert (rank_of([]).chunk_count, rank_of([]).size) == (0, 0)
 
 
@@ -151,7 +151,7 @@ def _halves(draw: st.DrawFn, box: Box) -> Iterator[Box]:
 
 
 @given(some_layouts())
-def test_a_layout_goes_round(layout: SegmentLayout) -> None:
+def test_layout_is_read_back_as_it_was_written(layout: SegmentLayout) -> None:
     with folder() as at:
         (at / layouts.NAME).write_bytes(layouts.dump(layout))
         assert layouts.load(at / layouts.NAME) == layout
@@ -173,7 +173,9 @@ RECORDS = st.lists(
 
 
 @given(RECORDS)
-def test_records_go_round(wanted: list[tuple[Kind, int, dict[str, Any], list[bytes]]]) -> None:
+def test_records_are_read_back_as_they_were_written(
+    wanted: list[tuple[Kind, int, dict[str, Any], list[bytes]]],
+) -> None:
     head = FileHead(2, 5, 7, bytes(range(16)))
     content = head.dump()
     previous = int.from_bytes(content[56:], "little")
@@ -215,13 +217,13 @@ def ends_of(log: RankLog) -> list[int]:
     return [*(record.begin - 64 for record in log.records[1:]), log.end]
 
 
-def test_every_step_is_that_of_the_run(small: Log, written: Path) -> None:
+def test_log_has_every_step_of_the_run(small: Log, written: Path) -> None:
     for step, truth in enumerate(small.truth):
         assert same(values_of(restored(written.parent, step)), truth)
         assert restored(written.parent, step).extras.get("seen") == (step or None)
 
 
-def test_every_step_has_its_random_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_has_the_random_states_of_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_states, "MAX_CHANGES", 2)
     run = small_log(7).write(tmp_path / "run").parent
     tail = SegmentTail(run / "gradients-0000000000", None)
@@ -253,7 +255,7 @@ def test_every_step_has_its_random_states(tmp_path: Path, monkeypatch: pytest.Mo
     ],
     ids=str,
 )
-def test_random_states_that_lie_are_refused(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
+def test_log_refuses_random_states_that_lie(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
     log = small.copy()
     entry = next(one for one in log.ranks[0] if one.kind is Kind.RANDOM)
     entry.meta = entry.meta | meta
@@ -546,7 +548,7 @@ def test_texts_of_records_that_lie_are_refused_or_do_no_harm(small: Log, tmp_pat
         }.items()
     ],
 )
-def test_options_that_are_none_are_refused(change: Any, small: Log, tmp_path: Path) -> None:
+def test_log_refuses_options_that_are_none(change: Any, small: Log, tmp_path: Path) -> None:
     log = small.copy()
     entry = next(one for one in log.ranks[0] if one.kind is Kind.GRADIENTS)
     change(entry.meta["groups"])
@@ -571,7 +573,7 @@ def _first_gradients(log: Log, rank: int = 0) -> Entry:
     ],
     ids=str,
 )
-def test_records_of_what_is_not_there_are_refused(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
+def test_log_refuses_records_of_absent_tensors(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
     log = small.copy()
     _first_gradients(log).meta.update(meta)
     _refused(log.write(tmp_path / "run"), step=1)
@@ -590,7 +592,7 @@ def test_chunks_whose_values_do_not_fit_their_hash_are_refused(small: Log, tmp_p
     _refused(log.write(tmp_path / "again"), "chunk 0 of rank 0", "cannot be decoded", step=1)
 
 
-def test_directories_that_lie_are_cut(small: Log, tmp_path: Path) -> None:
+def test_log_cuts_directories_that_lie(small: Log, tmp_path: Path) -> None:
     segment = small.write(tmp_path / "run")
     path, head = segment / rank_file(0), head_of(segment, 0)
     for ends in ([5, 3], [1 << 63, 3], [3, 1 << 63], [(1 << 64) - 1, 8], [0, 0]):
@@ -673,7 +675,7 @@ def test_a_file_of_zeros_or_of_nothing_has_no_records(written: Path) -> None:
         restored(written.parent, 1)
 
 
-def test_a_step_that_is_not_there_is_said(written: Path) -> None:
+def test_log_names_the_steps_when_one_is_missing(written: Path) -> None:
     with pytest.raises(NotFoundError, match="no step 4"):
         restored(written.parent, 4)
     assert ckpt("restore", f"{written.parent}@last~7", written.parent.parent / "out").code == NOT_FOUND
@@ -688,7 +690,7 @@ def test_a_step_that_is_not_there_is_said(written: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"lr": "x"}, {"lr": -1}, {"lr": 0.1, "betas": [5]}], ids=str)
-def test_classes_that_a_log_makes_up_are_refused(name: str, options: Any, small: Log, tmp_path: Path) -> None:
+def test_log_refuses_classes_that_it_makes_up(name: str, options: Any, small: Log, tmp_path: Path) -> None:
     log = small.copy()
     fields = {key: getattr(log.layout, key) for key in SegmentLayout.__dataclass_fields__}
     optimizer = log.layout.optimizers[0]

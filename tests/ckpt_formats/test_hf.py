@@ -85,7 +85,7 @@ def write(source: Checkpoint, target: Path, **options: Any) -> tuple[str, str]:
 # What is one
 
 
-def test_bare_files_of_safetensors_are_none(tmp_path: Path) -> None:
+def test_hf_does_not_detect_bare_files_of_safetensors(tmp_path: Path) -> None:
     assert detect(save(tmp_path / "bare", None)).name == "safetensors"
     assert detect(save(tmp_path / "model")).name == "hf"
 
@@ -103,7 +103,7 @@ def test_bare_files_of_safetensors_are_none(tmp_path: Path) -> None:
         ("shard-00001-model-00001-of-00001.safetensors", None),
     ],
 )
-def test_a_folder_is_known_by_its_files(file: str, beside: str | None, tmp_path: Path) -> None:
+def test_hf_detects_a_folder_by_its_files(file: str, beside: str | None, tmp_path: Path) -> None:
     (tmp_path / file).touch()
     if beside:
         (tmp_path / beside).touch()
@@ -111,7 +111,7 @@ def test_a_folder_is_known_by_its_files(file: str, beside: str | None, tmp_path:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_a_folder_without_weights_is_none(file: str, tmp_path: Path) -> None:
+def test_hf_does_not_detect_a_folder_without_weights(file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(NotFoundError):
         detect(tmp_path)
@@ -125,7 +125,7 @@ def test_folder_with_files_around_a_missing_model_is_incomplete(tmp_path: Path) 
         open_checkpoint(tmp_path)
 
 
-def test_a_model_of_no_tensors_is_incomplete(tmp_path: Path) -> None:
+def test_hf_refuses_a_model_without_tensors(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     save_file({}, folder / "model.safetensors")
     with pytest.raises(IncompleteError, match="no tensors"):
@@ -232,9 +232,7 @@ def numbers_of(restored: Checkpoint) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layers", [11, 300])
-def test_numbers_are_told_to_names_in_the_order_of_the_model_that_the_configuration_names(
-    layers: int, tmp_path: Path
-) -> None:
+def test_hf_names_numbered_states_in_the_order_of_the_configured_model(layers: int, tmp_path: Path) -> None:
     """The alphabet, which the file keeps, puts the eleventh layer before the third. Three hundred take no longer."""
     order = names(layers, False)
     save_file(state(layers, False), tmp_path / "model.safetensors")
@@ -245,14 +243,14 @@ def test_numbers_are_told_to_names_in_the_order_of_the_model_that_the_configurat
     assert not restored.notices
 
 
-def test_the_order_of_a_file_of_torch_is_the_models(tmp_path: Path) -> None:
+def test_hf_takes_the_order_of_a_file_of_torch(tmp_path: Path) -> None:
     held = {f"w{i}": torch.ones(2, 3) for i in (2, 0, 1)}
     torch.save(held, tmp_path / "pytorch_model.bin")
     torch.save(numbered(3, 3), tmp_path / "optimizer.bin")
     assert numbers_of(open_checkpoint(tmp_path)) == {"w2": 0, "w0": 1, "w1": 2}
 
 
-def test_the_order_of_shards_of_torch_is_nobodys(tmp_path: Path) -> None:
+def test_hf_takes_no_order_from_shards_of_torch(tmp_path: Path) -> None:
     for i in (1, 2):
         torch.save({f"w{i}": torch.ones(2, 3)}, tmp_path / f"pytorch_model-0000{i}-of-00002.bin")
     where = {f"w{i}": f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)}
@@ -264,7 +262,7 @@ def test_the_order_of_shards_of_torch_is_nobodys(tmp_path: Path) -> None:
     assert numbers_of(open_checkpoint(tmp_path, ReadOptions(order=("w2", "w1")))) == {"w2": 0, "w1": 1}
 
 
-def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> None:
+def test_hf_guesses_no_groups_that_shapes_do_not_tell_apart(tmp_path: Path) -> None:
     """Two groups of which either may hold any parameter."""
     folder = save(tmp_path / "run")
     count = len(names(head=False))
@@ -278,7 +276,7 @@ def test_groups_that_shapes_do_not_tell_apart_are_not_told(tmp_path: Path) -> No
     assert numbers_of(open_checkpoint(folder, ReadOptions(order=order))) == {name: i for i, name in enumerate(order)}
 
 
-def test_names_in_the_groups_need_no_order(tmp_path: Path) -> None:
+def test_hf_takes_the_names_in_groups(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", None)
     held = numbered(len(names(head=False)), len(names(head=False)))
     order = sorted(names(head=False), key=lambda name: name[::-1])
@@ -290,7 +288,7 @@ def test_names_in_the_groups_need_no_order(tmp_path: Path) -> None:
     assert restored.origin.step == 70
 
 
-def test_an_optimizer_of_another_model_is_carried(tmp_path: Path) -> None:
+def test_hf_carries_an_optimizer_of_another_model(tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     torch.save(numbered(50, 50), folder / "optimizer.pt")
     restored = open_checkpoint(folder)
@@ -299,7 +297,7 @@ def test_an_optimizer_of_another_model_is_carried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [None, -1, "5", True, 2**70])
-def test_a_step_that_is_no_number_is_none(step: Any, tmp_path: Path) -> None:
+def test_hf_reads_no_step_that_is_no_number(step: Any, tmp_path: Path) -> None:
     folder = save(tmp_path / "run")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     assert open_checkpoint(folder).origin.step is None
@@ -374,7 +372,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError
 
 @pytest.mark.parametrize("container", ["safetensors", "torch"])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_folder_is_refused(kind: str, container: str, tmp_path: Path) -> None:
+def test_hf_refuses_a_damaged_folder(kind: str, container: str, tmp_path: Path) -> None:
     where = shards(tmp_path, container)
     assert len(open_checkpoint(tmp_path).parameters) == len(where)
     damage, expected = DAMAGE[kind]
@@ -450,7 +448,7 @@ def test_blocks_that_do_not_fit_are_refused(second: Any, message: str, tmp_path:
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0], [-1, 0], [0, 1.5], [0, "0"], None, [0, 2**60]])
-def test_an_offset_that_is_none_is_refused(offsets: Any, tmp_path: Path) -> None:
+def test_hf_refuses_an_offset_that_is_none(offsets: Any, tmp_path: Path) -> None:
     ranks(tmp_path, {"w": (WHOLE.clone(), offsets)})
     with pytest.raises(CorruptError):
         open_checkpoint(tmp_path)
@@ -601,7 +599,7 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
         write(running_mixtral(3), tmp_path / "out", config=tmp_path / "config.json")
 
 
-def test_a_configuration_that_is_no_object_is_none(tmp_path: Path) -> None:
+def test_configuration_is_none_when_it_is_no_object(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"no config\.json"):
         write(llama(config=["a"]), tmp_path / "out")
 
@@ -706,7 +704,7 @@ def test_a_configuration_states_the_type_of_the_weights_unless_it_states_none(
 
 
 @pytest.mark.parametrize("kind", ["nothing", "an empty folder", "no JSON", "a list"])
-def test_a_configuration_that_is_none_is_an_error(kind: str, tmp_path: Path) -> None:
+def test_hf_refuses_a_configuration_that_is_none(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "config"
     if kind == "an empty folder":
         path.mkdir()
@@ -778,7 +776,7 @@ def test_a_configuration_that_json_cannot_say_is_not_written(value: Any, tmp_pat
         write(source, tmp_path / "out")
 
 
-def test_links_to_nowhere_are_named(tmp_path: Path) -> None:
+def test_hf_names_links_to_nowhere(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     (folder / "tokenizer.model").symlink_to(tmp_path / "gone")
     assert "tokenizer.model" in " ".join(map(str, open_checkpoint(folder).notices))
@@ -790,7 +788,7 @@ def test_metadata_of_the_files_are_carried(tmp_path: Path) -> None:
     assert open_checkpoint(folder).extras["hf/__metadata__"] == {"note": "kept"}
 
 
-def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
+def test_hf_writes_an_adapter(tmp_path: Path) -> None:
     held = {"base_model.model.q.lora_A.weight": np.ones((2, 3), np.float32)}
     source = checkpoint(
         [parameter(n, {MODEL: v}) for n, v in held.items()], (), {"hf/adapter_config.json": {"peft_type": "LORA"}}
@@ -801,7 +799,7 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
     assert detect(tmp_path / "out").name == "hf"
 
 
-def test_every_bit_comes_back(tmp_path: Path) -> None:
+def test_hf_returns_every_bit(tmp_path: Path) -> None:
     source = llama(config=LLAMA)
     write(source, tmp_path / "out", shard_nbytes=100)
     restored = open_checkpoint(tmp_path / "out")
@@ -811,7 +809,7 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
     assert restored.extras["hf/config.json"] == LLAMA
 
 
-def test_a_type_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
+def test_hf_refuses_a_type_that_safetensors_lacks(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError):
         write(checkpoint([parameter("w", {MODEL: np.ones(2, np.complex128)})]), tmp_path / "out")
 
@@ -822,7 +820,7 @@ def test_a_type_that_safetensors_has_not_is_refused(tmp_path: Path) -> None:
 SAMPLE = Path(__file__).parents[2] / "sample_checkpoints" / "transformers-5.23-trainer"
 
 
-def test_the_sample_is_what_the_trainer_held() -> None:
+def test_hf_reads_what_the_trainer_held() -> None:
     restored = open_checkpoint(SAMPLE)
     truth = load_file(SAMPLE.with_name(f"{SAMPLE.name}.truth.safetensors"))
     held = {f"{p.name}/{to_stored(s)}": bits(read(t)) for p, s, t in restored.tensors() if p.role != "extra"}

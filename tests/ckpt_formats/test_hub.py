@@ -82,7 +82,7 @@ def test_a_revision_is_one_commit_whatever_is_uploaded_meanwhile(user: Hub) -> N
     assert set(library.open("hf://org/moving@a%2Fbranch")) == set(local)
 
 
-def test_a_folder_and_a_file_of_a_repository(user: Hub, tmp_path: Path) -> None:
+def test_hub_opens_a_folder_and_a_file_of_a_repository(user: Hub, tmp_path: Path) -> None:
     (tmp_path / "runs" / "a2").mkdir(parents=True)
     for one in (SAMPLES / "transformers-5.23-trainer").iterdir():
         (tmp_path / "runs" / "a2" / one.name).write_bytes(one.read_bytes())
@@ -171,13 +171,13 @@ def test_bytes_that_lack_the_hash_of_the_listing_are_refused(key: str, flips: in
     assert not user.flips
 
 
-def test_a_repository_is_only_read(tmp_path: Path) -> None:
+def test_hub_refuses_to_write_to_a_repository(tmp_path: Path) -> None:
     done = ckpt("convert", SAMPLES / NAMES[0], "hf://org/new")
     assert done.code == 22
     assert "ckpt does not write there" in done.err
 
 
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.delitem(sys.modules, "ckpt_formats.stores.hub", raising=False)
     with pytest.raises(UnsupportedError, match="need the package huggingface_hub") as refused:

@@ -67,7 +67,7 @@ def test_keys_of_one_hash_are_refused_in_pickles_of_many_steps(opcode: bytes) ->
     assert len(value) == 60
 
 
-def test_many_different_keys_are_taken() -> None:
+def test_pickle_takes_many_different_keys() -> None:
     content = {"$dict": [[{"$tuple": [i, i + 1]}, i] for i in range(5000)] + [[i, i] for i in range(5000)]}
     assert len(decode(content, HERE)) == 10_000
 

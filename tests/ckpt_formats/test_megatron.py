@@ -60,7 +60,7 @@ def test_the_newest_iteration_is_read_by_its_pointer_and_one_by_its_name(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["7", "-1", "five", "", "../iter_0000005", "9" * 30])
-def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, text: str) -> None:
+def test_megatron_refuses_a_pointer_to_nothing(tmp_path: Path, text: str) -> None:
     run = write(tmp_path, whole())
     (run / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises((NotFoundError, CorruptError)):
@@ -68,14 +68,14 @@ def test_a_pointer_to_nothing_is_an_error(tmp_path: Path, text: str) -> None:
     assert not MegatronLegacy().detect(run)
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+def test_megatron_legacy_names_a_missing_rank(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     (run / "iter_0000005" / "mp_rank_01").rename(run / "gone")
     with pytest.raises(IncompleteError, match=r"mp_rank_01 is missing.* tp 2"):
         open_checkpoint(run)
 
 
-def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
+def test_megatron_legacy_names_a_surplus_rank(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     (run / "iter_0000005" / "mp_rank_02").mkdir()
     torch.save(
@@ -114,21 +114,21 @@ def test_a_tensor_parallel_rank_that_megatron_did_not_save_is_named(tmp_path: Pa
         open_checkpoint(run)
 
 
-def test_iterations_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
+def test_megatron_refuses_mixed_iterations(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     _change(run / "iter_0000005/mp_rank_01", lambda root: root.update(iteration=6))
     with pytest.raises(CorruptError, match="`iteration` is 5 in mp_rank_00 but 6 in mp_rank_01"):
         open_checkpoint(run)
 
 
-def test_runs_that_were_mixed_are_told_apart(tmp_path: Path) -> None:
+def test_megatron_refuses_mixed_runs(tmp_path: Path) -> None:
     run = write(tmp_path, whole(), tp=2)
     _change(run / "iter_0000005/mp_rank_01", lambda root: setattr(root["args"], "num_layers", 3))
     with pytest.raises(CorruptError, match="`num_layers` is 2 in mp_rank_00 but 3 in mp_rank_01"):
         open_checkpoint(run)
 
 
-def test_a_file_without_arguments_is_an_error(tmp_path: Path) -> None:
+def test_megatron_refuses_a_file_without_arguments(tmp_path: Path) -> None:
     run = write(tmp_path, whole())
     _change(run / "iter_0000005/mp_rank_00", lambda root: root.pop("args"))
     with pytest.raises(IncompleteError, match="no arguments"):
@@ -242,7 +242,7 @@ def test_buffers_that_are_stored_by_parameter_are_refused(tmp_path: Path) -> Non
         open_checkpoint(run)
 
 
-def test_states_that_lie_elsewhere_are_doubted(tmp_path: Path) -> None:
+def test_megatron_doubts_states_that_lie_elsewhere(tmp_path: Path) -> None:
     """A buffer of the right length whose parameters are in another order."""
     tensors = whole()
     run = write(tmp_path, tensors, optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
@@ -280,7 +280,7 @@ def test_buckets_of_older_releases_are_read_by_their_lengths(tmp_path: Path, pad
         assert np.array_equal(read(checkpoint.parameters[name].states["master"]), values)
 
 
-def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
+def test_megatron_splits_experts_in_one_tensor(tmp_path: Path) -> None:
     """`weight1` is [hidden, experts * ffn] by its shape, but [expert, hidden, ffn] in memory."""
     experts = np.arange(2 * 24 * 8, dtype=np.float32).reshape(2, 24, 8)
     down = np.arange(2 * 8 * 12, dtype=np.float32).reshape(2, 8, 12)
@@ -296,7 +296,7 @@ def test_experts_in_one_tensor_come_apart(tmp_path: Path) -> None:
         assert np.array_equal(read(parameters[f"{prefix}.linear_fc2.weight"].weight), down[i])
 
 
-def test_states_that_were_flattened_by_shard_are_put_back(tmp_path: Path) -> None:
+def test_megatron_restores_states_that_were_flattened_by_shard(tmp_path: Path) -> None:
     """Up to core 0.14: [shards along each axis, elements], each shard cut anywhere by data-parallel ranks."""
     values = array(DTYPES["float32"], (2, 8, 6))
     fragments = []
@@ -339,7 +339,7 @@ def test_a_stack_is_taken_apart_by_layer_and_expert() -> None:
         tensors_by_name({"decoder.layers.x.weight": Tensor((1 << 40, 4), DTYPES["float32"], ())})
 
 
-def test_names_of_all_implementations_become_one() -> None:
+def test_megatron_reads_names_of_all_implementations_as_one() -> None:
     naming = Naming(first_layer=10, first_expert=4, experts=4)
     plain_names = {
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.10.input_layernorm.weight",

@@ -53,7 +53,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
+def test_model_of_written_megatron_computes_the_same(resumed: Path, case: str) -> None:
     assert_computes_the_same(resumed, CASES[case][0], case, CASES[case][2])
 
 
@@ -63,7 +63,7 @@ def test_megatron_loads_the_values_that_were_written(resumed: Path, case: str) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
+def test_training_goes_on_from_written_megatron(resumed: Path, case: str) -> None:
     assert_goes_on_the_same(resumed, CASES[case][0], case, states)
 
 
@@ -101,7 +101,7 @@ PAIRS: dict[tuple[str, str], str] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-def test_keys_blocks_and_all_else_are_as_megatron_has_them(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
+def test_written_megatron_has_the_keys_and_blocks_of_megatron(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
     reshard(megatron_folder / pair[0], tmp_path / "made", PAIRS[pair])
     assert listed(tmp_path / "made") == listed(megatron_folder / pair[1])
 

@@ -67,7 +67,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_computes_the_same(resumed: Path, case: str) -> None:
+def test_model_of_written_legacy_files_computes_the_same(resumed: Path, case: str) -> None:
     assert_computes_the_same(resumed, CASES[case][0], case, CASES[case][1])
 
 
@@ -77,7 +77,7 @@ def test_megatron_loads_the_values_that_were_written(resumed: Path, case: str) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on_the_same(resumed: Path, case: str) -> None:
+def test_training_goes_on_from_written_legacy_files(resumed: Path, case: str) -> None:
     assert_goes_on_the_same(resumed, CASES[case][0], case, states)
 
 
@@ -97,7 +97,7 @@ PAIRS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-def test_every_file_is_what_megatron_wrote_at_that_layout(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
+def test_written_legacy_files_are_those_of_megatron(megatron_folder: Path, tmp_path: Path, pair: Any) -> None:
     source, want = (megatron_folder / kind / "legacy" for kind in pair)
     checkpoint = open_checkpoint(source)
     # How large buckets are is no matter of the layout: the run's arguments say it.

@@ -54,7 +54,7 @@ def save(folder: Path, ranks: int, by_rows: bool, params: dict[str, Any] | None 
 
 @pytest.mark.parametrize(("ranks", "by_rows"), [(2, False), (2, True), (1, True)])
 @pytest.mark.parametrize("params", [PARAMS, None])
-def test_all_ranks_are_read_as_one_model(
+def test_meta_ranks_are_read_as_one_model(
     ranks: int, by_rows: bool, params: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     whole = save(tmp_path / "m", ranks, by_rows, params)
@@ -108,7 +108,7 @@ def test_meta_ranks_are_refused_when_the_model_is_incomplete(
         open_checkpoint(folder)
 
 
-def test_rules_of_the_user_come_first(tmp_path: Path) -> None:
+def test_meta_ranks_follow_the_users_rules_first(tmp_path: Path) -> None:
     save(tmp_path / "m", 2, True)
     for rank, file in enumerate(sorted((tmp_path / "m").glob("*.pth"))):
         change(file, x=torch.full((1, 2), float(rank)))

@@ -73,7 +73,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_a_transform_is_what_numpy_says_both_ways(case: tuple[str, int]) -> None:
+def test_transform_is_that_of_numpy_both_ways(case: tuple[str, int]) -> None:
     whole, pieces, sizes = ALL[case]
     transform = TRANSFORMS[case[0]]
     split = transform.split(of(whole), sizes)
@@ -136,7 +136,7 @@ def test_stack_of_experts_is_refused_when_its_size_is_another(shape: tuple[int, 
         split_stack(of(np.zeros(shape)), 2)
 
 
-def test_every_transform_is_tested() -> None:
+def test_transforms_are_all_tested() -> None:
     assert {how for how, _ in ALL} == set(TRANSFORMS)
 
 

@@ -19,10 +19,10 @@ from ckpt_formats.state_dicts.parameter_order import is_state_of
         ("col_var", (2, 3), False),
     ],
 )
-def test_a_state_is_as_large_as_its_parameter_or_has_an_axis_less(state: str, shape: Shape, fits: bool) -> None:
+def test_numbering_takes_states_of_the_parameters_size_or_an_axis_less(state: str, shape: Shape, fits: bool) -> None:
     assert is_state_of(state, shape, (2, 3, 4)) is fits
 
 
-def test_a_vector_has_no_rows_and_columns() -> None:
+def test_numbering_takes_no_rows_of_a_vector() -> None:
     assert [is_state_of(state, (3,), (3,)) for state in ("row_var", "col_var")] == [True, True]
     assert [is_state_of(state, (), (3,)) for state in ("row_var", "col_var")] == [False, False]

@@ -64,7 +64,9 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick(4)
-def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_path: Path, requests: list[str]) -> None:
+def test_store_gives_a_sample_as_the_disk_does(
+    name: str, user: StoreServer, tmp_path: Path, requests: list[str]
+) -> None:
     """To verify it, to say what a conversion reads, and to convert it each take a listing and a request for a file."""
     url, to = f"s3://{BUCKET}/samples/{name}", ("--to", "safetensors" if name.startswith("universal") else "universal")
 
@@ -89,7 +91,7 @@ def test_a_sample_is_read_as_from_the_disk(name: str, user: StoreServer, tmp_pat
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.quick(3)
-def test_requests_ahead_give_the_same_bytes(
+def test_store_gives_the_same_bytes_by_requests_ahead(
     name: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for large files: blocks of small ones are not used, and requests are small, so that there are many of them.
@@ -128,7 +130,7 @@ def test_requests_ahead_give_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_another_server_gives_the_same(tmp_path: Path) -> None:
+def test_store_of_another_server_gives_the_same(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with seaweedfs(tmp_path / "data") as server, reached(server):
         for name in ("deepspeed-0.19-zero1-bf16-dp2", "universal-1-coded", "recorded-1"):
@@ -196,7 +198,7 @@ def test_a_truncated_object_is_reported_as_a_truncated_file(user: StoreServer, t
     )
 
 
-def test_a_single_object_is_a_file(user: StoreServer, tmp_path: Path) -> None:
+def test_store_opens_a_single_object_as_a_file(user: StoreServer, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/samples/transformers-5.23-trainer/model.safetensors"
     done = ckpt("diff", url, SAMPLES / "transformers-5.23-trainer" / "model.safetensors")
     assert done.code == 0, done.err
@@ -275,7 +277,7 @@ def test_store_refuses_what_it_cannot_do(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_listing_that_is_refused_is_an_error(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_fails_when_the_listing_is_refused(user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MAX_OBJECTS", 3)
     with pytest.raises(library.errors.UnsafeError, match="more than 3 objects"):
         source_path(f"s3://{BUCKET}/samples")
@@ -292,7 +294,7 @@ def test_a_path_of_a_store_never_reaches_the_file_system(user: StoreServer) -> N
             wrong()
 
 
-def test_paths_from_paths(user: StoreServer) -> None:
+def test_store_path_derives_paths(user: StoreServer) -> None:
     path = source_path(f"s3://{BUCKET}/samples/universal-1-plain/")
     assert isinstance(path, StorePath)
     assert str(path / "a" / "b.txt") == f"s3://{BUCKET}/samples/universal-1-plain/a/b.txt"
@@ -321,7 +323,7 @@ def test_stores_are_not_imported_without_a_url() -> None:
     assert ran.stdout.strip() == b"[]", ran.stderr
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "ckpt_formats.stores.object_store")
     with pytest.raises(library.UnsupportedError, match="need the package obstore") as refused:
@@ -352,6 +354,6 @@ def test_an_account_of_azure_is_not_its_container() -> None:
         assert config.get("skip_signature") == ("true" if anonymous else None)
 
 
-def test_a_key_that_leads_out_is_no_escape(user: StoreServer) -> None:
+def test_store_path_does_not_escape_its_prefix(user: StoreServer) -> None:
     with pytest.raises(NotFoundError, match=r"no object has a part `\.\.`"):
         library.open(f"s3://{BUCKET}/samples/../../etc")

@@ -53,7 +53,7 @@ def read_from(tensors: Any) -> Counter[Path]:
 
 
 @pytest.mark.parametrize(("sample", "name", "options"), CASES, ids=_words)
-def test_a_plan_says_of_every_file_what_the_file_is(
+def test_plan_describes_every_file_as_it_is_laid_out(
     sample: Path, name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     for file in planned(sample, name, options, tmp_path / "out").files:

@@ -79,7 +79,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("entry", GOOD)
-def test_a_rule_means_what_it_says(entry: str, tmp_path: Path) -> None:
+def test_rule_is_parsed_to_its_meaning(entry: str, tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(f"[[rule]]\n{entry}\n")
     (rule,) = read_rules(path)
@@ -156,7 +156,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("pattern", ORDINARY)
-def test_ordinary_patterns_are_taken_as_they_are(pattern: str) -> None:
+def test_rules_take_ordinary_patterns(pattern: str) -> None:
     assert safe_pattern(pattern, "here") == pattern
 
 

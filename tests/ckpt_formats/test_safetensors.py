@@ -58,7 +58,7 @@ def all_types() -> dict[str, np.ndarray]:
     return {f"{dtype.name}{shape}": array(dtype, shape) for dtype in STORABLE for shape in SHAPES}
 
 
-def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+def test_safetensors_reads_what_the_library_writes(tmp_path: Path) -> None:
     state = {name: to_torch(values) for name, values in all_types().items()}
     save_file(state, tmp_path / "theirs.safetensors", {"format": "pt", "note": "kept"})
     reopened = open_checkpoint(tmp_path / "theirs.safetensors")
@@ -66,7 +66,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     assert reopened.extras == {"note": "kept"}
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_library_of_safetensors_reads_what_ckpt_writes(tmp_path: Path) -> None:
     source = checkpoint([parameter(name, {MODEL: values}) for name, values in all_types().items()])
     for target in (tmp_path / "file.safetensors", tmp_path / "folder"):
         reopened = write(source, target)
@@ -116,7 +116,7 @@ def test_safetensors_target_has_the_tensors_of_the_model_and_notes_name_the_rest
     assert Safetensors().plan(reopened).dropped == ()
 
 
-def test_masters_stand_in_where_there_is_no_copy(tmp_path: Path) -> None:
+def test_safetensors_writes_masters_when_there_is_no_copy(tmp_path: Path) -> None:
     master = array(np.dtype("f4"), (3,))
     reopened = write(checkpoint([parameter("w", {"master": master, "exp_avg": master * 0})]), tmp_path / "target")
     assert read(reopened.parameters["w"].states[MODEL]).tobytes() == master.tobytes()
@@ -138,7 +138,7 @@ def test_tied_tensors_are_named_as_the_ecosystem_names_them(tmp_path: Path) -> N
     assert open_checkpoint(tmp_path / "ours.safetensors").aliases == theirs.aliases
 
 
-def test_tied_tensors_stay_tied_in_shards(tmp_path: Path) -> None:
+def test_safetensors_keeps_ties_in_shards(tmp_path: Path) -> None:
     reopened = write(everything(), tmp_path / "target", 40)
     assert len(reopened.files) > 1
     assert reopened.aliases == everything().aliases

@@ -64,7 +64,7 @@ def test_single_file_has_the_values_of_the_folder(options: dict[str, object], tm
     assert contents(open_checkpoint(tmp_path / "again")) == contents(folder)
 
 
-def test_workers_and_packs_do_not_show_in_it(tmp_path: Path) -> None:
+def test_single_file_has_the_same_bytes_for_any_workers_and_packs(tmp_path: Path) -> None:
     for number, workers in enumerate((1, 2, 7)):
         save(
             source(),
@@ -106,7 +106,7 @@ def test_states_of_whole_words_are_aligned(tmp_path: Path) -> None:
     assert min(blob.offset for blob in stored) % 4096 == 0
 
 
-def test_a_state_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_file_reads_a_state_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(source(), tmp_path / "one.ucp", Universal(), resources=EFFORT)
     reads = list[int]()
     preadv = os.preadv
@@ -221,7 +221,7 @@ def test_single_file_refuses_more_states_than_a_header_can_have(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_delta_is_no_single_file(tmp_path: Path) -> None:
+def test_single_file_refuses_a_delta(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="a delta is a folder"):
         Delta(stored_against=None).for_target(tmp_path / "delta.ucp").plan(everything())
 

@@ -100,7 +100,7 @@ def test_unknown_profile_is_refused_by_its_name(
     assert "list-profiles" in str(refused.value.hint)
 
 
-def test_absence_of_credentials_is_said(files: Callable[..., None]) -> None:
+def test_store_states_that_credentials_are_absent(files: Callable[..., None]) -> None:
     files(config="[default]\nregion = us-east-1\n")
     with pytest.raises(library.NotFoundError, match="no credentials") as refused:
         library.open(f"s3://{BUCKET}/run")

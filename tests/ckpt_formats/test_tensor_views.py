@@ -36,7 +36,7 @@ def assert_shows(view: Tensor, values: Array, data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_axes_in_another_order(data: st.DataObject) -> None:
+def test_view_exchanges_axes(data: st.DataObject) -> None:
     values = data.draw(arrays())
     axes = data.draw(st.permutations(range(values.ndim)))
     with folder() as at:
@@ -44,7 +44,7 @@ def test_axes_in_another_order(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_matrix_with_its_axes_exchanged(data: st.DataObject) -> None:
+def test_view_transposes_a_matrix(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(*[st.integers(0, 5)] * 2))
     values = array(data.draw(st.sampled_from(STORABLE)), shape)
     with folder() as at:
@@ -57,7 +57,7 @@ def test_transposed_view_is_of_plain_values_of_a_file_only() -> None:
 
 
 @given(st.data())
-def test_tensors_by_a_new_first_axis_and_apart_again(data: st.DataObject) -> None:
+def test_view_stacks_tensors_and_takes_them_apart(data: st.DataObject) -> None:
     shape = data.draw(shapes(3, 4))
     several = [array(DTYPES["bfloat16"], shape, seed) for seed in range(data.draw(st.integers(1, 3)))]
     with folder() as at:
@@ -74,7 +74,7 @@ def test_tensors_by_a_new_first_axis_and_apart_again(data: st.DataObject) -> Non
 
 
 @given(st.data())
-def test_a_tensor_apart_along_its_first_axis(data: st.DataObject) -> None:
+def test_view_takes_a_tensor_apart_along_its_first_axis(data: st.DataObject) -> None:
     """However it is cut, also between the tensors that it consists of."""
     values = data.draw(arrays().filter(lambda part: part.ndim > 0))
     with folder() as at:
@@ -84,7 +84,7 @@ def test_a_tensor_apart_along_its_first_axis(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_tensors_piled_along_new_axes(data: st.DataObject) -> None:
+def test_view_piles_tensors_along_new_axes(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
     shape = data.draw(shapes(2, 4))
     values = array(DTYPES["float16"], (*lengths, *shape))
@@ -93,7 +93,7 @@ def test_tensors_piled_along_new_axes(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_part_of_a_vector_as_a_tensor(data: st.DataObject) -> None:
+def test_view_shapes_a_part_of_a_vector(data: st.DataObject) -> None:
     """Whether its values lie plainly in files or not."""
     shape = data.draw(shapes(3, 5))
     before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))

@@ -281,7 +281,7 @@ TREES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 @pytest.mark.parametrize("tree", TREES)
-def test_a_file_says_to_us_what_was_saved(tmp_path: Path, tree: str, container: str, protocol: int) -> None:
+def test_open_file_reads_what_was_saved(tmp_path: Path, tree: str, container: str, protocol: int) -> None:
     path, given_tree = tmp_path / "file.pt", TREES[tree]()
     torch.save(given_tree, path, pickle_protocol=protocol, _use_new_zipfile_serialization=container == "zip")
     opened = open_file(path)
@@ -291,7 +291,7 @@ def test_a_file_says_to_us_what_was_saved(tmp_path: Path, tree: str, container: 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("tree", ["plain", "dicts", "arrays", "namespace"])
-def test_a_plain_pickle_of_any_protocol_says_to_us_what_it_says_to_python(tree: str, protocol: int) -> None:
+def test_open_file_reads_plain_pickles_as_python_does(tree: str, protocol: int) -> None:
     data = pickle.dumps(TREES[tree](), protocol)
     assert_same_as_torch(load_pickle(data), pickle.loads(data))
 
@@ -691,7 +691,7 @@ def test_a_flipped_bit_in_the_pickle_is_found_on_opening(tmp_path: Path) -> None
         open_file(path)
 
 
-def test_an_archive_without_checksums_has_no_seals(tmp_path: Path) -> None:
+def test_open_file_has_no_seals_of_an_archive_without_checksums(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     try:
         torch.serialization.set_crc32_options(False)
@@ -892,7 +892,7 @@ def test_write_refuses_values_that_torch_cannot_store_before_it_begins(tmp_path:
         write_file(tmp_path / "b.pt", Tensor.of(ArrayBlob(np.arange(3))), lambda tensor: iter(()))
 
 
-def test_a_full_disk_is_told_as_such() -> None:
+def test_write_file_reports_a_full_disk() -> None:
     with pytest.raises(OutputError, match="the disk is full"):
         write_file(Path("/dev/full"), ["x" * 100_000], lambda tensor: iter(()))
 

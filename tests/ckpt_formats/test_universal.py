@@ -779,7 +779,7 @@ def test_a_key_that_appears_twice_is_corrupt(twice: bytes, written: Path, tmp_pa
 
 
 @given(st.data())
-def test_slabs_and_workers_do_not_show_in_the_files(data: st.DataObject) -> None:
+def test_universal_writes_the_same_files_for_any_slabs_and_workers(data: st.DataObject) -> None:
     source = data.draw(checkpoints())
     with folder() as at:
         for i, effort in enumerate([Execution(1, 1 << 30), Execution(3, 1)]):

@@ -145,13 +145,13 @@ def test_an_ending_that_is_mistyped_or_of_another_kind_is_refused(
 
 
 @pytest.mark.parametrize("name", ["o", "run.v2", "step1000.5", "model.dcp", "a.b.c"])
-def test_other_names_with_dots_are_folders(name: str, folder: Path, tmp_path: Path) -> None:
+def test_convert_takes_other_names_with_dots_for_folders(name: str, folder: Path, tmp_path: Path) -> None:
     assert ckpt("convert", folder / "good.pt", tmp_path / name).code == 0
     assert (tmp_path / name).is_dir()
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert", "diff", "copy", "compress", "reshard", "append"])
-def test_an_empty_path_is_refused_by_every_command(command: str, folder: Path, tmp_path: Path) -> None:
+def test_commands_refuse_an_empty_path(command: str, folder: Path, tmp_path: Path) -> None:
     for arguments in (["", str(tmp_path / "t")], [str(folder / "good"), ""]):
         if command in ("inspect", "verify"):
             arguments = [""]
@@ -160,7 +160,7 @@ def test_an_empty_path_is_refused_by_every_command(command: str, folder: Path, t
         assert "the path is empty" in ran.err
 
 
-def test_an_empty_path_is_refused_by_the_library(folder: Path) -> None:
+def test_library_refuses_an_empty_path(folder: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="the path is empty"):
         library.open("")
     with pytest.raises(InvalidArgumentError, match="the path is empty"):
@@ -168,7 +168,7 @@ def test_an_empty_path_is_refused_by_the_library(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_is_not_a_comparison_that_ended(folder: Path) -> None:
+def test_diff_tells_a_closed_pipe_from_a_comparison(folder: Path) -> None:
     command = [sys.executable, "-m", "ckpt_cli", "diff", str(folder / "good"), str(folder / "bad")]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert running.stdout is not None

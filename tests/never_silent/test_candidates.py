@@ -23,7 +23,7 @@ def model(folder: Path, value: float) -> None:
 
 
 @pytest.mark.parametrize("stray", ["m.safetensors", "m.pt"])
-def test_a_stray_file_beside_checkpoints_is_not_taken(stray: str, tmp_path: Path) -> None:
+def test_open_takes_no_stray_file_beside_checkpoints(stray: str, tmp_path: Path) -> None:
     for name in "ab":
         model(tmp_path / "run" / name, 1.0)
     if stray.endswith(".pt"):
@@ -70,7 +70,7 @@ def test_a_step_of_dcp_without_a_file_does_not_count_as_complete(tmp_path: Path)
     assert (done.code, "__0_0.distcp is missing" in done.err) == (BROKEN, True)
 
 
-def test_a_broken_newest_step_names_the_newest_whole_one(tmp_path: Path) -> None:
+def test_error_of_a_broken_newest_step_names_the_newest_whole_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2, 3):
         model(run / f"step-{step}", float(step))

@@ -65,7 +65,7 @@ def test_the_bytes_of_a_file_inside_a_file_are_named_wherever_they_are(tree: Any
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "value_head.th", "heads.data", "arrays.npz"])
-def test_a_file_with_tensors_beside_a_model_is_named(name: str, tmp_path: Path) -> None:
+def test_notes_name_a_file_with_tensors_beside_a_model(name: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", {name: INNER, "vocab.txt": b"a\nb\n", "merges.data": b"PKx"})
     assert f"carried as bytes: {name}" in notices(folder)
     assert "vocab.txt" not in notices(folder)
@@ -80,7 +80,7 @@ def test_pointers_of_git_lfs_among_small_files_are_named(tmp_path: Path) -> None
     assert (done.code, "pointer of Git LFS" in done.err, "config.json" in done.err) == (BROKEN, True, True)
 
 
-def test_json_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_notes_name_json_that_is_cut_off(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", {"generation_config.json": b'{"a": 1, "b', "list.json": b"[1]"})
     assert "is not valid JSON" in notices(folder)
     assert "generation_config.json" in notices(folder)
@@ -129,7 +129,7 @@ def test_a_part_of_a_stated_world_is_not_read_as_a_whole(folder: bool, name: str
     assert (done.code, "one rank of several" in done.err) == (BROKEN, True)
 
 
-def test_copies_of_data_parallel_ranks_are_read(tmp_path: Path) -> None:
+def test_open_reads_copies_of_data_parallel_ranks(tmp_path: Path) -> None:
     torch.save({"model": WEIGHTS, "args": {"world_size": 8, "rank": 0}}, tmp_path / "model.pt")
     torch.save({"model": WEIGHTS, "args": {"tensor_model_parallel_size": 1}}, tmp_path / "model_part-0.pt")
     assert ckpt("verify", tmp_path / "model.pt").code == 0

@@ -55,7 +55,7 @@ def counts(result: Result) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("name", [name for name, dtype in DTYPES.items() if is_float(dtype)])
-def test_kinds_of_values_are_those_of_numpy(name: str) -> None:
+def test_count_changes_sees_the_kinds_of_numpy(name: str) -> None:
     values = array(DTYPES[name], (37, 11), 5)
     values.reshape(-1)[:3] = np.array([0, 1, 2], np.float32).astype(DTYPES[name])
     with np.errstate(invalid="ignore"):
@@ -102,7 +102,7 @@ def test_ranks_that_hold_parts_or_copies_count_each_value_once(tmp_path: Path) -
     assert counts(result) == [("w", 7, 5)]
 
 
-def test_blocks_that_several_files_have_count_once() -> None:
+def test_convert_counts_blocks_of_several_files_once() -> None:
     def change(start: int, stop: int, count: int) -> ValueChange:
         return ValueChange("w", "float16", Box((start,), (stop,)), count)
 
@@ -110,7 +110,7 @@ def test_blocks_that_several_files_have_count_once() -> None:
     assert total.overflows == 4
 
 
-def test_sums_without_overflow_are_silent(tmp_path: Path) -> None:
+def test_average_is_silent_without_overflow(tmp_path: Path) -> None:
     result = save(model().cast("fp32"), tmp_path / "t.safetensors")
     assert result.changed == ()
     assert result.notes == ()
@@ -134,7 +134,7 @@ def test_a_type_of_scales_is_no_type_of_weights() -> None:
         model().cast("float8_e8m0fnu")
 
 
-def test_counts_are_kept_in_the_journal() -> None:
+def test_journal_has_the_counts() -> None:
     receipt = Receipt("f", 1, (), {}, changes=(ValueChange("w", "float16", Box((0, 1), (2, 3)), 4, 5, 6, True),))
     assert list(from_lines([to_line(receipt)])) == [receipt]
 

@@ -78,7 +78,7 @@ def test_an_archive_of_stable_baselines_is_named_under_its_own_ending(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_file_that_begins_with_zeros_was_not_written(name: str, tmp_path: Path) -> None:
+def test_error_states_that_a_file_of_zeros_was_not_written(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(bytes(4096))
     done = ckpt("verify", tmp_path / name)
     assert done.code == BROKEN

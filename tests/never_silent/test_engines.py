@@ -364,7 +364,7 @@ def test_ranks_that_save_model_and_optimizer_in_one_file_are_put_together(name: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_rank(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "run", "checkpoint_rank{}.pt", 4, lambda one: rows(one, 4))
     (folder / "checkpoint_rank1.pt").unlink()
     for done in runs(folder, tmp_path / "out"):
@@ -380,7 +380,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
+def test_open_refuses_copies_that_differ(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "run", "checkpoint_rank{}.pt", 2, lambda one: one)
     edit(folder / "checkpoint_rank1.pt", lambda root: root["model"].update(b=root["optimizer"]["state"][1]["exp_avg"]))
     assert ckpt("verify", folder).code == DAMAGED
@@ -474,7 +474,7 @@ def test_metadata_of_a_dcp_are_compared_with_its_files(harm: Harm, code: int, sa
         assert says in done.err
 
 
-def test_a_parameter_that_was_never_stepped_is_read_and_said(tmp_path: Path) -> None:
+def test_notes_name_a_parameter_that_was_never_stepped(tmp_path: Path) -> None:
     state = {name: {"momentum_buffer": one + 1} for name, one in WEIGHTS.items() if name != "b"}
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(WEIGHTS)}]}
     done = ckpt("verify", save({"model": dict(WEIGHTS), "optim": optim}, tmp_path / "saved"))

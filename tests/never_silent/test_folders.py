@@ -74,7 +74,7 @@ def sample(pattern: str, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("more", [{}, {"config__json": CONFIG}], ids=["safetensors", "hf"])
-def test_every_file_and_folder_that_was_not_read_is_named(more: dict[str, Any], tmp_path: Path) -> None:
+def test_notes_name_every_file_and_folder_that_was_not_read(more: dict[str, Any], tmp_path: Path) -> None:
     folder = put(tmp_path / "m", model__safetensors=WEIGHTS, pytorch_model__bin=OTHER, **more)
     if not more:
         (folder / "pytorch_model.bin").unlink()  # with it the folder is Hugging Face's
@@ -107,7 +107,7 @@ def test_notes_name_other_files_beside_those_of_an_engine(pattern: str, tmp_path
     assert "second/" in after.err
 
 
-def test_other_steps_of_a_run_are_named(tmp_path: Path) -> None:
+def test_notes_name_other_steps_of_a_run(tmp_path: Path) -> None:
     folder = sample("deepspeed-*-zero1*", tmp_path / "c")
     shutil.copytree(folder / "global_step5", folder / "global_step4")
     assert "other checkpoints of the folder, which are not read: global_step4/" in ckpt("verify", folder).err
@@ -149,12 +149,12 @@ def indexed(folder: Path, total: int = 68) -> Path:
     return put(folder, model__safetensors__index__json=index)
 
 
-def test_an_index_that_says_another_size_is_spoken_of(tmp_path: Path) -> None:
+def test_notes_name_an_index_that_states_another_size(tmp_path: Path) -> None:
     assert "bytes" not in ckpt("inspect", indexed(tmp_path / "good")).err
     assert "states 99 bytes for all tensors, but they have 68" in ckpt("inspect", indexed(tmp_path / "m", 99)).err
 
 
-def test_a_file_that_the_index_does_not_name_is_named(tmp_path: Path) -> None:
+def test_notes_name_a_file_that_the_index_lacks(tmp_path: Path) -> None:
     folder = put(indexed(tmp_path / "m"), **{"model-00003-of-00003__safetensors": {"c": torch.ones(1)}})
     assert "not read: model-00003-of-00003.safetensors" in ckpt("inspect", folder).err
 
@@ -283,7 +283,7 @@ def test_an_optimizer_under_a_key_of_its_own_is_read(tmp_path: Path) -> None:
     assert {"exp_avg", "exp_avg_sq"} <= checkpoint.parameters["0.weight"].states.keys()
 
 
-def test_the_one_file_of_a_folder_is_the_checkpoint(tmp_path: Path) -> None:
+def test_open_reads_the_one_file_of_a_folder(tmp_path: Path) -> None:
     model, optimizer, _ = trained()
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     folder = put(tmp_path / "m", last__ckpt=saved)
@@ -581,7 +581,7 @@ def test_the_modules_of_sentence_transformers_are_read(tmp_path: Path) -> None:
     assert ckpt("verify", folder).code == BROKEN
 
 
-def test_an_adapter_is_said_to_be_one(tmp_path: Path) -> None:
+def test_notes_name_an_adapter(tmp_path: Path) -> None:
     config = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
     folder = put(tmp_path / "m", adapter_model__safetensors=WEIGHTS, adapter_config__json=config)
     put(folder / "second", adapter_model__safetensors=WEIGHTS, adapter_config__json=config)

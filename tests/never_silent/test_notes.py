@@ -138,13 +138,13 @@ def test_verify_names_all_damage_of_a_checkpoint_that_cannot_be_opened(tmp_path:
     assert {Path(finding["where"]).name for finding in report["findings"]} >= {path.name for path in files[:3]}
 
 
-def test_layers_are_numbers(samples: Path, tmp_path: Path) -> None:
+def test_layers_option_takes_numbers(samples: Path, tmp_path: Path) -> None:
     assert ckpt("convert", samples / "a.pt", tmp_path / "m.safetensors", "--to", "safetensors").code == 0
     for source in (samples / "a.pt", tmp_path / "m.safetensors", samples / "u"):
         assert "{0..11} (12 alike)" in ckpt("inspect", source).out
 
 
-def test_levels_of_compression_differ(tmp_path: Path) -> None:
+def test_compress_levels_differ(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters())

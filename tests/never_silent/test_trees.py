@@ -584,7 +584,7 @@ def test_a_dcp_of_model_and_flattened_optimizer_in_one_dict_has_states(tmp_path:
     assert raw(loaded["state.0.weight.exp_avg"]) == raw(OPT_G.state[G[0].weight]["exp_avg"])
 
 
-def test_a_module_called_state_is_a_module(tmp_path: Path) -> None:
+def test_open_reads_a_module_called_state(tmp_path: Path) -> None:
     tree = {"state.weight": torch.rand(2, 3), "state.bias": torch.rand(2), "encoder.weight": torch.rand(2, 2)}
     assert weights(open_checkpoint(saved(tmp_path, tree))) == set(tree)
     only = {key: value for key, value in tree.items() if key.startswith("state.")}
@@ -616,7 +616,7 @@ W = torch.arange(12.0).reshape(4, 3)
     [lambda w: {"model": {"w": w}}, lambda w: {"w": w}, lambda w: [{"w": w}]],
     ids=["a model", "a dict", "a list"],
 )
-def test_dtensors_of_one_rank_are_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_open_takes_dtensors_of_one_rank_for_no_model(command: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     with being(1, 2):
         path = saved(tmp_path, wrap(rows(W, 2)), "model_rank1.pt")
     ran = ckpt(command, path, *([tmp_path / "target"] if command == "convert" else []))
@@ -624,7 +624,7 @@ def test_dtensors_of_one_rank_are_no_model(command: str, wrap: Callable[[Any], A
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_sharded_tensors_of_one_rank_are_no_model(tmp_path: Path) -> None:
+def test_open_takes_sharded_tensors_of_one_rank_for_no_model(tmp_path: Path) -> None:
     with being(1, 3):
         blocks = [ShardMetadata([2 * i, 0], [2, 3], f"rank:{i}/cpu") for i in range(3)]
         whole = ShardedTensorMetadata(blocks, torch.Size((6, 3)), TensorProperties(dtype=torch.float32))
@@ -636,7 +636,7 @@ def test_sharded_tensors_of_one_rank_are_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_flat_param", "layers.0._flat_param"])
-def test_flat_parameters_are_no_model(name: str, tmp_path: Path) -> None:
+def test_open_takes_flat_parameters_for_no_model(name: str, tmp_path: Path) -> None:
     ran = ckpt("inspect", saved(tmp_path, {"state_dict": {name: torch.ones(8)}}))
     assert (ran.code, "flat parameter" in ran.err) == (UNSUPPORTED, True)
 

@@ -93,7 +93,7 @@ def test_a_value_that_repeats_its_parts_without_end_is_refused_by_all_commands_a
 
 
 @pytest.mark.slow
-def test_values_shared_within_reason_are_read(tmp_path: Path) -> None:
+def test_open_reads_values_that_are_shared_within_reason(tmp_path: Path) -> None:
     betas, row = (0.9, 0.95), list(range(50))
     groups = [{"betas": betas, "row": row} for _ in range(20_000)]
     path = saved(tmp_path, {"w": torch.ones(2), "groups": groups})
@@ -211,7 +211,7 @@ def test_pickled_optimizer_carries_all_but_its_state_dict() -> None:
     assert (kept.cls, kept.state) == (record.cls, {"defaults": {"lr": 0.1}})
 
 
-def test_an_optimizer_alone_is_no_model(trained: Any, tmp_path: Path) -> None:
+def test_open_takes_an_optimizer_alone_for_no_model(trained: Any, tmp_path: Path) -> None:
     for ran in by_all(saved(tmp_path, trained[1])):
         assert ran.code == UNSUPPORTED
         assert "no weights" in ran.err
@@ -435,7 +435,7 @@ def test_the_bytes_of_a_file_inside_a_file_are_named(wrap: Callable[[bytes], Any
 
 
 @pytest.mark.parametrize("value", [3, b"abc", "text", None, {}, [], {"epoch": 3}, torch.float32], ids=str)
-def test_a_file_without_a_tensor_is_no_checkpoint(value: Any, tmp_path: Path) -> None:
+def test_open_refuses_a_file_without_a_tensor(value: Any, tmp_path: Path) -> None:
     for ran in by_all(saved(tmp_path, value)):
         assert ran.code == NOT_FOUND
         assert "without a tensor" in ran.err
@@ -461,7 +461,7 @@ ROOTS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("which", ROOTS)
-def test_files_of_unusual_form_are_read(which: str, tmp_path: Path) -> None:
+def test_open_reads_files_of_unusual_form(which: str, tmp_path: Path) -> None:
     make, sizes = ROOTS[which]
     path = saved(tmp_path, make())
     assert {name: array.size for name, array in weights(path).items()} == sizes
@@ -480,7 +480,7 @@ def test_files_of_unusual_form_are_read(which: str, tmp_path: Path) -> None:
     ],
     ids=range(6),
 )
-def test_two_tensors_of_one_name_are_refused(value: Any, tmp_path: Path) -> None:
+def test_open_refuses_two_tensors_of_one_name(value: Any, tmp_path: Path) -> None:
     for ran in by_all(saved(tmp_path, value)):
         assert ran.code == BROKEN
 

@@ -82,7 +82,7 @@ def test_notes_name_large_weights_of_zeros_only(tmp_path: Path, zeros: Mapping[s
     assert [one["names"] for one in notes if " zero" in one["text"]] == [[name] for name in names]
 
 
-def test_rows_of_padding_are_no_hole(tmp_path: Path) -> None:
+def test_notes_take_rows_of_padding_for_no_hole(tmp_path: Path) -> None:
     embedding = np.random.default_rng(1).standard_normal((1500, 640), np.float32)
     embedding[-600:] = 0  # 1.5 MiB at the end of the file
     embedding[:5] = 0
@@ -128,7 +128,7 @@ def test_the_last_shard_notes_zeros_that_others_have_read(half: Path, tmp_path: 
     assert {"c.weight", "d.weight"} <= set(notice.names)
 
 
-def test_zeros_go_through_the_journal() -> None:
+def test_journal_has_the_zeros() -> None:
     receipt = Receipt("a", 1, (), {}, zeros=(ZeroRun("/x/é", 0, 1 << 40), ZeroRun("/y", 3, 9)))
     assert list(from_lines([to_line(receipt)])) == [receipt]
     assert list(from_lines([to_line(replace(receipt, zeros=((1, 2, 3),)))])) == []  # type: ignore[arg-type]

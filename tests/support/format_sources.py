@@ -77,7 +77,7 @@ def _numpy(target: Path) -> Path:
 
 
 def _stable_baselines3(target: Path) -> Path:
-    agent = Path(__file__).parent / "foreign_files" / "stable-baselines3-2.9.zip"
+    agent = Path(__file__).parents[1] / "foreign_files" / "stable-baselines3-2.9.zip"
     return Path(shutil.copyfile(agent, target.with_suffix(".zip")))
 
 
