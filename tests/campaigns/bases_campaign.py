@@ -1,25 +1,19 @@
 """Bases that are copied while real engines train: does each have the values of the engine's own checkpoint?
 
-    bases_campaign.py [--bases 10] [--kinds plain ddp fsdp2 zero1 zero3] [--modes rolling "at once"]
-
 Each run saves its own checkpoint after every step. Each base that the chain names is compared with that of its step,
 value by value, also counts of steps and options of groups.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in ("support", "jobs"))
 
 from torch import distributed
 
@@ -33,14 +27,16 @@ from recording_jobs import model
 from recording_jobs.kinds import KINDS, Kind
 from recording_jobs.run import start
 from recording_jobs.train import joining
+from run import Round, alternated
 
-WIDTH, SECONDS = 270, 600
+NAMES = ("plain", "ddp", "fsdp2", "zero1", "zero3")
+COUNT, WIDTH, SECONDS = 5, 270, 600
 """With this width a rank has several chunks, so that the pieces of a rolling base are of several steps."""
 MODES = {"rolling": Bases(every=5, spread=4), "at once": Bases(every=5, spread=1)}
 
 
-def train(kind: Kind, mode: str, bases: int, out: Path) -> None:
-    """Train until the chain has so many bases; called in every rank."""
+def train(kind: Kind, mode: str, out: Path) -> None:
+    """Train until the chain has its bases; called in every rank."""
     model.WIDTH = WIDTH
     run = start(kind)
     run.train(2)
@@ -59,7 +55,7 @@ def train(kind: Kind, mode: str, bases: int, out: Path) -> None:
             distributed.barrier()
             if distributed.get_rank() == 0:
                 compare(chain, out, report)
-            enough = report["bases"] >= bases or time.monotonic() - begin > SECONDS
+            enough = report["bases"] >= COUNT or time.monotonic() - begin > SECONDS
             flags = [enough]
             distributed.broadcast_object_list(flags, src=0)
             is_done = flags[0]
@@ -83,30 +79,17 @@ def compare(chain: Path, out: Path, report: dict[str, Any]) -> None:
                 shutil.rmtree(one)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bases", type=int, default=10)
-    parser.add_argument("--kinds", nargs="*", default=["plain", "ddp", "fsdp2", "zero1", "zero3"])
-    parser.add_argument("--modes", nargs="*", default=list(MODES))
-    arguments = parser.parse_args()
-    root, total, failed = Path(tempfile.mkdtemp(prefix="bases-")), 0, 0
-    print(f"{'kind':12} {'base':8} {'ranks':>5} {'bases':>6} {'of steps':>8} {'values':>12} {'different':>9}")
-    for mode in arguments.modes:
-        for kind in (KINDS[name] for name in arguments.kinds):
-            out = root / f"{kind.name}-{mode.replace(' ', '-')}"
-            work = lambda kind=kind, mode=mode, out=out: train(kind, mode, arguments.bases, out)  # noqa: E731
-            ranks.run(kind.world, work, out, SECONDS + 60, join=joining(kind))
-            report = json.loads((out / "report.json").read_text())
-            row = (report["bases"], report["pieces"], report["values"], len(report["differences"]))
-            print(f"{kind.name:12} {mode:8} {kind.world:5} {row[0]:6} {row[1]:8} {row[2]:12,} {row[3]:9}", flush=True)
-            for name, what in report["differences"].items():
-                print(f"  {name}: {what}")
-            total, failed = total + row[0], failed + row[3] + (row[0] < arguments.bases)
-            shutil.rmtree(out)
-    print(f"{total} bases, {failed} failed")
-    shutil.rmtree(root)
-    sys.exit(bool(failed))
+def one_run(kind: Kind, mode: str, folder: Path) -> dict[str, int]:
+    """Train once, and compare all bases."""
+    out = Path(tempfile.mkdtemp(dir=folder))
+    ranks.run(kind.world, partial(train, kind, mode, out), out, SECONDS + 60, join=joining(kind))
+    report = json.loads((out / "report.json").read_text())
+    shutil.rmtree(out)
+    assert not report["differences"], report["differences"]
+    assert report["bases"] >= COUNT, report
+    return {"bases, same bits": report["bases"], "values": report["values"], "most steps of a base": report["pieces"]}
 
 
-if __name__ == "__main__":
-    main()
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    runs = {f"{name}, {mode}": partial(one_run, KINDS[name], mode, folder) for mode in MODES for name in NAMES}
+    yield from alternated(runs)

@@ -1,7 +1,5 @@
 """kill -9 while bases are copied and folded: does the chain stay readable, with the bits of the run in every state?
 
-    bases_kills.py --rounds 100 [--seed 1]
-
 A run of two ranks that nobody records or kills notes a hash of its whole state after each step. Each round kills the
 trainers, the processes that make bases, those that write the log, or all of them, at a random moment. Afterwards each
 base, and the last step, must have the hash of its step. A recorder that then begins in the chain removes what is left.
@@ -10,20 +8,17 @@ torch is imported once; every run is a fork of this process, which itself must n
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from torch import distributed, nn
@@ -34,6 +29,7 @@ from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, await_ended, forked, hash_of, waited
+from run import Round, alternated
 
 STEPS, WIDTH = 80, 260
 BASES = {"rolling": Bases(every=4, spread=3), "at once": Bases(every=4, spread=1)}
@@ -131,7 +127,7 @@ def one_round(root: Path, truth: list[str], base: str, victims: str, rng: random
             f"{base}, {victims}: {error!r} in {work}\n{(work / 'said').read_text()[-3000:]}"
         ) from error
     shutil.rmtree(work)
-    return {"bases": len(listed.members), "while made": is_making}
+    return {"kills": 1, "bases, same bits": len(listed.members), "while one was copied": is_making}
 
 
 def begin_again(run: Path, step: int) -> None:
@@ -148,38 +144,15 @@ def begin_again(run: Path, step: int) -> None:
         pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    rng, root = random.Random(arguments.seed), Path(tempfile.mkdtemp(prefix="bases-kills-"))
-    begin, progress = time.monotonic(), Progress()
+def rounds(root: Path, seed: int) -> Iterator[Round]:
+    rng, progress = random.Random(seed), Progress()
     (root / "truth").mkdir()
     ranks = [forked(lambda r=rank: train(r, root / "truth", None, progress), root / "said") for rank in range(2)]
     assert waited(ranks) == [0, 0], (root / "said").read_text()
     truth = json.loads((root / "truth" / "hashes-0.json").read_text())
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    plans = [(base, victims) for victims in VICTIMS for base in BASES]
-    for number in range(arguments.rounds):
-        key = plans[number % len(plans)]
-        row = counts.setdefault(key, Counter())
-        row["rounds"] += 1
-        try:
-            row.update(one_round(root, truth, *key, rng))
-        except AssertionError as error:
-            row["failed"] += 1
-            print(f"FAILED: {error}", flush=True)
-    print(f"{'killed':18} {'base':8} {'rounds':>6} {'failed':>6} {'while made':>10} {'bases, same bits':>16}")
-    for (base, victims), row in counts.items():
-        numbers = (row["rounds"], row["failed"], row["while made"], row["bases"])
-        print(f"{victims:18} {base:8} {numbers[0]:6} {numbers[1]:6} {numbers[2]:10} {numbers[3]:16}")
-    failed = sum(row["failed"] for row in counts.values())
-    print(f"{arguments.rounds} kills, {failed} failed, {time.monotonic() - begin:.0f} s")
-    if not failed:
-        shutil.rmtree(root)
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
+    runs = {
+        f"{base}, {victims}": partial(one_round, root, truth, base, victims, rng)
+        for victims in VICTIMS
+        for base in BASES
+    }
+    yield from alternated(runs)

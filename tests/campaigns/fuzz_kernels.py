@@ -1,32 +1,31 @@
-"""Calls every C kernel with hostile bytes under sanitizers: `python tests/campaigns/fuzz_kernels.py --reads 1000000`.
+"""Call every C kernel with hostile bytes under sanitizers.
 
 gcc has sanitizers of addresses and of undefined behaviour. Without gcc, zig has the second, and buffers end at
-pages that nobody may touch. Every level of kernels that this CPU runs has its turn. Ends with a status other than
-zero after a finding, or if a kernel was never called.
+pages that nobody may touch. Every level of kernels that this CPU runs has its turn.
 """
 
-import argparse
+import itertools
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-
 import kernel_headers
 from ckpt_codecs.native import library
+from run import Round
 
 FLAGS = ["-g", "-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-sanitize-recover=all"]
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
 SLICE = 20_000
 """Hostile reads of one process, after which it gives an account."""
+ROUND = 200_000
+"""Hostile reads of a round of the campaign."""
 
 
 def find_zig() -> list[str]:
@@ -126,20 +125,18 @@ def fuzz(
     return hostile.total()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--reads", type=int, default=1_000_000, help="how many hostile reads")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so many")
-    parser.add_argument("--seed", type=int, default=1, help="the first seed; each slice of reads takes the next")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
-    parser.add_argument("--family", choices=kernel_headers.READERS)
-    arguments = vars(parser.parse_args())
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    """Fuzz the kernels of each family in turn."""
     compiler, finds = find_compiler()
-    with tempfile.TemporaryDirectory() as folder:
-        programs = build_levels(Path(folder), compiler)
-        print(f"{finds}, {arguments['jobs']} processes")
-        fuzz(programs, **arguments)
+    print(finds)
+    programs = build_levels(folder, compiler)
 
+    def fuzzed(family: str, seed: int) -> dict[str, int]:
+        try:
+            return {"hostile reads": fuzz(programs, ROUND, seed=seed, family=family)}
+        except SystemExit as finding:
+            raise AssertionError(finding) from finding
 
-if __name__ == "__main__":
-    main()
+    for number in itertools.count(seed * 1_000_000, ROUND):
+        for family in kernel_headers.READERS:
+            yield Round(family, partial(fuzzed, family, number))

@@ -1,18 +1,15 @@
-"""Readers take any bytes: a script that changes what they read, in form and with right checksums, for hours.
-
-    python tests/campaigns/fuzz_readers.py [--seconds 3600] [--seed 1] [--target NAME ...]
+"""Readers take any bytes: a script that changes what they read, in form and with right checksums.
 
 The property is that each input ends in a result or in a `CkptError`: no other exception, no exit code 70, no more time
 than `SECONDS`. What executes lines of ckpt that nothing executed before is kept and changed further (coverage guidance
-by `sys.settrace`). Prints each kind of failure once, with the input, and ends with exit code 1 if there was one.
+by `sys.settrace`). Each kind of failure is reported once, with the input.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
+import itertools
 import json
-import os
 import shutil
 import signal
 import struct
@@ -25,12 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import CodeType, FrameType
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
 import xxhash
@@ -47,9 +43,12 @@ from ckpt_formats.universal.gradients import layout as layouts
 from damage import SAMPLES, ckpt, member
 from forged import forge, signed
 from gradient_logs import small_log
+from run import Round
 
 SECONDS = 20.0
 """Seconds of the processor that one input may take, with tracing."""
+_SLICE = 10.0
+"""Seconds of this process that a round takes."""
 HANGS = 300.0
 """Seconds of the clock after which an input hangs: threads wait for each other. A busy machine takes less."""
 WORDS = ("", "x", "../x", "$", "$tensor", "\ud800", "\0", "a" * 5000, "float32", ",", "<U1", "parameter", "weight")
@@ -546,26 +545,17 @@ def fuzz(targets: list[Target], seconds: float, seed: int, guided: bool = True, 
     return failures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--target", action="append")
-    parser.add_argument("--unguided", action="store_true")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fuzz-readers-") as folder:
-        targets = make_targets(Path(folder))
-        chosen = [one for one in targets if given.target is None or one.name in given.target]
-        rounds, total = 20, dict[str, Any]()
-        for number in range(rounds):
-            for wrong, seed in fuzz(chosen, given.seconds / rounds, given.seed + number, not given.unguided).items():
-                if wrong not in total:
-                    total[wrong] = seed
-                    print(f"{wrong}\n    input: {str(seed)[:600]!r}", flush=True)
-            print(f"{number + 1}/{rounds}: kept {[(one.name, len(one.kept)) for one in chosen]}", flush=True)
-    return 1 if total else 0
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    """Fuzz each target for some seconds, in turn, without end."""
+    failures = dict[str, Any]()
 
+    def fuzzed(target: Target, number: int) -> dict[str, int]:
+        new = {what: one for what, one in fuzz([target], _SLICE, seed + number).items() if what not in failures}
+        failures.update(new)
+        assert not new, "\n".join(f"{what}\n    input: {str(one)[:600]!r}" for what, one in new.items())
+        return {"rounds": 1}
 
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONHASHSEED", "0")
-    sys.exit(main())
+    targets = make_targets(folder)
+    for number in itertools.count():
+        target = targets[number % len(targets)]
+        yield Round(target.name, partial(fuzzed, target, number))

@@ -1,15 +1,13 @@
 """kill -9 while a run is recorded: which steps can be restored, and are they what the run had?
 
-    recording_kills.py --rounds 1000 [--seed 1]
-
 A run of two ranks that nobody records or kills notes a hash of its whole state after each step. Of each killed run,
 the last step and one before it are restored, and must have the hashes of those steps. The runs are of three ways: their
 steps are recorded as gradients, as updates, or as gradients for weights in bfloat16. torch is imported once; every run
 is a fork of this process, which itself must not compute with torch.
 """
 
-import argparse
 import gc
+import itertools
 import json
 import mmap
 import os
@@ -23,10 +21,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
 import torch
@@ -42,6 +39,7 @@ from ckpt_formats.universal.gradients.record import HEAD
 from ckpt_formats.universal.gradients.segment import Segment, rank_file
 from ckpt_recorder import Recorder
 from damage import ckpt
+from run import Round
 
 STEPS, SHORT, FIRST = 100, 12, 4
 """Of a run; of one that is killed where it ends; of the first segment, where the second one's beginning is hit."""
@@ -259,7 +257,7 @@ class Campaign:
         done = ckpt("append", self._root / f"{way}.chain", path)
         assert done.code == 0, done.err
 
-    def round(self, plan: Plan) -> dict[str, Any]:
+    def round(self, plan: Plan) -> dict[str, int]:
         """Run, kill, restore. Raises AssertionError if anything is not as it must be."""
         work = Path(tempfile.mkdtemp(dir=self._root))
         run = work / "run.chain"
@@ -276,9 +274,8 @@ class Campaign:
         gc.collect()
         return row
 
-    def _kill(self, plan: Plan, run: Path, ranks: list[int], progress: Progress, rng: random.Random) -> dict[str, Any]:
+    def _kill(self, plan: Plan, run: Path, ranks: list[int], progress: Progress, rng: random.Random) -> dict[str, int]:
         self._await_moment(plan, progress, ranks, rng)
-        sent = progress.done()  # before the kill: at least so much must be there
         written = last_of(run)
         writers = progress.writers() if plan.moment != "begin" else children(ranks)
         victims = {
@@ -312,7 +309,7 @@ class Campaign:
             assert last is not None, "the chain is gone"
             assert last >= FIRST or plan.damage != "none", "the first segment is gone"
         checked = self._compare(run, last, plan, rng)
-        return {"sent": min(sent), "done": min(done), "last": last, "checked": checked}
+        return {"kills": 1, "a step ahead": last is not None and last > min(done), "restored, same bits": checked}
 
     def _await_moment(self, plan: Plan, progress: Progress, ranks: list[int], rng: random.Random) -> None:
         phase, step, delay = {
@@ -425,42 +422,8 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
-    options = parser.parse_args()
-    began, rows = time.monotonic(), dict[tuple[str, ...], list[dict[str, Any]]]()
-    failed = 0
-    root = Path(tempfile.mkdtemp(prefix="recording-kills-"))
-    campaign = Campaign(root, options.seed)
-    order = random.Random(options.seed).sample(PLANS, len(PLANS))
-    for number in range(options.rounds):
-        if time.monotonic() - began > options.seconds:
-            break
-        plan = order[number % len(order)]
-        key = (plan.way, plan.victims, plan.damage, plan.moment)
-        try:
-            rows.setdefault(key, []).append(campaign.round(plan))
-        except AssertionError as error:
-            failed += 1
-            rows.setdefault(key, []).append({"failed": True})
-            print(f"FAILED: {error}", flush=True)
-    head = f"{'way':6} {'killed':12} {'then':6} {'moment':6} {'rounds':>6} {'failed':>6} {'ahead':>6}"
-    print(f"{head} {'restored, same bits':>20}")
-    for (way, victims, damage, moment), outcomes in sorted(rows.items()):
-        good = [one for one in outcomes if "failed" not in one]
-        ahead = sum(one["last"] is not None and one["last"] > one["done"] for one in good)
-        checked = sum(one["checked"] for one in good)
-        bad = len(outcomes) - len(good)
-        print(f"{way:6} {victims:12} {damage:6} {moment:6} {len(outcomes):6} {bad:6} {ahead:6} {checked:20}")
-    total = sum(map(len, rows.values()))
-    print(f"{total} kills, {failed} failed, {time.monotonic() - began:.0f} s")
-    if not failed:
-        shutil.rmtree(root)
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
+def rounds(root: Path, seed: int) -> Iterator[Round]:
+    campaign = Campaign(root, seed)
+    order = random.Random(seed).sample(PLANS, len(PLANS))
+    for plan in itertools.cycle(order):
+        yield Round(f"{plan.way}, {plan.victims}, {plan.damage}, {plan.moment}", partial(campaign.round, plan))

@@ -1,31 +1,27 @@
-"""Kill shadows at random moments while a log grows, and send noise to those that listen. By hand; the check tries few.
+"""Kill shadows at random moments while a log grows, and send noise to those that listen.
 
-    cd tests && python shadow_campaign.py [--kills 200] [--peers 200] [--seed 0]
-
-Each round starts the command on a log that grows, with `--base-every` and `--listen`, and kills it (SIGKILL) after a
-random time; in every third round it follows a server of the log over a socket. Then the files of the run must have the
-bytes that the run wrote, every step that the chain has must have the bits of the run, and the shadow that is started
-again must reach the last step. The peers are those of `shadow_peers`, and random changes of what honest ones send, to
-a shadow and to a server of a log; after all of them, the state is that of the run.
+A round of `shadow_kills` starts the command on a log that grows, with `--base-every` and `--listen`, and kills it
+(SIGKILL) after a random time; in every third round it follows a server of the log over a socket. Then the files of the
+run must have the bytes that the run wrote, every step that the chain has must have the bits of the run, and the shadow
+that is started again must reach the last step. The peers are those of `support/shadow_peers.py`, and random changes of
+what honest ones send, to a shadow and to a server of a log; after all of them, the state is that of the run.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import random
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 from ckpt.pipeline import Execution
 from ckpt.shadow import listener, log_server
@@ -42,55 +38,66 @@ from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.chain import states
 from gradient_logs import restored
 from growing_log import State, bits, grow, log_with_fingerprints
+from run import Round
 from shadow_peers import HOSTILE, LOG_HOSTILE, SEGMENT, Peer, log_noise, noise
 
 STEPS = 30
+NOISY = 60
+"""Peers of a round that send random changes, beside those that are hostile in a known way."""
 
 
-def kill_shadows(rounds: int, place: Path, seed: int) -> dict[str, int]:
-    """Kill so many shadows. Returns at which moments they were killed."""
+def kills(place: Path, seed: int) -> Iterator[Round]:
+    """Kill shadows: two that follow files, one that follows a server over a socket, in turn."""
     draw = random.Random(seed)
     finished = place / "finished.chain"
     log_with_fingerprints(STEPS, 3).write(finished)
     truth = {step: bits(restored(finished, step)) for step in range(STEPS + 1)}
-    counts = dict.fromkeys(("kills", "over a socket", "before a step", "after a base", "while a base was written"), 0)
-    for number in range(rounds):
-        run = place / f"{number}.chain"
-        writer = grow(finished, run, seed + number, pieces=12)
-        next(writer)
-        server, more = None, ["--base-every", draw.choice(("3", "9", "15"))]
-        if number % 3 == 2:
-            server = LogServer(run, NetworkAddress("127.0.0.1", 0))
-            more = ["--mirror", str(place / "mirror")]
-        chain = str(run) if server is None else f"tcp://{server.address}"
-        command = [sys.executable, "-m", "ckpt_cli", "shadow", chain, "--listen", "0", "--json", *more]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            child.stdout.readline()  # it has started
-            end = time.monotonic() + draw.random() ** 2 * 0.6
-            for _ in writer:
-                time.sleep(0.003)
-                if time.monotonic() > end:
-                    break
-            time.sleep(max(0.0, end - time.monotonic()))
-            child.kill()
-            events = [json.loads(line) for line in child.stdout if line.endswith("\n")]
-        counts["kills"] += 1
-        counts["over a socket"] += server is not None
-        counts["before a step"] += not any(event.get("steps") for event in events)
-        index_now = index.load(run / index.NAME)
-        counts["after a base"] += bool(index_now.members)
-        counts["while a base was written"] += bool(chain_folder.leftovers(run, index_now))
-        _check_run(run, finished, truth)
-        _finish(run, finished)
-        if server is not None:
-            with LogMirror(server.address, place=place / "mirror") as mirror:
-                _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
-            server.close()
-        _follow_to_the_end(Shadow(run, resources=Execution(workers=1), base_every=3), truth)
-        _check_run(run, finished, truth)
-        assert not chain_folder.leftovers(run, index.load(run / index.NAME))
-        shutil.rmtree(run)
+    for number in itertools.count():
+        over_socket = number % 3 == 2
+        name = "over a socket" if over_socket else "of files"
+        grown = grow(finished, place / f"{number}.chain", seed + number, pieces=12)
+        yield Round(name, partial(_kill, place / f"{number}.chain", finished, truth, grown, over_socket, draw))
+
+
+def _kill(
+    run: Path, finished: Path, truth: dict[int, State], writer: Iterator[None], over_socket: bool, draw: random.Random
+) -> dict[str, int]:
+    """Kill a shadow of a run that grows. Return at which moment."""
+    next(writer)
+    server, more, copied = None, ["--base-every", draw.choice(("3", "9", "15"))], run.with_name("mirror")
+    if over_socket:
+        server = LogServer(run, NetworkAddress("127.0.0.1", 0))
+        more = ["--mirror", str(copied)]
+    chain = str(run) if server is None else f"tcp://{server.address}"
+    command = [sys.executable, "-m", "ckpt_cli", "shadow", chain, "--listen", "0", "--json", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has started
+        end = time.monotonic() + draw.random() ** 2 * 0.6
+        for _ in writer:
+            time.sleep(0.003)
+            if time.monotonic() > end:
+                break
+        time.sleep(max(0.0, end - time.monotonic()))
+        child.kill()
+        events = [json.loads(line) for line in child.stdout if line.endswith("\n")]
+    index_now = index.load(run / index.NAME)
+    counts = {
+        "kills": 1,
+        "before a step": not any(event.get("steps") for event in events),
+        "after a base": bool(index_now.members),
+        "while a base was written": bool(chain_folder.leftovers(run, index_now)),
+    }
+    _check_run(run, finished, truth)
+    _finish(run, finished)
+    if server is not None:
+        with LogMirror(server.address, place=copied) as mirror:
+            _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
+        server.close()
+    _follow_to_the_end(Shadow(run, resources=Execution(workers=1), base_every=3), truth)
+    _check_run(run, finished, truth)
+    assert not chain_folder.leftovers(run, index.load(run / index.NAME))
+    shutil.rmtree(run)
     return counts
 
 
@@ -125,8 +132,8 @@ def _check_run(run: Path, finished: Path, truth: dict[int, State]) -> None:
             assert bits(restored(run, step)) == truth[step], step
 
 
-def send_noise(peers: int, place: Path, seed: int) -> dict[str, int]:
-    """Let so many hostile peers connect to a shadow, several at a time."""
+def send_noise(place: Path, seed: int) -> dict[str, int]:
+    """Let hostile peers connect to a shadow, several at a time."""
     listener.LOGIN_SECONDS = server_module.IDLE_SECONDS = 0.5
     server_module.WAIT_SECONDS = 5.0
     run = place / "listening.chain"
@@ -141,18 +148,18 @@ def send_noise(peers: int, place: Path, seed: int) -> dict[str, int]:
         with ShadowConnection(listening.address) as connection:
             assert bits(connection.checkpoint) == wanted
 
-    acts = [*HOSTILE.values(), *(noise(seed + n) for n in range(peers - len(HOSTILE)))]
+    acts = [*HOSTILE.values(), *(noise(seed + n) for n in range(NOISY))]
     counts = _attack(listening.address, acts, honest)
     while shadow.step != STEPS:
         shadow.poll()
     with ShadowConnection(listening.address) as connection:
         assert bits(connection.checkpoint) == bits(restored(run, STEPS))
     listening.close()
-    return {"peers hostile to a shadow": len(acts), **counts}
+    return {"peers": len(acts), **counts}
 
 
-def send_noise_to_logs(peers: int, place: Path, seed: int) -> dict[str, int]:
-    """Let so many hostile peers connect to a server of a log. Meanwhile, shadows follow it again and again."""
+def send_noise_to_logs(place: Path, seed: int) -> dict[str, int]:
+    """Let hostile peers connect to a server of a log. Meanwhile, shadows follow it again and again."""
     listener.LOGIN_SECONDS = log_server.IDLE_SECONDS = log_server.SEND_SECONDS = 0.5
     run = place / "served.chain"
     log_with_fingerprints(STEPS, 3).write(run)
@@ -166,12 +173,12 @@ def send_noise_to_logs(peers: int, place: Path, seed: int) -> dict[str, int]:
         with LogMirror(serving.address, place=place / "mirror") as mirror:
             _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
 
-    acts = [*LOG_HOSTILE.values(), *(log_noise(seed + n) for n in range(peers - len(LOG_HOSTILE)))]
+    acts = [*LOG_HOSTILE.values(), *(log_noise(seed + n) for n in range(NOISY))]
     counts = _attack(serving.address, acts, honest)
     honest()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     serving.close()
-    return {"peers hostile to a log": len(acts), **counts}
+    return {"peers": len(acts), **counts}
 
 
 def _attack(address: NetworkAddress, acts: list[Peer], honest: Callable[[], None]) -> dict[str, int]:
@@ -195,19 +202,18 @@ def _attack(address: NetworkAddress, acts: list[Peer], honest: Callable[[], None
         good += 1
         time.sleep(0.05)
     assert not problems, problems
-    return {"honest readers meanwhile": good, "crashes": len(problems)}
+    return {"honest readers meanwhile": good}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, default in (("kills", 200), ("peers", 200), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        for send in (send_noise, send_noise_to_logs):
-            print(json.dumps(send(options.peers, Path(place), options.seed)), flush=True)
-        print(json.dumps(kill_shadows(options.kills, Path(place), options.seed)), flush=True)
+def peers(place: Path, seed: int) -> Iterator[Round]:
+    yield from _attacks("of a shadow", send_noise, place, seed)
 
 
-if __name__ == "__main__":
-    main()
+def log_peers(place: Path, seed: int) -> Iterator[Round]:
+    yield from _attacks("of a log", send_noise_to_logs, place, seed)
+
+
+def _attacks(name: str, send: Callable[[Path, int], dict[str, int]], place: Path, seed: int) -> Iterator[Round]:
+    for number in itertools.count():
+        (folder := place / str(number)).mkdir()
+        yield Round(name, partial(send, folder, seed + number * NOISY))

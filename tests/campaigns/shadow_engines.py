@@ -1,6 +1,6 @@
 """Shadows that follow real engines, held against the engines' own checkpoints. By hand; the check follows few steps.
 
-    cd tests && python shadow_engines.py [--steps 100] [--saves 50] [--seed 0] [--worlds 2,4] [--kinds ddp,fsdp2]
+    python tests/campaigns/shadow_engines.py [--steps 100] [--saves 50] [--seed 0] [--worlds 2,4] [--kinds ddp]
 
 DDP, FSDP2 and ZeRO 1 to 3 train on so many ranks, are recorded, and save their own checkpoints at random steps. While
 they train, shadows follow: through files, over sockets (the log and the state), and in two parts. At each of these
@@ -91,7 +91,7 @@ def main() -> None:
                 jobs[-1] |= {"out": str(out), "pause": options.pause}
         listed = Path(place) / "jobs.json"
         listed.write_text(json.dumps(jobs))
-        command = [sys.executable, "recording_jobs/shadowed.py", str(listed)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "jobs/recording_jobs/shadowed.py"), str(listed)]
         with (Path(place) / "said").open("wb") as output:
             trainer = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **ENVIRONMENT})
         try:

@@ -1,6 +1,4 @@
-"""Kill trainers and shadows again and again; each run goes on from what a shadow has. By hand.
-
-    cd tests && python shadow_trainers.py [--kills 200] [--seed 0]
+"""Kill trainers and shadows again and again; each run goes on from what a shadow has.
 
 Two ranks train with DDP and are recorded. After a few steps they are killed (SIGKILL): both, one of them, or both with
 the processes that write their log. One shadow follows the files, one a server of the log over a socket; they, and the
@@ -11,7 +9,6 @@ an error would stay in all that follows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,11 @@ from ckpt_recorder import Recorder
 from recording_kills import Net, Progress, _arrays, _lives, _restored, forked, hash_of, last_of, waited
 from recording_kills import await_ended as await_writers
 from recording_kills import children as children_of
+from run import Round, counted
 
 SECONDS = 120
+ROUNDS = 50
+"""Rounds of one run; then another run begins."""
 FEW, MANY = 1, 7
 """The steps before a kill."""
 PAUSE = 0.03
@@ -141,11 +143,12 @@ class Process:
 class Campaign:
     """A run that is killed again and again, and all that follows it."""
 
-    def __init__(self, place: Path, kills: int, seed: int) -> None:
-        self.place, self.run, self.draw = place, place / "run.chain", random.Random(seed)
-        self.steps = kills * 20 + 500
-        self.kills = {"trainers": 0, "writers too": 0, "shadow of files": 0, "shadow of a socket": 0, "server": 0}
-        self.compared = self.ahead = 0
+    def __init__(self, place: Path, draw: random.Random) -> None:
+        self.place, self.run, self.draw = place, place / "run.chain", draw
+        self.steps = ROUNDS * 20 + 500
+        self.counts = Counter[str]()
+        self.address: NetworkAddress | None = None
+        self.is_broken = False
         truth = place / "truth"
         truth.mkdir()
         ranks = [self._fork(rank, truth, None, None, Progress()) for rank in range(2)]
@@ -172,13 +175,13 @@ class Campaign:
             one.await_address()
         self.processes = {"shadow of files": files, "server": server, "shadow of a socket": socket}
 
-    def round(self, number: int, address: NetworkAddress | None) -> NetworkAddress:
-        """Train, kill, compare. Returns the address of the shadow from which the run goes on."""
-        place = self.place / f"round-{number}"
-        place.mkdir()
+    def round(self) -> None:
+        """Train, kill, compare, and choose the shadow from which the run goes on."""
+        self.is_broken = True  # unless this round comes to its end
+        place = Path(tempfile.mkdtemp(dir=self.place))
         progress = Progress()
         first = last_of(self.run) or 0
-        ranks = [self._fork(rank, place, self.run, address, progress) for rank in range(2)]
+        ranks = [self._fork(rank, place, self.run, self.address, progress) for rank in range(2)]
         wanted = first + self.draw.randrange(FEW, MANY)
         try:
             self._wait(lambda: progress.phase() == 1 and min(progress.done()) >= wanted)
@@ -189,7 +192,7 @@ class Campaign:
         for name, process in self.processes.items():
             if self.draw.random() < 0.5:
                 process.kill()
-                self.kills[name] += 1
+                self.counts[f"kills: {name}"] += 1
                 if name == "shadow of a socket":  # one that begins must find the server
                     self.processes["server"].await_address()
                 process.start()
@@ -202,21 +205,28 @@ class Campaign:
         for pid in self.draw.sample(victims, len(victims)):
             if pid in ranks or _lives(pid):
                 os.kill(pid, signal.SIGKILL)
-        self.kills["trainers"] += 1
-        self.kills["writers too"] += with_writers
+        self.counts["kills: trainers"] += 1
+        self.counts["kills: writers too"] += with_writers
         waited(ranks)
         await_writers(writers, self.run)
         last = last_of(self.run)
         assert last is not None
         done = min(progress.done())
         assert with_writers or done <= last <= done + 1, f"{last} is the last step of the log; {done} were done"
-        self.ahead += last > done
+        self.counts["a step ahead of the trainer"] += last > done
         for process in self.processes.values():
             process.await_address()
         listening = [parse_address(self.processes[name].address) for name in self.processes if name != "server"]
         for one in listening:
             self._compare(one, last)
-        return self.draw.choice(listening)
+        self.address, self.is_broken = self.draw.choice(listening), False
+
+    def close(self) -> None:
+        """End all processes that follow the run."""
+        for process in self.processes.values():
+            if process.process is not None:
+                process.process.kill()
+                process.process.wait()
 
     def _compare(self, address: NetworkAddress, last: int) -> None:
         """The shadow must reach the last step, and have the state of the run of which nothing was killed."""
@@ -239,7 +249,7 @@ class Campaign:
         except AssertionError as error:
             output = "".join(one.output.read_text()[-2000:] for one in self.processes.values())
             raise AssertionError(f"{error}: {address} has {actual}, the log {last}\n{output}") from None
-        self.compared += 1
+        self.counts["states compared, same bits"] += 1
 
     def _wait(self, done: Any) -> None:
         deadline = time.monotonic() + SECONDS
@@ -248,36 +258,14 @@ class Campaign:
             time.sleep(0.003)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, default in (("kills", 200), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        campaign = Campaign(Path(place), options.kills, options.seed)
-        address = None
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    draw = random.Random(seed)
+    while True:
+        campaign = Campaign(Path(tempfile.mkdtemp(dir=folder)), draw)
         try:
-            for number in range(options.kills):
-                address = campaign.round(number, address)
-                if number % 20 == 19:
-                    print(number + 1, last_of(campaign.run), round(time.monotonic() - began), flush=True)
+            for _ in range(ROUNDS):
+                yield Round("run", counted(campaign.counts, campaign.round))
+                if campaign.is_broken:
+                    break
         finally:
-            for process in campaign.processes.values():
-                if process.process is not None:
-                    process.process.kill()
-                    process.process.wait()
-        segments = len(list(campaign.run.glob("gradients-*")))
-        figures = {
-            "kills": campaign.kills,
-            "states compared, same bits": campaign.compared,
-            "segments": segments,
-            "steps": last_of(campaign.run),
-            "one step ahead of the trainer": campaign.ahead,
-            "s": round(time.monotonic() - began),
-        }
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()
+            campaign.close()

@@ -1,35 +1,31 @@
-"""Hundreds of kills of shards that write one target together: `python tests/campaigns/shard_kills.py --kills 200`.
+"""Kill shards that write one target together.
 
 Three shards run at once, on two formats. Some are killed: half of them in front of a random change to the file system,
 half by SIGKILL at a random time; some run twice at once. Those that were killed run again, in a random order, sometimes
 killed again; then `ckpt commit` runs, twice. Afterwards the target has the bytes of a local run, and nothing is left
-but what remembers that the job is done. Before that, it is absent or whole. The check runs a small sample.
+but what remembers that the job is done. Before that, it is absent or whole.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import ckpt as library
 from ckpt.pipeline import Execution
 from ckpt.pipeline.shard import COMMIT, Shard
-from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.format import WritableFormat
 from clusters import files
 from killing import killed, killed_after
+from run import Round, alternated, counted
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 COUNT = 3
@@ -117,29 +113,7 @@ class Campaign:
         return bool(code)
 
 
-def incomplete(campaign: Campaign) -> bool:
-    """Whether a commit says that files are missing."""
-    try:
-        campaign.write(COMMIT)
-    except IncompleteError:
-        return True
-    return False
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    generator = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        campaigns = {name: Campaign(Path(folder), name) for name in FORMATS}
-        while sum(one.counts["killed"] for one in campaigns.values()) < options.kills:
-            for one in campaigns.values():
-                one.round(generator)
-        for name, one in campaigns.items():
-            print(f"{name}: {dict(sorted(one.counts.items()))}")
-
-
-if __name__ == "__main__":
-    main()
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    generator = random.Random(seed)
+    campaigns = {name: Campaign(folder, name) for name in FORMATS}
+    yield from alternated({name: counted(one.counts, partial(one.round, generator)) for name, one in campaigns.items()})

@@ -1,41 +1,38 @@
-"""Hundreds of kills of shards and workers that write into a bucket: `python tests/campaigns/shard_store_kills.py`.
+"""Kill shards and workers that write into a bucket, or let them wait there.
 
 Three shards (`ckpt convert --shard i/3`) and `ckpt commit` write one target. One process is sent SIGKILL at its k-th
 request, for every k, which the store carries out or not: the shard that comes first, the second one, the one that
 publishes, or `ckpt commit`. The other shards, and the same shard once more, run before, at the same time, or
 afterwards. Then the same commands are run again, in a random order and sometimes killed again, or after `ckpt clean`.
-With `--cluster`, a worker of Dask is killed at each of its requests, and the command that coordinates it.
+In a cluster, a worker of Dask is killed at its requests, and the command that coordinates it.
 
-With `--held`, a process is not killed, but waits at its k-th request until the others have published the target.
+In `shard_store_waits`, a process is not killed, but waits at its k-th request until the others have published.
 
 Until the end, the target is absent or whole: `ckpt inspect` refuses it, and no object by which a format is known is
 there before all data are. At the end, each object has the bytes of a local file, and nothing else is left but the mark
-that the job is done. The check runs a small sample.
+that the job is done.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import obstore
 
 from clusters import DaskProcesses, dask_processes, files
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
+from run import Round, counted
 
 COUNT = 3
 SECONDS = 120
@@ -349,52 +346,51 @@ def _is_note(key: str) -> bool:
     return key.startswith((f"{NAME}/.ckpt/", f".{NAME}."))
 
 
-def points(campaign: Campaign, roles: Iterable[str], every: int) -> Iterator[tuple[str, int]]:
-    """Each request of each role."""
-    for role in roles:
-        yield from ((role, at) for at in range(0, len(campaign.requests[role]), every))
-
-
 @contextmanager
 def campaigns(folder: Path, names: Iterable[str] = FORMATS, roles: Sequence[str] = ROLES) -> Iterator[list[Campaign]]:
     with moto() as server, killing(server) as killer, reached(server):
         yield [Campaign(server, killer, folder, name, roles) for name in names]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="of so many requests, one is that of a kill")
-    parser.add_argument("--format", choices=FORMATS, action="append")
-    parser.add_argument("--role", choices=ROLES, action="append")
-    parser.add_argument("--held", action="store_true")
-    parser.add_argument("--cluster", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ones = stack.enter_context(campaigns(folder, given.format or FORMATS))
-        cluster = stack.enter_context(dask_processes(1, folder)) if given.cluster else None
+def points(
+    campaign: Campaign, roles: Iterable[str], kill: Callable[[str, int], None], generator: random.Random
+) -> Iterator[Round]:
+    """Yield each request of each role, in a random order, again and again."""
+
+    def at(role: str, number: int) -> None:
+        try:
+            kill(role, number)
+        except BaseException as error:
+            request = campaign.requests[role][number]
+            raise AssertionError(f"{campaign.name}, {role} at request {number}, {request}: {error}") from error
+
+    while True:
+        requests = [(role, number) for role in roles for number in range(len(campaign.requests[role]))]
+        for role, number in generator.sample(requests, len(requests)):
+            yield Round(f"{campaign.name}, {role}", counted(campaign.counts, partial(at, role, number)))
+
+
+def _in_turn(iterators: Sequence[Iterator[Round]]) -> Iterator[Round]:
+    while True:
+        yield from map(next, iterators)
+
+
+def kills(folder: Path, seed: int, waits: bool = False) -> Iterator[Round]:
+    generator = random.Random(seed)
+    with campaigns(folder) as ones:
+        acts = [partial(one.hold if waits else one.kill, generator=generator) for one in ones]
+        yield from _in_turn([points(one, ROLES, act, generator) for one, act in zip(ones, acts, strict=True)])
+
+
+def waits(folder: Path, seed: int) -> Iterator[Round]:
+    yield from kills(folder, seed, waits=True)
+
+
+def cluster_kills(folder: Path, seed: int) -> Iterator[Round]:
+    generator = random.Random(seed)
+    with campaigns(folder, roles=("last",)) as ones, dask_processes(1, folder) as cluster:
+        acts = []
         for one in ones:
-            generator = random.Random(f"{given.seed} {one.name}")
-            if cluster is None:
-                kill = one.hold if given.held else one.kill
-                todo = list(points(one, given.role or ROLES, given.every))
-            else:
-                kill = partial(one.kill_in_cluster, cluster=cluster)
-                one.count_in_cluster(cluster)
-                todo = list(points(one, CLUSTER_ROLES, given.every))
-            generator.shuffle(todo)
-            print(one.name, {role: len(seen) for role, seen in one.requests.items()}, flush=True)
-            for number, (role, at) in enumerate(todo):
-                try:
-                    kill(role, at, generator=generator)
-                except BaseException:
-                    print(f"{one.name}: number {number}, {role} at {at}: {one.requests[role][at]}")
-                    raise
-                if number % 20 == 19:
-                    print(number + 1, dict(one.counts), flush=True)
-            print(f"{one.name}: {dict(sorted(one.counts.items()))}; killed: {dict(one.killed_at)}")
-
-
-if __name__ == "__main__":
-    main()
+            one.count_in_cluster(cluster)
+            acts.append(partial(one.kill_in_cluster, cluster=cluster, generator=generator))
+        yield from _in_turn([points(one, CLUSTER_ROLES, act, generator) for one, act in zip(ones, acts, strict=True)])

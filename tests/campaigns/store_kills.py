@@ -1,251 +1,307 @@
-"""Hundreds of kills of what writes into a bucket: `python tests/campaigns/store_kills.py --kills 200 --pairs 100`.
+"""Kill what writes checkpoints into a bucket, changes chains there, or copies them.
 
-A process is killed (SIGKILL) in front of a request that changes the store, or right after it; one in three is killed
-twice, and one in five gives up with `clean`. Before the work is run to its end, the target is absent or whole: ckpt
-refuses it, and no object by which a format is known is there before all others are. Afterwards each object must have
-the bytes of a local file, and nothing else may be there. Then pairs of processes write the same target at the same
-time: one of them does, and the other says why not. The check runs a sample.
+A process is sent SIGKILL at one of its requests, which the store carries out or not: at each request once, in a random
+order, those that change the store first. One work in three is killed twice, and one in five of those that write gives
+up with `clean`. Before the work is run to its end, a target is absent or whole: ckpt refuses it, and no object by which
+a format is known is there before all others are. A chain is as it was, or as it is afterwards, and can be verified.
+Afterwards each object must have the bytes that it has without a kill, those of a local file, and nothing else may be
+there.
+
+In rounds named `pair`, two processes work at once. Of two that write one target, one is refused. Of two that append,
+one may be locked out, or be too late. The server is moto's, which keeps conditions; a killed process holds its lease
+no longer, because it is known to have ended on this machine.
 """
 
 from __future__ import annotations
 
-import argparse
+import multiprocessing
 import os
 import random
-import signal
-import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+import obstore
 
 import ckpt as library
-from ckpt.pipeline.targets import clean
-from ckpt_formats.core.errors import IncompleteError, NotFoundError, OutputError
+from ckpt.chains.append import append
+from ckpt.chains.compact import Retention, compact
+from ckpt.chains.write import DeltaPolicy
+from ckpt.copying.copy import copy
+from ckpt.pipeline import Execution
+from ckpt_formats.core.errors import (
+    CkptError,
+    IncompleteError,
+    LockedError,
+    NotFoundError,
+    OutputError,
+    UnsupportedError,
+)
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.registry.marks import is_mark
-from ckpt_formats.stores.location import target_path
+from ckpt_formats.stores.location import source_path
+from clusters import files
 from damage import SAMPLES
-from object_stores import BUCKET, StoreServer, moto, reached
+from held import states
+from kills import Campaign, Work, is_changed, sweep_chain, without_times
+from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, small_parts, start
+from run import Round, alternated
 
 SECONDS = 120
-CHANGES = ("put", "delete")
-REFUSED, FAILED = 97, 98
+ELEMENTS = 3_000
+STEPS = 4
+"""States of the chain that is compacted and copied; all but the last of them are in the chain that is appended to."""
+KEPT = (2, 4)
+CHAIN, COPY = f"s3://{BUCKET}/work/run.chain", f"s3://{BUCKET}/work/copy.chain"
+ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+WRITTEN: dict[str, tuple[Path, WritableFormat, str]] = {
+    "universal": (ZERO1, library.Universal(pack_nbytes=60_000), "out"),
+    "deepspeed": (ZERO1, library.DeepSpeed(dp=3), "out"),
+    "dcp": (SAMPLES / "megatron-0.16-tp2-pp2-dist", library.DCP(dp=3), "out"),
+    "hf": (SAMPLES / "transformers-5.23-trainer", library.HuggingFace(), "out"),
+    "one file": (ZERO1, library.Universal(), "out.ucp"),
+}
+CHAINED = ("delta", "base", "tip", "compact", "copy")
+KILLED, REFUSED, LATE = -9, 11, 22
+"""How a process ends: by SIGKILL, refused by what another one has done, or behind a later step."""
 
 
-@dataclass
-class Work:
-    """A checkpoint that is written into the bucket."""
-
-    source: Path
-    format: WritableFormat
-    name: str = "out"
-    """`out`, or the name of a single file."""
-    requests: int = 0
-    files: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str:
-        return f"s3://{BUCKET}/run/{self.name}"
-
-    def run(self, target: Path | str) -> None:
-        library.save(library.open(self.source), target, self.format, resources=library.Resources(workers=2))
+# In a process of its own
 
 
-def _nothing(number: int) -> None:
-    pass
+def write(name: str, target: str) -> None:
+    source, format, _ = WRITTEN[name]
+    library.save(library.open(source), target, format, resources=library.Resources(workers=2))
 
 
-def works() -> dict[str, Work]:
-    zero = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
-    return {
-        "universal": Work(zero, library.Universal(pack_nbytes=60_000)),
-        "deepspeed": Work(zero, library.DeepSpeed(dp=3)),
-        "dcp": Work(SAMPLES / "megatron-0.16-tp2-pp2-dist", library.DCP(dp=3)),
-        "hf": Work(SAMPLES / "transformers-5.23-trainer", library.HuggingFace()),
-        "one file": Work(zero, library.Universal(), "out.ucp"),
-    }
+def change_chain(name: str, folder: str) -> None:
+    """Append to the chain, compact it, or copy it."""
+    small_parts()
+    run = source_path(CHAIN)
+    if name == "compact":
+        compact(run, Retention((",".join(map(str, KEPT)),)), DeltaPolicy(), Execution(workers=1))
+    elif name == "copy":
+        copy(run, COPY, resources=Execution(workers=2))
+    else:
+        policy = DeltaPolicy(tip=name == "tip", base_every=1 if name == "base" else None)
+        append(run, library.open(f"{folder}/state{STEPS}"), None, policy, Execution(workers=1))
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """The exit code of a child that does the work; no client of a store may have been used before in this process."""
-    return wait_for(start(work))
+def append_as(step: int, folder: str) -> None:
+    state = library.open(f"{folder}/state{STEPS}")
+    append(source_path(CHAIN), state, step, DeltaPolicy(), Execution(workers=1))
 
 
-def start(work: Callable[[], object]) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child:
-        return child
-    signal.alarm(SECONDS)
+def ended(pause: float, do: Any, *arguments: Any) -> None:
+    """Do something after a pause, and end with a code that tells refusals from failures."""
+    time.sleep(pause)
     try:
-        work()
-        os._exit(0)
-    except (OutputError, IncompleteError, NotFoundError):
+        do(*arguments)
+    except (LockedError, OutputError, IncompleteError, NotFoundError):
         os._exit(REFUSED)
+    except UnsupportedError:  # another process has appended a later step
+        os._exit(LATE)
     except BaseException:
         traceback.print_exc()
-        os._exit(FAILED)
+        os._exit(1)
 
 
-def wait_for(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# The works
 
 
-def counting(before: Callable[[int], None], after: Callable[[int], None]) -> None:
-    """In this process, call functions around each request that changes the store, with its number from 0."""
-    import obstore
+class StoreWork(Work):
+    """A work in a bucket, done in processes through a proxy that can kill them."""
 
-    from ckpt_formats.stores import bucket
+    before: dict[str, bytes]
+    """The objects before the work."""
 
-    class Counted:
-        count = 0
+    def __init__(self, server: StoreServer, killer: Killer, processes: BaseContext) -> None:
+        self.server, self.killer, self.processes = server, killer, processes
+        self.points: list[tuple[int, bool]] = []
+        """The requests at which nothing was killed yet, in reverse order."""
 
-        def __getattr__(self, name: str) -> Any:
-            request = getattr(obstore, name)
-            if name not in CHANGES:
-                return request
+    def command(self) -> tuple[Any, ...]:
+        """Return a function and its arguments."""
+        raise NotImplementedError
 
-            def counted(*arguments: Any, **named: Any) -> Any:
-                number, Counted.count = Counted.count, Counted.count + 1
-                before(number)
-                result = request(*arguments, **named)
-                after(number)
-                return result
+    def process(self, killer: Killer | None = None, pause: float = 0.0, command: tuple[Any, ...] = ()) -> Any:
+        given = command or self.command()
+        return start(self.processes, self.server, ended, pause, *given, killer=killer)
 
-            return counted
-
-    vars(bucket)["obstore"] = Counted()
-
-
-class Campaign:
-    """Kills of one work, and what was seen."""
-
-    def __init__(self, work: Work, server: StoreServer, folder: Path) -> None:
-        self.work, self.counts = work, Counter[str]()
-        self._server = server
-        local = folder / work.name
-        assert in_child(lambda: work.run(local)) == 0
-        paths = [local] if local.is_file() else [one for one in local.rglob("*") if one.is_file()]
-        work.files = {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths}
-        count = folder / "count"
-
-        def counted() -> None:
-            counting(_nothing, _nothing)
-            work.run(work.url)
-            from ckpt_formats.stores import bucket
-
-            count.write_text(str(bucket.obstore.count))
-
-        assert in_child(counted) == 0
-        work.requests = int(count.read_text())
-        self.check_whole()
-        self.empty()
-
-    def kill(self, generator: random.Random) -> None:
-        """Kill the work once or twice, and run it to its end."""
-        for _ in range(generator.choice((1, 1, 2))):
-            at, before = generator.randrange(self.work.requests), generator.random() < 0.5
-            code = in_child(lambda at=at, before=before: self._killed(at, before))  # type: ignore[misc]
-            assert code in (0, REFUSED, -signal.SIGKILL), code
-            self.counts["killed"] += code == -signal.SIGKILL
-            self._check_absent_or_whole()
-        if generator.random() < 0.2:
-            assert in_child(lambda: clean(target_path(self.work.url))) == 0
-            self.counts["given up"] += 1
-            left = self.objects()
-            assert left in ({}, self.work.files), sorted(left)
-        if self.objects() != self.work.files:
-            code = in_child(lambda: self.work.run(self.work.url))
-            # One that was killed at its very end is complete already, and only its notes are removed.
-            assert code in (0, REFUSED), code
-            self.counts["continued"] += 1
-        self.check_whole()
-        self.empty()
-
-    def _killed(self, at: int, before: bool) -> None:
-        def kill(number: int) -> None:
-            if number == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        counting(*((kill, _nothing) if before else (_nothing, kill)))
-        self.work.run(self.work.url)
-
-    def _check_absent_or_whole(self) -> None:
-        objects = self.objects()
-        data = {key: value for key, value in objects.items() if key in self.work.files}
-        if any(is_mark(key) for key in data) and self.work.name == "out":
-            missing = {key for key in self.work.files if not is_mark(key)} - data.keys()
-            assert not missing, f"a mark is there, and not {sorted(missing)}"
-        code = in_child(lambda: library.open(self.work.url))
-        assert code == REFUSED or data == self.work.files, "an unfinished target can be opened"
-        self.counts["whole" if code == 0 else "absent"] += 1
-
-    def pair(self, generator: random.Random) -> None:
-        """Two processes write the same target at the same time."""
-        later = generator.choice((0.0, 0.0, generator.random() * 0.5))
-
-        def second() -> None:
-            time.sleep(later)
-            self.work.run(self.work.url)
-
-        children = [start(lambda: self.work.run(self.work.url)), start(second)]
-        codes = sorted(wait_for(child) for child in children)
-        assert codes == [0, REFUSED], codes
-        self.counts["pairs"] += 1
-        self.check_whole()
-        self.empty()
-
-    def check_whole(self) -> None:
-        objects = self.objects()
-        assert objects.keys() == self.work.files.keys(), sorted(objects.keys() ^ self.work.files.keys())
-        assert objects == self.work.files
+    def code(self, killer: Killer | None = None) -> int | None:
+        process = self.process(killer)
+        process.join(SECONDS)
+        code: int | None = process.exitcode
+        return code
 
     def objects(self) -> dict[str, bytes]:
-        """What is in the bucket, read by another library: that of ckpt cannot be used before a fork."""
-        client = _boto3(self._server)
-        keys = [one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix="run/").get("Contents", ())]
-        return {key[4:]: client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+        keys = [meta["path"] for page in obstore.list(self.server.client, "work/") for meta in page]
+        return {key[len("work/") :]: bytes(obstore.get(self.server.client, key).bytes()) for key in keys}
 
-    def empty(self) -> None:
-        client = _boto3(self._server)
-        for key in self.objects():
-            client.delete_object(Bucket=BUCKET, Key=f"run/{key}")
+    def renew(self) -> None:
+        if there := list(self.objects()):
+            obstore.delete(self.server.client, [f"work/{key}" for key in there])
+        for key, data in self.before.items():
+            obstore.put(self.server.client, f"work/{key}", data)
+
+    def run(self, generator: random.Random | None = None) -> None:
+        assert self.code() == 0, f"after the kill at request {self.killer.at}"
+
+    def measure(self) -> None:
+        self.killer.expect()
+        assert self.code(self.killer) == 0
+        self.requests = list(self.killer.seen)
+
+    def next_point(self, generator: random.Random) -> tuple[int, bool]:
+        """Return a request, and whether the store carries it out: each once, those that change the store first."""
+        if not self.points:
+            self.points = [(at, carried) for at in range(len(self.requests)) for carried in (False, True)]
+            generator.shuffle(self.points)
+            self.points.sort(key=self.changes_store)
+        return self.points.pop()
+
+    def changes_store(self, point: tuple[int, bool]) -> bool:
+        return self.requests[point[0]].startswith(("PUT", "POST", "DELETE"))
+
+    def kill(self, generator: random.Random) -> bool:
+        self.killer.expect(*self.next_point(generator))
+        code = self.code(self.killer)
+        assert code in (0, REFUSED, KILLED), code
+        return code == KILLED
+
+    def content(self) -> dict[str, object]:
+        return without_times(self.objects())
 
 
-def _boto3(server: StoreServer) -> Any:
-    import boto3
+class Written(StoreWork):
+    """A checkpoint that is written."""
 
-    return boto3.client("s3", region_name="us-east-1")
+    def __init__(self, name: str, folder: Path, *servers: Any) -> None:
+        super().__init__(*servers)
+        target = WRITTEN[name][2]
+        self.name, self.url, self.before = name, f"s3://{BUCKET}/work/{target}", {}
+        (local := folder / name).mkdir()
+        write(name, str(local / target))
+        self.local = files(local)
+
+    def command(self) -> tuple[Any, ...]:
+        return write, self.name, self.url
+
+    def measure(self) -> None:
+        super().measure()
+        assert self.objects() == self.local
+
+    def is_done(self) -> bool:
+        data = {key: value for key, value in self.objects().items() if key in self.local}
+        if self.url.endswith("/out") and any(map(is_mark, data)):
+            missing = {key for key in self.local if not is_mark(key)} - data.keys()
+            assert not missing, f"a mark is there, and not {sorted(missing)}"
+        try:
+            library.open(self.url)
+        except (IncompleteError, NotFoundError, OutputError):
+            return False
+        assert data == self.local, "an unfinished target can be opened"
+        return True
+
+    def sweep(self) -> None:
+        """Write the target again: a whole one is refused, and what is left beside it is removed."""
+        if self.objects() != self.local:
+            assert self.code() in (0, REFUSED)
+
+    def run(self, generator: random.Random | None = None) -> None:
+        # A process that was killed at its very end left a whole target, of which only the notes are removed.
+        assert self.code() in (0, REFUSED), f"after the kill at request {self.killer.at}"
+
+    def give_up(self) -> bool:
+        library.clean(self.url)
+        left = self.objects()
+        assert left in ({}, self.local), sorted(left)
+        return True
+
+    def pair(self, generator: random.Random) -> Counter[str]:
+        """Two processes write the target at once: one of them does, and the other says why not."""
+        self.renew()
+        pair = [self.process(pause=pause) for pause in (0.0, generator.choice((0.0, 0.0, generator.random() * 0.5)))]
+        for process in pair:
+            process.join(SECONDS)
+        codes = sorted(process.exitcode for process in pair)
+        assert codes == [0, REFUSED], codes
+        assert self.objects() == self.local
+        return Counter({"one was refused": 1})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with moto() as server, reached(server), tempfile.TemporaryDirectory() as folder:
-        tables = works()
-        for name, work in tables.items():
-            generator = random.Random(f"{arguments.seed} {name}")
-            (place := Path(folder) / name).mkdir()
-            campaign = Campaign(work, server, place)
-            while campaign.counts["killed"] < arguments.kills / len(tables):
-                campaign.kill(generator)
-            while campaign.counts["pairs"] < arguments.pairs / len(tables):
-                campaign.pair(generator)
-            counts = ", ".join(f"{count} {what}" for what, count in sorted(campaign.counts.items()))
-            print(f"{name}: {work.requests} changes of the store; {counts}", flush=True)
+class Chained(StoreWork):
+    """A chain that is changed or copied."""
+
+    def __init__(self, name: str, folder: Path, before: dict[str, bytes], *servers: Any) -> None:
+        super().__init__(*servers)
+        self.name, self.folder, self.before = name, folder, before
+
+    def command(self) -> tuple[Any, ...]:
+        return change_chain, self.name, str(self.folder)
+
+    def is_done(self) -> bool:
+        if self.name != "copy":
+            before, after = [*range(1, STEPS)], [*range(1, STEPS + 1)]
+            return is_changed(source_path(CHAIN), *((after, [*KEPT]) if self.name == "compact" else (before, after)))
+        assert {key: data for key, data in self.objects().items() if key in self.before} == self.before
+        try:
+            library.open(COPY)
+        except CkptError:
+            return False
+        return is_changed(source_path(COPY), [], [*range(1, STEPS + 1)])
+
+    def sweep(self) -> None:
+        if self.name != "copy":
+            sweep_chain(source_path(CHAIN))
+
+    def pair(self, generator: random.Random) -> Counter[str]:
+        """Two processes append at once, after pauses. Who is late says so, or goes on after the other."""
+        self.renew()
+        steps = (STEPS, STEPS + 1)
+        pair = [self.process(None, generator.uniform(0, 1.2), (append_as, step, str(self.folder))) for step in steps]
+        for process in pair:
+            process.join(SECONDS)
+        codes = [process.exitcode for process in pair]
+        done = [step for step, code in zip(steps, codes, strict=True) if code == 0]
+        assert done, codes
+        assert set(codes) <= {0, REFUSED, LATE}, codes
+        assert is_changed(source_path(CHAIN), [], [*range(1, STEPS), *done])
+        assert not [key for key in self.objects() if "/.ckpt/" in key]
+        return Counter({"both" if len(done) == 2 else "one was locked out" if REFUSED in codes else "one was late": 1})
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def make_chains(folder: Path, work: StoreWork) -> dict[int, dict[str, bytes]]:
+    """Append states to a chain in the bucket. Return its objects after each."""
+    chains = {}
+    for state in states(STEPS, ELEMENTS):
+        assert state.step is not None
+        library.save(state, folder / f"state{state.step}", library.Universal())
+        append(source_path(CHAIN), library.open(folder / f"state{state.step}"), None, DeltaPolicy(), Execution())
+        chains[state.step] = work.objects()
+    return chains
+
+
+def rounds(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield kills of each work in turn, and after each five kills a pair."""
+    generator = random.Random(seed)
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["store_kills"])
+    with moto() as server, killing(server) as killer, reached(server):
+        servers = (server, killer, processes)
+        written = {name: Written(name, folder, *servers) for name in WRITTEN}
+        chains = make_chains(folder, written["universal"])
+        chained = {}
+        for name in CHAINED:
+            before = chains[STEPS if name in ("compact", "copy") else STEPS - 1]
+            chained[name] = Chained(name, folder, before, *servers)
+        works: dict[str, StoreWork] = {**written, **{f"chain, {name}": work for name, work in chained.items()}}
+        runs = {name: partial(Campaign(work).round, generator) for name, work in works.items()}
+        runs |= {f"pair, {name}": partial(work.pair, generator) for name, work in written.items()}
+        runs["pair, append"] = partial(chained["delta"].pair, generator)
+        yield from alternated(runs)

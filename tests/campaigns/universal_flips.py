@@ -1,28 +1,23 @@
-"""Thousands of flipped bits in universal checkpoints: `python tests/campaigns/universal_flips.py --flips 2000`.
+"""Flip bits in universal checkpoints.
 
 Checkpoints of all kinds (plain and coded packs, one file, a chain with deltas) are written from a sample. A bit of a
 random byte of a random file is flipped: in packs, indexes, manifests, and files ending in .ucp. Each must be named by
 `verify`: within the values of a state, by parameter, state and chunk; elsewhere by the file. And no conversion may give
-other values: it gives the right ones, or is refused. `--hostile N` changes numbers of columns instead, with all
+other values: it gives the right ones, or is refused. `hostile_columns` changes numbers of columns instead, with all
 checksums right, as an attacker would: each is refused, or is another valid checkpoint (with another name, say),
 with no error but ours, in bounded time and memory. Not part of the check.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
 import shutil
-import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -38,6 +33,7 @@ from ckpt_formats.universal.single_file import is_single, last_entries
 from damage import SAMPLES, ckpt
 from forged import Forged, forge
 from held import contents
+from run import Round, alternated
 
 EFFORT = Execution(2, 1 << 20)
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
@@ -131,26 +127,22 @@ def _flip(file: Path, byte: int, bit: int) -> None:
         opened.write(bytes([value ^ 1 << bit]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flips", type=int, default=2000)
-    parser.add_argument("--hostile", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    rng, counts = random.Random(options.seed), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        targets = checkpoints(Path(folder))
-        stored = {path: {} if path.name == "run" else places(path) for path in targets}
-        for number in range(options.flips):
-            path = targets[number % len(targets)]
-            counts[f"{path.name}: {flipped(path, rng, stored[path])}"] += 1
-        for number in range(options.hostile):
-            path = targets[number % 2]
-            expected = contents(open_checkpoint(path))
-            counts[f"hostile {path.name}: {hostile(path, rng, expected, Path(folder))}"] += 1
-    for what, count in sorted(counts.items()):
-        print(f"{count:6} {what}")
+def flips(folder: Path, seed: int) -> Iterator[Round]:
+    rng = random.Random(seed)
+    runs = {}
+    for path in checkpoints(folder):
+        stored = {} if path.name == "run" else places(path)
+        runs[path.name] = partial(_counted, flipped, path, rng, stored)
+    yield from alternated(runs)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def hostile_columns(folder: Path, seed: int) -> Iterator[Round]:
+    rng = random.Random(seed)
+    runs = {}
+    for path in checkpoints(folder)[:2]:
+        runs[path.name] = partial(_counted, hostile, path, rng, contents(open_checkpoint(path)), folder)
+    yield from alternated(runs)
+
+
+def _counted(change: Callable[..., str], *arguments: object) -> dict[str, int]:
+    return {change(*arguments): 1}

@@ -11,7 +11,6 @@ import obstore
 import pytest
 
 import ckpt as library
-from chain_store_kills import campaign
 from ckpt.chains import write
 from ckpt.pipeline import scratch
 from ckpt.pipeline import target as life
@@ -28,8 +27,8 @@ from ckpt_formats.stores import object_store
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.universal.chain import file as index
 from damage import SAMPLES, ckpt
+from held import states
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
-from universal_kills import states
 
 ELEMENTS = 4_000
 THERE = f"s3://{BUCKET}/a/run.chain"
@@ -298,10 +297,3 @@ def test_a_recorded_run_in_a_bucket_is_compacted(user: StoreServer, tmp_path: Pa
         run.compact(library.Retention(("all",), upto=4))
     for step in list(library.Chain(tmp_path / "run.chain")):
         assert ckpt("diff", f"{THERE}@{step}", f"{tmp_path / 'run.chain'}@{step}").code == 0
-
-
-@pytest.mark.slow
-def test_killed_at_any_request_the_chain_is_the_old_or_the_new(tmp_path: Path) -> None:
-    """A sample of `python tests/campaigns/chain_store_kills.py`."""
-    seen = campaign(6, 5, tmp_path, pairs=3)
-    assert sum(seen.values()) == 9

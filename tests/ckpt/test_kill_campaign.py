@@ -1,10 +1,11 @@
-"""A sample of `tests/campaigns/universal_kills.py`: the same bytes for any number of workers, and after kills."""
+"""A sample of `run.py universal_kills` in tests/campaigns: the same bytes with any workers, and after kills."""
 
 import random
 
 import pytest
 
-from universal_kills import Campaign, Work, works
+from kills import Campaign, Work
+from universal_kills import works
 
 WORKS = ("folder", "one file", "folder, encoded", "one file, encoded", "append", "compact")
 KILLS = 3
@@ -22,6 +23,7 @@ def works_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Work]:
 def test_workers_and_kills_do_not_show_in_the_bytes(name: str, works_by_name: dict[str, Work]) -> None:
     campaign, generator = Campaign(works_by_name[name]), random.Random(name)
     if name.startswith("folder"):
-        assert sum(file.startswith("out/packs/") for file in campaign.files()) > 3
-    while campaign.counts["killed"] < KILLS:
-        campaign.kill(generator)
+        assert sum(file.startswith("out/packs/") for file in campaign.expected) > 3
+    killed = 0
+    while killed < KILLS:
+        killed += campaign.round(generator)["killed"]

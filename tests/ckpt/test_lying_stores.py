@@ -14,10 +14,10 @@ from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import file as chain_list
 from damage import OUTPUT, ckpt
+from held import states
 from lies_of_writing import WRITING
 from lying_store import Answer, Handler, Lie, LyingStore, MemoryStore, Object, Request, lying
 from object_stores import BUCKET, reached
-from universal_kills import states
 
 LIES: dict[str, Lie] = {**WRITING}
 SECONDS = 5.0

@@ -312,7 +312,7 @@ def test_other_machines_need_a_token_and_tls(
     "name", [name for number, name in enumerate(LOG_HOSTILE) if 16 <= number < 35 or not number % 13]
 )
 def test_hostile_peers_get_nothing_and_change_nothing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample; `shadow_campaign.py` sends all of them, and noise."""
+    """A sample; `run.py shadow_peers` sends all of them, and noise."""
     for module, field in ((listener, "LOGIN_SECONDS"), (log_server, "IDLE_SECONDS"), (log_server, "SEND_SECONDS")):
         monkeypatch.setattr(module, field, 0.3)
     (run / SEGMENT / "link").symlink_to("/etc/passwd")

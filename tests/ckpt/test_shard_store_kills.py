@@ -1,4 +1,4 @@
-"""Shards in a store that are killed or wait at a request: a sample of `tests/campaigns/shard_store_kills.py`."""
+"""Shards in a store that are killed or wait at a request; `run.py shard_store_kills` in tests/campaigns kills many."""
 
 import random
 import time

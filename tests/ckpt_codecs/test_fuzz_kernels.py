@@ -1,6 +1,6 @@
 """No kernel reads or writes out of bounds, or does what C leaves undefined, whatever bytes it is given.
 
-A sample of `python tests/campaigns/fuzz_kernels.py`; the campaign takes many more.
+A sample of `run.py fuzz_kernels` in tests/campaigns, which takes many more.
 """
 
 from pathlib import Path

@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter, Role
+from ckpt_formats.core.chunking import DEFAULT_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS, DType, is_float
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_names import from_stored
@@ -216,3 +217,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [plain(item) for item in value]
     return type(value).__name__, value
+
+
+def states(steps: int, elements: int = DEFAULT_ELEMENTS + 9) -> Iterator[Checkpoint]:
+    """A run: a matrix of two chunks, one whose copy is not its master rounded, small ones, and odd lengths."""
+    generator = np.random.default_rng(3)
+    shapes = {"large": (elements,), "differs": (90, 70), **{f"small{i}": (60 + i, 33) for i in range(8)}}
+    held = {name: [generator.standard_normal(shape).astype(np.float32) for _ in "wm"] for name, shape in shapes.items()}
+    for step in range(1, steps + 1):
+        parameters = []
+        for name, (w, m) in held.items():
+            m = m * np.float32(0.9) + generator.standard_normal(w.shape).astype(np.float32)
+            w = w - np.float32(1e-4) * m
+            held[name] = [w, m]
+            copy = w.astype(DTYPES["bfloat16"])
+            if name == "differs":
+                copy[0, 0] = 77
+            parameters.append(parameter(name, {"master": w, "model": copy, "exp_avg": m}, step=step))
+        parameters.append(parameter("odd", {"model": np.arange(7, dtype=np.int8)}, "buffer"))
+        yield checkpoint(parameters, (Group({"lr": 1e-4}, tuple(shapes)),), origin=Origin("held", None, step))

@@ -288,6 +288,13 @@ def _work_as_user(
     work(*arguments)
 
 
+def small_parts(nbytes: int = 40_000) -> None:
+    """In this process, upload files in parts that are larger than this."""
+    from ckpt_formats.stores import bucket
+
+    bucket._SINGLE_REQUEST = nbytes
+
+
 @contextmanager
 def observed(server: StoreServer) -> Iterator[tuple[StoreServer, list[bool]]]:
     """A proxy that notes of each request whether it is signed."""
