@@ -106,9 +106,10 @@ def test_store_gives_the_same_bytes_by_requests_ahead(
             requested.append(nbytes)
         return get(store, key, offset, nbytes)
 
-    def noted(ahead: prefetch.Prefetch, *rest: Any) -> int:
-        planned.append(read_into(ahead, *rest))
-        return planned[-1]
+    def noted(ahead: prefetch.Prefetch, *rest: Any) -> int | None:
+        nbytes = read_into(ahead, *rest)
+        planned.append(nbytes or 0)
+        return nbytes
 
     monkeypatch.setattr(object_store.ObjectStore, "get", counted)
     monkeypatch.setattr(prefetch.Prefetch, "read_into", noted)
