@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from isal import isal_zlib
 
+from ckpt_formats.core.checksums import Crc32, digest_of
 from ckpt_formats.core.coverage import Piece
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ NUMBER = np.dtype("<u8")
 Ranges = np.ndarray[Any, np.dtype[np.void]]
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
-_MASK = (1 << 64) - 1
 _MANY = 64
 """Pieces of one seal above which neighbours are combined. Fewer are kept as they are: reads that overlap need them."""
 
@@ -66,11 +65,6 @@ def seal_number(seal: Seal) -> int:
     return int(xxhash.xxh3_64_intdigest(fields.encode("utf-8", "surrogatepass")))
 
 
-def digest_of(checksum: int) -> int:
-    """What evidence has of a checksum: a CRC-32 as it is, of an XXH3-128 the lower 64 bits."""
-    return checksum & _MASK
-
-
 def evidence_of(read: Iterable[tuple[Seal, Sequence[Piece]]]) -> Evidence:
     """The evidence of the pieces that were read of each of these seals, which are different ones."""
     rows, matched = list[tuple[int, int, int, int]](), list[int]()
@@ -78,7 +72,7 @@ def evidence_of(read: Iterable[tuple[Seal, Sequence[Piece]]]) -> Evidence:
     for seal, pieces in read:
         number = seal_number(seal)
         if seal.kind == "crc32" and (len(pieces) > _MANY or sum(one.stop - one.start for one in pieces) >= seal.nbytes):
-            pieces = joined_crcs(pieces)
+            pieces = Crc32(seal).joined(pieces)
         if any((one.start, one.stop, one.checksum) == (0, seal.nbytes, seal.digest) for one in pieces):
             matched.append(number)
             continue
@@ -94,21 +88,3 @@ def joined(parts: Iterable[Evidence]) -> Evidence:
         return every[0]
     seals = dict.fromkeys(seal for one in every for seal in one.seals)
     return Evidence(b"".join(one.ranges for one in every), b"".join(one.matched for one in every), tuple(seals))
-
-
-def joined_crcs(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces, neighbours of them combined. `checksum` is a CRC-32."""
-    result, ends = list[Piece](), dict[int, int]()
-    for piece in sorted(set(pieces), key=lambda one: (one.start, one.stop)):
-        before = ends.pop(piece.start, None)
-        if before is None or piece.start == piece.stop:
-            before = len(result)
-            result.append(piece)
-        else:
-            result[before] = Piece(result[before].start, piece.stop, _combined(result[before].checksum, piece))
-        ends[piece.stop] = before
-    return result
-
-
-def _combined(first: int, second: Piece) -> int:
-    return int(isal_zlib.crc32_combine(first, second.checksum, second.stop - second.start))

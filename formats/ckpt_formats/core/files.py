@@ -34,9 +34,9 @@ from ckpt_formats.core.store_path import ObjectFile, StoreError, is_remote
 from ckpt_formats.core.zero_runs import ZeroRuns
 
 if TYPE_CHECKING:
+    from ckpt_formats.core.checksums import RunningChecksum
     from ckpt_formats.core.evidence import Evidence
     from ckpt_formats.core.prefetch import PlannedReads
-    from ckpt_formats.core.running_checksums import RunningChecksum
     from ckpt_formats.core.value_changes import ValueChanges
 
 Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
@@ -332,9 +332,9 @@ class Reader:
 
     def _checksum(self, seal: Seal) -> "RunningChecksum":
         if seal not in self._checksums:
-            from ckpt_formats.core.running_checksums import running_checksum
+            from ckpt_formats.core.checksums import checksum_of
 
-            self._checksums[seal] = running_checksum(seal)
+            self._checksums[seal] = checksum_of(seal).running()
         return self._checksums[seal]
 
 

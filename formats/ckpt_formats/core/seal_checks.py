@@ -11,13 +11,12 @@ from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
-import xxhash
 
-from ckpt_formats.core.coverage import Piece, steps_over, union
-from ckpt_formats.core.evidence import NUMBER, Evidence, Numbers, digest_of, joined_crcs, seal_number
-from ckpt_formats.core.files import LazySeals, Reader, Seal, crc32, crc32_combine, crc32_without
+from ckpt_formats.core.checksums import Checksum, MismatchError, checksum_of, digest_of
+from ckpt_formats.core.coverage import Piece, union
+from ckpt_formats.core.evidence import NUMBER, Evidence, Numbers, seal_number
+from ckpt_formats.core.files import LazySeals, Reader, Seal
 
-_BLOCK = 1 << 22
 _MANY = 64
 """Pieces of one seal above which neighbours are combined."""
 _FEW_NUMBERS = 1 << 16
@@ -26,8 +25,7 @@ _FEW_NUMBERS = 1 << 16
 class SealChecks:
     """What is known of all seals of which there was evidence. It has intervals, not every piece that somebody read.
 
-    The CRC-32s of two neighbouring ranges combine into the CRC-32 of both, and chunks that have checksums are valid one
-    by one, so only the gaps are read here. For others, only evidence of the whole range is used.
+    Only what the pieces of its checksum leave open is read here (see `checksums`).
     """
 
     def __init__(self, listed: Mapping[int, Seal] = MappingProxyType({})) -> None:
@@ -44,7 +42,7 @@ class SealChecks:
     @property
     def intervals(self) -> int:
         """How many intervals it keeps, of seals that need more evidence."""
-        return sum(len(one.crcs) for one in self._partly.values())
+        return sum(len(one.parts) for one in self._partly.values())
 
     def knows(self, evidence: Evidence) -> bool:
         """Whether all seals of the evidence are known: in it, or listed."""
@@ -67,8 +65,8 @@ class SealChecks:
                 continue
             state = self._partly.get(number)
             if state is None:
-                state = self._partly[number] = _PartlyRead(seal)
-            state.add(start, stop, digest)
+                state = self._partly[number] = _PartlyRead(checksum_of(seal))
+            state.add(Piece(start, stop, digest))
             if state.fits is not None:
                 del self._partly[number]
                 if state.fits:
@@ -82,8 +80,8 @@ class SealChecks:
         yield from self._damaged.values()
         with reader or Reader(check=False) as reader:
             for state in self._partly.values():
-                if not _is_valid(state.seal, state.pieces, reader):
-                    yield state.seal
+                if not state.checksum.is_valid(state.pieces, reader):
+                    yield state.checksum.seal
 
 
 def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> Iterator[Seal]:
@@ -96,119 +94,12 @@ def verify_seals(evidence: Iterable[Evidence], reader: Reader | None = None) -> 
 
 def seal_is_valid(seal: Seal, reader: Reader) -> bool:
     """Read the whole range, and compare its checksum."""
-    return _is_valid(seal, [], reader)
+    return checksum_of(seal).is_valid((), reader)
 
 
 def damaged_chunks(seal: Seal, reader: Reader) -> list[int]:
-    """The numbers of the chunks of a range that do not match their checksums; none if the range has no chunks."""
-    if seal.leaves is None:
-        return []
-    width = _WIDTHS[seal.kind]
-    actual, expected = b"".join(_leaves(seal, reader)), seal.leaves.digests
-    numbers = range(len(expected) // width)
-    return [i for i in numbers if actual[i * width : (i + 1) * width] != expected[i * width : (i + 1) * width]]
-
-
-def _is_valid(seal: Seal, pieces: Sequence[Piece], reader: Reader) -> bool:
-    """Whether a range fits its checksum: by the pieces, none of which is the whole, and by what is read besides.
-
-    Those of a range in chunks have no checksums: they are valid.
-    """
-    if seal.chunk_nbytes and seal.leaves is not None:
-        return _chunks_are_valid(seal, seal.leaves.digests, pieces, reader)
-    return _digest(seal, pieces, reader) == seal.digest
-
-
-def _chunks_are_valid(seal: Seal, expected: bytes, valid: Iterable[Piece], reader: Reader) -> bool:
-    """Whether all chunks match their checksums, (chunks x 16) bytes: those of `valid` do, the others are read."""
-    if xxhash.xxh3_128_intdigest(expected) != seal.digest:
-        return False
-    chunk = seal.chunk_nbytes
-    is_known = np.zeros(-(-seal.nbytes // chunk), bool)
-    for one in valid:
-        is_known[one.start // chunk : -(-one.stop // chunk)] = True
-    most = max(1, _BLOCK // chunk)
-    missing = np.flatnonzero(~is_known)
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1):
-        for i in range(0, len(run), most):
-            first, last = int(run[i]), int(run[min(i + most, len(run)) - 1]) + 1
-            buffer = np.empty(min(last * chunk, seal.nbytes) - first * chunk, np.uint8).data
-            reader.read_into(seal.path, seal.offset + first * chunk, buffer)
-            actual = b"".join(xxhash.xxh3_128_digest(buffer[at : at + chunk]) for at in range(0, len(buffer), chunk))
-            if actual != expected[16 * first : 16 * last]:
-                return False
-    return True
-
-
-def _digest(seal: Seal, pieces: Sequence[Piece], reader: Reader) -> int:
-    """The actual digest of a sealed range: from the pieces, and from what must be read besides."""
-    if seal.kind == "crc32":
-        return _crc(seal, pieces, reader)
-    if seal.chunk_nbytes or seal.leaves is not None:
-        return int(xxhash.xxh3_128_intdigest(b"".join(_leaves(seal, reader))))
-    state = xxhash.xxh3_128()
-    for block in _blocks(seal, 0, seal.nbytes, reader):
-        state.update(block)
-    return int(state.intdigest())
-
-
-def _crc(seal: Seal, pieces: Sequence[Piece], reader: Reader) -> int:
-    """The CRC-32 of a sealed range: that of its first `n` bytes, for n from 0 to the end.
-
-    Several readers may have read the same bytes, so a step may also go back.
-    """
-    total = 0
-    for step in steps_over(seal.nbytes, pieces):
-        low, high = sorted((step.start, step.stop))
-        crc = step.checksum
-        if crc is None:
-            crc = 0
-            for block in _blocks(seal, low, high, reader):
-                crc = crc32(block, crc)
-        total = (crc32_combine if step.start == low else crc32_without)(total, crc, high - low)
-    return total
-
-
-def _blocks(seal: Seal, start: int, stop: int, reader: Reader) -> Iterator[memoryview]:
-    buffer = np.empty(min(_BLOCK, max(stop - start, 0)), np.uint8).data
-    for at in range(start, stop, _BLOCK):
-        view = buffer[: min(_BLOCK, stop - at)]
-        reader.read_into(seal.path, seal.offset + at, view)
-        yield view
-
-
-_WIDTHS = {"xxh3-128": 16, "xxh3-64": 8}
-"""Bytes of a checksum of a chunk."""
-
-
-def _leaves(seal: Seal, reader: Reader) -> Iterator[bytes]:
-    """The actual checksums of the chunks of a range."""
-    digest = xxhash.xxh3_128_digest if seal.kind == "xxh3-128" else xxhash.xxh3_64_digest
-    for block in _chunks_together(seal):
-        buffer = np.empty(sum(block[1]), np.uint8).data
-        reader.read_into(seal.path, seal.offset + block[0], buffer)
-        at = 0
-        for nbytes in block[1]:
-            yield digest(buffer[at : at + nbytes])
-            at += nbytes
-
-
-def _chunks_together(seal: Seal) -> Iterator[tuple[int, list[int]]]:
-    """The chunks of a range, several at once: where they begin, and their lengths."""
-    if seal.leaves is not None:
-        lengths = seal.leaves.nbytes.tolist()
-    else:
-        lengths = [seal.chunk_nbytes] * (seal.nbytes // seal.chunk_nbytes)
-        lengths += [seal.nbytes % seal.chunk_nbytes] if seal.nbytes % seal.chunk_nbytes else []
-    begin, block, total = 0, list[int](), 0
-    for nbytes in lengths:
-        if block and total + nbytes > _BLOCK:
-            yield begin, block
-            begin, block, total = begin + total, [], 0
-        block.append(nbytes)
-        total += nbytes
-    if block:
-        yield begin, block
+    """The numbers of the chunks of a range that do not match their checksums; none if it states none of chunks."""
+    return checksum_of(seal).damaged_chunks(reader)
 
 
 class ListedSeals(Mapping[int, Seal]):
@@ -239,11 +130,11 @@ class ListedSeals(Mapping[int, Seal]):
 class _PartlyRead:
     """A sealed range of which parts were read."""
 
-    seal: Seal
+    checksum: Checksum
     fits: bool | None = None
     """Whether the range fits its checksum, once that is known."""
-    crcs: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By start and stop. Of a range in chunks: parts of which all chunks are valid, with 0."""
+    parts: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Their checksums by start and stop (see `Checksum.checked`)."""
     covered: int = 0
     """Bytes of all parts; those that overlap count twice."""
     twice: int = 0
@@ -253,58 +144,39 @@ class _PartlyRead:
 
     @property
     def pieces(self) -> list[Piece]:
-        return [Piece(start, stop, crc) for (start, stop), crc in self.crcs.items()]
+        return [Piece(start, stop, checksum) for (start, stop), checksum in self.parts.items()]
 
-    def add(self, start: int, stop: int, digest: int) -> None:
-        """Add a part, with the checksum that evidence has of it."""
-        seal = self.seal
-        if (start, stop) == (0, seal.nbytes):
-            self.fits = digest == digest_of(seal.digest)
-        elif start < stop:
-            if seal.kind == "crc32":
-                self._note(start, stop, digest)
-            elif seal.chunk_nbytes and seal.leaves is not None:
-                self._add_chunks(start, stop, digest, seal.leaves.digests)
+    def add(self, read: Piece) -> None:
+        """Add what was read; `checksum` is what evidence has of it."""
+        if (read.start, read.stop) == (0, self.checksum.seal.nbytes):
+            self.fits = read.checksum == digest_of(self.checksum.seal.digest)
+        elif read.start < read.stop:
+            try:
+                part = self.checksum.checked(read)
+            except MismatchError:
+                self.fits = False
+                return
+            if part is not None:
+                self._note(part)
 
-    def _add_chunks(self, start: int, stop: int, digest: int, expected: bytes) -> None:
-        chunk = self.seal.chunk_nbytes
-        if start % chunk or (stop % chunk and stop != self.seal.nbytes):
-            return
-        own = expected[16 * (start // chunk) : 16 * -(-stop // chunk)]
-        if digest_of(xxhash.xxh3_128_intdigest(own)) == digest:
-            self._note(start, stop, 0)
-        else:
-            self.fits = False
-
-    def _note(self, start: int, stop: int, crc: int) -> None:
-        if self.crcs.setdefault((start, stop), crc) != crc:
+    def _note(self, part: Piece) -> None:
+        if self.parts.setdefault((part.start, part.stop), part.checksum) != part.checksum:
             self.fits = False  # two readers got different bytes
             return
-        self.covered += stop - start
-        may_be_whole = self.covered >= self.seal.nbytes + self.twice
-        if not may_be_whole and len(self.crcs) <= self.most:
+        nbytes = self.checksum.seal.nbytes
+        self.covered += part.stop - part.start
+        may_be_whole = self.covered >= nbytes + self.twice
+        if not may_be_whole and len(self.parts) <= self.most:
             return
-        pieces = _joined(self.seal, self.pieces)
-        whole = [one for one in pieces if (one.start, one.stop) == (0, self.seal.nbytes)]
+        pieces = self.checksum.joined(self.pieces)
+        whole = [one for one in pieces if (one.start, one.stop) == (0, nbytes)]
         if whole:
-            self.fits = _whole_fits(self.seal, whole[0].checksum)
-        if len(self.crcs) > self.most:
-            self.crcs = {(one.start, one.stop): one.checksum for one in pieces}
+            self.fits = self.checksum.is_right(whole[0].checksum)
+        if len(self.parts) > self.most:
+            self.parts = {(one.start, one.stop): one.checksum for one in pieces}
             self.covered = sum(one.stop - one.start for one in pieces)
             self.most = max(_MANY, 2 * len(pieces))
         self.twice = self.covered - sum(one.stop - one.start for one in union(pieces))
-
-
-def _joined(seal: Seal, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """The parts of a range, neighbours combined."""
-    return joined_crcs(pieces) if seal.kind == "crc32" else union(pieces)
-
-
-def _whole_fits(seal: Seal, crc: int) -> bool:
-    """Whether a range fits whose CRC-32 this is, or whose chunks are all valid."""
-    if seal.kind == "crc32":
-        return crc == seal.digest
-    return seal.leaves is not None and xxhash.xxh3_128_intdigest(seal.leaves.digests) == seal.digest
 
 
 def _distinct(evidence: Evidence) -> list[int]:
