@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_formats.containers.keys import KeyHashes
-from ckpt_formats.containers.torchfile.hashable import hashable
+from ckpt_formats.containers.torchfile.builders import hashable
 from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter
 from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError

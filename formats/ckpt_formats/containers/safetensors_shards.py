@@ -21,11 +21,11 @@ from ckpt_formats.containers.safetensors import (
     read_header,
 )
 from ckpt_formats.containers.shard_index import NO_COUNT, NO_INDEX, ShardIndex, one_set, read_index
-from ckpt_formats.containers.shard_names import INDEX_SUFFIX, part_of_vllm
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.coming_reads import request_starts
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.folders import INDEX_SUFFIX, part_of_vllm
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice, Weight

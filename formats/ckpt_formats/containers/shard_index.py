@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import parse_json_object
-from ckpt_formats.containers.shard_names import NUMBERED, number_of, part_of_vllm
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
+from ckpt_formats.core.folders import NUMBERED, number_of, part_of_vllm
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import is_natural

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt_formats.core.store_path import FolderEntry, is_remote
 
@@ -24,6 +25,9 @@ _TORCH_FILE_OF_A_RUN = re.compile(
     r"(optimizer|scheduler)(_\d+)?\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
+INDEX_SUFFIX = ".index.json"
+NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
+_OF_VLLM = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
 
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:
@@ -56,3 +60,23 @@ def is_of_trainer(name: str) -> bool:
 def is_harmless(name: str) -> bool:
     """Whether a file or a folder, by its name, contains no part of a checkpoint."""
     return _HARMLESS.fullmatch(name) is not None
+
+
+class ShardNumber(NamedTuple):
+    """The numbers in a file name: `model-00002-of-00003.safetensors` is file 2 of 3 of `model`."""
+
+    stem: str
+    number: int
+    total: int
+
+
+def number_of(name: str) -> ShardNumber | None:
+    """The numbers in a file name; None if it has none."""
+    match = NUMBERED.fullmatch(name)
+    return None if match is None else ShardNumber(match[1], int(match[2]), int(match[3]))
+
+
+def part_of_vllm(name: str) -> tuple[int, int] | None:
+    """The rank and the number of a file of vLLM's sharded state, by its name; None for other names."""
+    match = _OF_VLLM.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))

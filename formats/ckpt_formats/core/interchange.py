@@ -16,8 +16,8 @@ import numpy as np
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import open_to_read, unreadable
+from ckpt_formats.core.geometry import block_of_key
 from ckpt_formats.core.identity import Identities
-from ckpt_formats.core.indexing import block_of_key
 from ckpt_formats.core.open_file import LocalFile
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import FileBlob, Tensor, checked_read

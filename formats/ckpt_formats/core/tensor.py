@@ -22,9 +22,8 @@ from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader, Seal
-from ckpt_formats.core.geometry import Box, Shape, flat_boxes, missing, overlaps, slab
+from ckpt_formats.core.geometry import Box, Shape, block_of_key, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.identity import Identities
-from ckpt_formats.core.indexing import block_of_key
 from ckpt_formats.core.short_repr import short_repr
 
 if TYPE_CHECKING:

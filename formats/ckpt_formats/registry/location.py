@@ -8,13 +8,12 @@ from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.registry import FORMATS, format_named
 from ckpt_formats.registry.endings import ENDINGS
-from ckpt_formats.registry.foreign import check_file, check_folder
 from ckpt_formats.registry.marks import PathMarks
 from ckpt_formats.registry.parents import all_inside, find_inside, has_pointer, list_names, share_prefix, sort_by_age
-from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.registry.traces import check_around, check_run, check_traces
 
 
@@ -77,7 +76,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     """All checkpoints directly in the folder of a run, the newest last; none if the path is itself a checkpoint."""
     if _state_of_chain(path) is not None or not path.is_dir():
         return []
-    if is_unfinished(path):
+    if _is_unfinished(path):
         return []  # `locate` says what it is
     try:
         format = _of_folder(path)
@@ -172,6 +171,8 @@ def detect(path: Path) -> Format:
 
 
 def _of_file(path: Path) -> Format:
+    from ckpt_formats.registry.foreign import check_file  # no folder of a known format needs it
+
     check_file(path)
     format = _first(path)
     if format is None:
@@ -219,7 +220,7 @@ def _check_there(path: Path) -> None:
             where=printable(str(path)),
             hint="Run the same command again to continue, or remove the folder.",
         )
-    if is_unfinished(path):
+    if _is_unfinished(path):
         raise IncompleteError(
             "not complete: a job is writing here, or was interrupted",
             where=printable(str(path)),
@@ -227,8 +228,19 @@ def _check_there(path: Path) -> None:
         )
 
 
+def _is_unfinished(path: Path) -> bool:
+    """Whether a job has not published what is at a path. In a file system, nothing is visible before."""
+    if not is_remote(path):
+        return False
+    from ckpt_formats.registry.published import is_unfinished
+
+    return is_unfinished(path)
+
+
 def _unknown(path: Path) -> CkptError:
     """The error for a folder that no format recognises, which depends on its files."""
+    from ckpt_formats.registry.foreign import check_folder
+
     names = names_in(path)
     try:
         check_run(path, names)

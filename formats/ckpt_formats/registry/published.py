@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.core.claims import MAX_LIST
-from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import STAGED
 from ckpt_formats.registry.marks import is_mark
 
@@ -18,12 +17,7 @@ _SKEW = 1.0
 
 
 def is_unfinished(target: Path) -> bool:
-    """Whether a job has started to write a target in a store, and has not published it.
-
-    In a file system, a target is not visible before it is published.
-    """
-    if not is_remote(target):
-        return False
+    """Whether a job has started to write a target in a store, and has not published it."""
     staged = target / STAGED
     if not (staged / "job").is_file() or (staged / "published").is_file():
         return False

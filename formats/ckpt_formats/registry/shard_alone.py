@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckpt_formats.containers.shard_names import INDEX_SUFFIX, number_of, part_of_vllm
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.folders import INDEX_SUFFIX, names_in, number_of, part_of_vllm
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value, is_natural

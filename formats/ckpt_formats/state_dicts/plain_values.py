@@ -8,7 +8,7 @@ Types and flags of OmegaConf are not values, and are left out: `OmegaConf.create
 """
 
 from ckpt_formats.containers.keys import KeyHashes
-from ckpt_formats.containers.torchfile.hashable import hashable
+from ckpt_formats.containers.torchfile.builders import hashable
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_formats.state_dicts.walk import check_contents

@@ -1,18 +1,24 @@
 """The e_tags that most stores give to objects: the MD5 of the bytes, or that of the MD5s of the parts.
 
 An equal e_tag shows that a store has the bytes. Another one shows nothing: a store may name objects otherwise, for
-example where it encrypts them.
+example where it encrypts them. So an e_tag that does not fit what is read, twice, is an error only if that of another
+object fits.
 """
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
+from threading import Lock
+
+from ckpt_formats.core.errors import CorruptError
 
 TAG = "e_tag"
 """In the entry of a receipt, the e_tag that most stores will give to the object."""
 _SAMPLE = 64 << 10
 """Bytes of each range that is read back of an object whose e_tag says nothing."""
 _SAMPLES = 4
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 class RunningTag:
@@ -54,3 +60,36 @@ def sampled(nbytes: int) -> Iterator[tuple[int, int]]:
         return
     begins = {0, nbytes - _SAMPLE, *(random.randrange(nbytes - _SAMPLE) for _ in range(_SAMPLES - 2))}
     yield from ((begin, begin + _SAMPLE) for begin in sorted(begins))
+
+
+class TagChecks:
+    """Compares objects of one store, each read whole by one request, with their e_tags. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._has_fitted = False
+        self._unlike: str | None = None
+        """The first object whose e_tag does not fit."""
+
+    def fits(self, key: str, e_tag: str, data: memoryview) -> bool:
+        """Whether the bytes of an object fit its e_tag, or cannot be compared with it."""
+        tag = _MD5.fullmatch(e_tag)
+        if tag is None or (self._unlike is not None and not self._has_fitted):
+            return True
+        fits = tag_of(data) == tag[1]
+        with self._lock:
+            self._has_fitted = self._has_fitted or fits
+        return fits
+
+    def check(self, key: str, e_tag: str, data: memoryview, where: str) -> None:
+        """Compare an object that was read again. Raises `CorruptError` if the store keeps MD5s, and this is another."""
+        if self.fits(key, e_tag, data):
+            return
+        with self._lock:
+            self._unlike = self._unlike or where
+            if self._has_fitted:
+                raise CorruptError(
+                    "the bytes of the object do not have the MD5 that its e_tag states",
+                    where=where,
+                    hint="Write the object again from its source.",
+                )

@@ -24,11 +24,11 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.store_path import StoreError, StorePath
 from ckpt_formats.stores.clients import client_of
+from ckpt_formats.stores.e_tags import TagChecks
 from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.refusals import Refusal
 from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
-from ckpt_formats.stores.tags import TagChecks
 
 _MAX_OBJECTS = 500_000
 """Objects below a path. More would exhaust memory, and no checkpoint has as many."""

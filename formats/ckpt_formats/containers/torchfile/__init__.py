@@ -2,7 +2,7 @@
 
 file_window     bytes of a file
 allow_list      which names a pickle may contain, and why others are refused
-pickle_reader   pickle opcodes -> values; uses hashable, builders, numpy_arrays, record_forms
+pickle_reader   pickle opcodes -> values; uses builders, numpy_arrays, record_forms
 expanded_size   refuses values that become too large when their shared parts are written out
 storages        tensors as views of storages
 zip_archive     the zip container; legacy_stream: the format before it; same_shape: archives that differ in values only

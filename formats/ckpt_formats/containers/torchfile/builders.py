@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
-from ckpt_formats.containers.keys import KeyHashes
+from ckpt_formats.containers.keys import KeyHashes, check_key
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import (
     BUILTINS,
@@ -18,7 +18,7 @@ from ckpt_formats.containers.torchfile.allow_list import (
     class_like,
     nested_refusal,
 )
-from ckpt_formats.containers.torchfile.hashable import hashable
+from ckpt_formats.containers.torchfile.record_forms import CompactRecord
 from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_ref
 from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
@@ -46,6 +46,25 @@ _PLAIN_TENSORS = (
     Global("torch", "Tensor"),
     Global("torch.nn.parameter", "Parameter"),
 )
+_BY_IDENTITY = frozenset({Record, TensorRef, Storage})
+_MAX_KEY_BITS = 64
+_FLAT_KEYS = frozenset({str, CompactRecord})
+
+
+def hashable(key: Value, where: str, hashes: KeyHashes | None = None) -> Value:
+    """The same key of a dict, or element of a set (see `containers.keys`).
+
+    Raises `UnsafeError` if it cannot be hashed, or not quickly.
+
+    `hashes`: those of the other keys of the same dict or set.
+    """
+    if type(key) not in _FLAT_KEYS:
+        if type(key) is int and key.bit_length() > _MAX_KEY_BITS:
+            raise UnsafeError(f"an integer of {key.bit_length():,} bits is a key or an element of a set", where=where)
+        check_key(key, where, _BY_IDENTITY)
+        if hashes is not None and type(key) not in _BY_IDENTITY:
+            hashes.add(key, where)
+    return key
 
 
 def build_tensor(cls: Global, args: Args, where: str) -> Value:

@@ -24,9 +24,8 @@ import numpy as np
 from ckpt_formats.containers.keys import KeyHashes
 from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import NOTHING_RAN, refusal
-from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder
+from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder, hashable
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
-from ckpt_formats.containers.torchfile.hashable import hashable
 from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
 from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
 from ckpt_formats.core.claims import MAX_PICKLE

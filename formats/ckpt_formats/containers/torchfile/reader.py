@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_formats.containers.file_starts import HEAD_NBYTES, SAFETENSORS
-from ckpt_formats.containers.torchfile import legacy_stream as legacy
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.containers.torchfile.pickle_reader import PAD, PROTO, Interpreter
 from ckpt_formats.containers.torchfile.record_forms import RecordForm
-from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate, parse_template
 from ckpt_formats.containers.torchfile.storages import (
     Storage,
     StorageOffsets,
@@ -27,6 +25,9 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value
+
+if TYPE_CHECKING:
+    from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
 
 Kind = Literal["zip", "legacy", "pickle"]
 
@@ -56,15 +57,17 @@ class TorchFile:
         """
         return self._archive.seals() if self._archive else ()
 
-    def as_template(self, window: ByteSource) -> ParsedTemplate | None:
+    def as_template(self, window: ByteSource) -> "ParsedTemplate | None":
         """A template to compare other archives with, if this one stores a single plain tensor; else None."""
         if self._archive is None or type(self.root) is not TensorRef:
             return None
         (fragment,) = tensor_of(self.root).fragments
         blob = fragment.blob
-        return (
-            parse_template(self._archive, self.root.storage.key, blob, window) if isinstance(blob, FileBlob) else None
-        )
+        if not isinstance(blob, FileBlob):
+            return None
+        from ckpt_formats.containers.torchfile.same_shape import parse_template  # only files of many archives need it
+
+        return parse_template(self._archive, self.root.storage.key, blob, window)
 
 
 def open_file(path: Path | str, base: int = 0, length: int | None = None) -> TorchFile:
@@ -164,6 +167,8 @@ def _check_members(archive: Archive, table: "_StorageTable") -> None:
 
 
 def _open_stream(window: Window) -> TorchFile:
+    from ckpt_formats.containers.torchfile import legacy_stream as legacy  # most files are archives
+
     stream = legacy.LegacyStream(window.path)
     table = _StorageTable(str(window.path), stream, None)
     interpreter = Interpreter(str(window.path), table.resolve)

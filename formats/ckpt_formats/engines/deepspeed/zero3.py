@@ -6,8 +6,7 @@ from math import prod
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, Group
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.even_slices import even_tensor
-from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
+from ckpt_formats.core.flat_partitions import FlatPiece, even_tensor, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import FileBlob, Tensor

@@ -8,11 +8,11 @@ from ckpt_formats.containers.contents import other_ending
 from ckpt_formats.containers.safetensors import is_safetensors
 from ckpt_formats.containers.safetensors_shards import read_weights, shard_paths
 from ckpt_formats.containers.shard_index import NO_INDEX, ShardIndex, one_set, read_index
-from ckpt_formats.containers.shard_names import INDEX_SUFFIX
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Seal
+from ckpt_formats.core.folders import INDEX_SUFFIX
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
