@@ -13,7 +13,6 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import folded, printable
 from ckpt_formats.registry import FORMATS, ONLY_READ, format_named
 from ckpt_formats.registry.endings import ENDINGS
-from ckpt_formats.registry.marks import MARKS
 from ckpt_formats.registry.plugins import ignored, plugins
 
 
@@ -45,8 +44,7 @@ def show_formats(as_json: bool) -> None:
 
 
 def _facts(name: str, format: Format, written: bool, package: str | None = None) -> dict[str, Any]:
-    marks = MARKS.get(name)
-    known = {"paths": [], "names": [], "files": []} if marks is None else _marks(marks)
+    known = _marks(FORMATS[name].marks) if package is None else {"paths": [], "names": [], "files": []}
     return {
         "name": name,
         "read": True,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_formats.containers.safetensors import read_header
+from ckpt_formats.registry import FORMATS
 from ckpt_formats.registry.endings import ENDINGS, SINGLE_UNIVERSAL
 from ckpt_formats.registry.location import detect
-from ckpt_formats.registry.marks import MARKS
 from ckpt_formats.universal.single_file import is_single
 from damage import SAMPLES, ckpt
 
@@ -85,7 +85,7 @@ def test_states_are_tensors_of_a_file_of_weights(here: Path) -> None:
 
 def test_endings_are_those_by_which_files_are_found() -> None:
     for ending, name in ENDINGS.items():
-        assert f"*{ending}" in MARKS[name].files
+        assert f"*{ending}" in FORMATS[name].marks.files
     assert is_single(Path(f"a{SINGLE_UNIVERSAL}"))
 
 

@@ -18,8 +18,9 @@ from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.registry import FORMATS
 from ckpt_formats.registry.location import locate
-from ckpt_formats.registry.marks import MARKS, is_mark
+from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
 from ckpt_formats.universal.chain import file as chain_list
@@ -223,7 +224,7 @@ def _last(files: list[ChosenFile], format: str) -> tuple[ChosenFile, ...]:
     marks = [one for one in files if is_mark(one.name)]
     if marks:
         return tuple(marks)
-    patterns = MARKS[format].entries if format in MARKS else ()  # a package's format has none
+    patterns = FORMATS[format].marks.entries if format in FORMATS else ()  # a package's format has none
     known = [one for one in files if any(fnmatchcase(one.name.lower(), pattern) for pattern in patterns)] or files
     return (min(known, key=lambda one: (one.nbytes, one.name)),) if known else ()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry import FORMATS
 
 ENDINGS = {
     ".safetensors": "safetensors",
@@ -18,8 +19,6 @@ ENDINGS = {
 """Formats by the ending of a single file."""
 SINGLE_UNIVERSAL = ".ucp"
 """By its ending, a single file of the universal format is known."""
-_BY_CONTENT = ("safetensors", "torch", "flax", "numpy", "stable-baselines3", "tar")
-"""Formats of single files that are known by their content, whatever their ending."""
 _SIMILAR = 0.8
 """How much of two endings is the same if one is probably a typing error of the other."""
 _OF_OTHERS = {
@@ -93,11 +92,16 @@ def _similar(ending: str) -> str | None:
 def notices_of_content(source: Path, format_name: str) -> tuple[Notice, ...]:
     """A notice if a single file is by its content of another format than its ending says."""
     expected = ENDINGS.get(source.suffix.lower())
-    if expected == format_name or format_name not in _BY_CONTENT or expected not in _BY_CONTENT:
+    if expected == format_name or not (_has_start(format_name) and _has_start(expected)):
         return ()
     from ckpt_formats.containers.contents import other_ending  # only few files need it
 
     return (other_ending(source, format_name),)
+
+
+def _has_start(format_name: str | None) -> bool:
+    """Whether files of a format are known by their first bytes, whatever their ending."""
+    return format_name in FORMATS and FORMATS[format_name].marks.starts is not None
 
 
 def notices_of_ending(target: Path, format_name: str) -> tuple[Notice, ...]:

@@ -193,7 +193,8 @@ def _of_folder(path: Path) -> Format | None:
 
 def _first(path: Path) -> Format | None:
     """The first format, in the order of the registry, that detects a path."""
-    candidates = map(format_named, filter(PathMarks(path).has_marks_of, FORMATS))
+    at = PathMarks(path)
+    candidates = (format_named(name) for name, listed in FORMATS.items() if at.has_any(listed.marks))
     return next((format for format in candidates if format.detect(path)), None)
 
 

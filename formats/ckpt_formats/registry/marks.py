@@ -1,16 +1,15 @@
 """What is at a path if a format detects it: names and first bytes, as data.
 
-A format is imported only if one of its marks is there, because to import all of them takes longer than to read a small
-checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
+`registry.FORMATS` has the marks of each. A format is imported only if one of its marks is there, because to import all
+of them takes longer than to read a small checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
 """
 
 import re
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.containers.file_starts import SAFETENSORS, TAR
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import entries_of
 
@@ -29,58 +28,29 @@ class Marks(NamedTuple):
 
 
 _START_NBYTES = 320
-_POINTER_OF_MEGATRON = "latest_checkpointed_iteration.txt"
-_DICT_OF_MSGPACK = re.compile(rb"[\x81-\x8f\xde\xdf]")
-_SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
-_TORCH = ("*.pt", "*.pth", "*.bin", "*.ckpt")
-
-MARKS: dict[str, Marks] = {
-    "universal": Marks(("manifest.json",), (), ("*.ucp",)),
-    "chain": Marks(("chain.json",)),
-    "deepspeed-universal": Marks(("zero/optimizer_state.pt", "latest_universal")),
-    "megatron": Marks(("common.pt", _POINTER_OF_MEGATRON)),
-    "megatron-legacy": Marks((_POINTER_OF_MEGATRON,), ("mp_rank_*/model_optim_rng.pt",)),
-    "deepspeed": Marks(("latest",), ("*_model_states.pt", "*_optim_states.pt")),
-    "torchtune": Marks(("recipe_state/recipe_state.pt",)),
-    "fairseq2": Marks(("model/pp_00", "pp_00")),
-    "hf": Marks(
-        ("model_index.json", "modules.json", "sharded"),
-        ("*.bin", "*.bin.index.json", *_SAFETENSORS, "pytorch_model_fsdp_*"),
-    ),
-    "fsdp-ranks": Marks((), ("*rank*",), ("*rank*",)),
-    # Its folders may be inside folders of any names, those of the steps of a run.
-    "dcp": Marks((".metadata", "pytorch_model_fsdp_0", "optimizer_0", "checkpoint"), ("*",), ("*.metadata", "__*")),
-    "safetensors": Marks((), _SAFETENSORS, _SAFETENSORS, SAFETENSORS),
-    "flax": Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
-    "numpy": Marks((), (), ("*.npz",), re.compile(rb"PK\x03\x04.{26}[^\0]{1,255}?\.npy", re.DOTALL)),
-    "stable-baselines3": Marks((), (), ("*.zip",), re.compile(rb"PK\x03\x04.{26}(data[^./]|\w+\.pth)", re.DOTALL)),
-    "tar": Marks((), (), ("*.tar", "*.nemo"), TAR),
-    "torch": Marks((), (), _TORCH, re.compile(rb"[P\x80]")),
-    "torch-folder": Marks((), (*_TORCH, "*.pkl", "*.tar")),
-}
-"""The marks of each format. The `detect` of a format without marks is called for every path."""
-
-
-_MARKING_NAMES = frozenset(path.rpartition("/")[2] for marks in MARKS.values() for path in marks.paths)
 
 
 def is_mark(file: str) -> bool:
     """Whether a file, by its path in a checkpoint, is one by which a format knows the whole."""
     name = file.rpartition("/")[2]
-    return name.endswith(".index.json") or name in _MARKING_NAMES
+    return name.endswith(".index.json") or name in _marking_names()
+
+
+@cache
+def _marking_names() -> frozenset[str]:
+    from ckpt_formats.registry import FORMATS  # which lists the marks of each
+
+    return frozenset(path.rpartition("/")[2] for format in FORMATS.values() for path in format.marks.paths)
 
 
 class PathMarks:
-    """A path, and what is at it: each thing is looked at once, and only if a mark needs it."""
+    """What is at a path: each thing is looked at once, and only if a mark needs it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def has_marks_of(self, name: str) -> bool:
-        """Whether the format of this name may detect the path. Never raises."""
-        if name not in MARKS:
-            return True
-        marks = MARKS[name]
+    def has_any(self, marks: Marks) -> bool:
+        """Whether one of the marks of a format is there, so that it may detect the path. Never raises."""
         return (
             any(_may_exist(self._path / path) for path in marks.paths)
             or any(map(self._has_entry, marks.entries))
