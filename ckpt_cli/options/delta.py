@@ -46,13 +46,17 @@ class LossOptions:
         """The policy. Nothing is lost unless an option allows it. Raises `UnsupportedError`."""
         from ckpt.chains.trials import Evaluation
         from ckpt.chains.write import DeltaPolicy
-        from ckpt_codecs.lossy import PRESETS
 
         policy = DeltaPolicy(self.codec, self.exact, check=not self.no_check)
+        is_bounded = (self.max_abs_err, self.rel_error, self.max_loss_increase) != (None, None, None)
+        is_chosen = self.codec != "auto" or self.preset is not None
+        if not (is_bounded or is_chosen or self.exact):
+            return policy  # imports no codec before a delta is written
+        from ckpt_codecs.lossy import PRESETS
+
         codec = policy.delta_codec if self.preset is None else PRESETS[self.preset]
-        if (self.max_abs_err, self.rel_error, self.max_loss_increase) != (None, None, None):
-            chosen = self.codec != "auto" or self.preset is not None
-            codec = self._bounded(codec if chosen else PRESETS[_DEFAULT])
+        if is_bounded:
+            codec = self._bounded(codec if is_chosen else PRESETS[_DEFAULT])
         if codec.lossless and self.exact:
             raise click.UsageError("--exact is for lossy codecs: this codec is lossless.")
         evaluation = None

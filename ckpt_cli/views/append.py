@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from ckpt.chains import append as chain_append
-from ckpt.chains.estimate import stored_nbytes
 from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult, DeltaPolicy, parent_folder
 from ckpt.chains.write import write_delta as write_delta_file
@@ -136,6 +135,8 @@ def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
 def _estimate(
     policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, resources: Execution
 ) -> dict[str, Any]:
+    from ckpt.chains.estimate import stored_nbytes  # an append estimates nothing
+
     raw = sum(parameter.nbytes for parameter in source.parameters.values())
     with doing("encoding some chunks of each kind of state"):
         stored = stored_nbytes(source, earlier, coded, policy, resources)

@@ -9,8 +9,6 @@ from ckpt.chains.state_before import appended_from, states_before
 from ckpt.chains.tip import open_state, write_tip
 from ckpt.chains.write import AppendResult, DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress
-from ckpt.partial.changes import apply_changes
-from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Execution, check_complete, check_not_suspicious
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
@@ -51,6 +49,9 @@ def append(
         else:
             last = chain.members[-1]
             if policy.partial is not None:
+                from ckpt.partial.changes import apply_changes  # few deltas are partial
+                from ckpt.partial.recovery import is_mixed
+
                 source = apply_changes(open_state(run, chain, last), source, policy.partial)
                 notes += source.notices[-1:] if is_mixed(source) else ()
             written, earlier = _write_delta(source, run / name, step, run, chain, policy, resources, progress, parent)

@@ -6,8 +6,8 @@ It is written with a member, before the list names both; the tip before it is re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckpt.findings.report import Finding
 from ckpt.job import Job
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -19,6 +19,9 @@ from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member, Tip
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.stored import StoredParameters, StoredSeals, state_errors
+
+if TYPE_CHECKING:
+    from ckpt.findings.report import Finding
 
 
 def write_tip(run: Path, member: Member, source: Checkpoint, earlier: Checkpoint, resources: Execution) -> Tip:
@@ -49,8 +52,10 @@ def open_state(run: Path, chain: ChainIndex, member: Member) -> Checkpoint:
     return open_tip(run, chain, member) or open_member(run, chain, member)
 
 
-def opened(run: Path, chain: ChainIndex) -> tuple[list[Checkpoint], list[Finding]]:
+def opened(run: Path, chain: ChainIndex) -> "tuple[list[Checkpoint], list[Finding]]":
     """What `verify` checks of the tip, like members: its state, or a finding if that cannot be opened."""
+    from ckpt.findings.report import Finding  # no append needs it
+
     if chain.tip is None:
         return [], []
     folder = run / chain.tip.folder

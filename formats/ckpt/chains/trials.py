@@ -7,19 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite, isnan
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ckpt.job import Job
 from ckpt.pipeline import Execution
 from ckpt.pipeline.folder_target import locked_folder
 from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.lossy import Subspace, coarsest
 from ckpt_formats.core.arguments import Admits, Checked, Increase
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal import Universal, manifest
+
+if TYPE_CHECKING:
+    from ckpt_codecs.lossy import Subspace
 
 PLACEHOLDER = "{}"
 """In the command, the path of a state replaces it."""
@@ -65,18 +67,20 @@ class AcceptedStep:
 
 
 def search_step(
-    codec: Subspace,
+    codec: "Subspace",
     evaluation: Evaluation,
     target: Path,
     source: Checkpoint,
     write: Callable[[DeltaCodec, Path], object],
     resources: Execution,
-) -> tuple[Subspace, AcceptedStep]:
+) -> "tuple[Subspace, AcceptedStep]":
     """The codec at the coarsest step size that is accepted. `write` writes the source, with a codec, as a folder.
 
     States are put next to the target, one after the other, each in a folder that is removed. Raises `UnsupportedError`
     if no step size is accepted, or if the command fails.
     """
+    from ckpt_codecs.lossy import coarsest  # only an evaluation needs it
+
     losses = dict[float, float]()
     with _trial_folder(target, resources.locks) as folder:
         exact = _evaluate(source, Universal(), evaluation, folder, resources)

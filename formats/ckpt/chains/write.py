@@ -14,7 +14,6 @@ from ckpt.job import AnyProgress, Job
 from ckpt.pipeline import Execution, Result
 from ckpt_codecs import CodecError
 from ckpt_codecs.delta import DeltaCodec
-from ckpt_codecs.lossy import Subspace
 from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
 from ckpt_formats.core.arguments import Checked, Positive, Share
 from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
@@ -67,7 +66,8 @@ class DeltaPolicy(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.delta_codec  # noqa: B018  # raises if the codec does not exist
+        if self.codec != AUTO:
+            self.delta_codec  # noqa: B018  # raises if the codec does not exist
 
     @property
     def delta_codec(self) -> DeltaCodec:
@@ -107,6 +107,8 @@ class DeltaPolicy(Checked):
 
     def warnings(self, source: Checkpoint) -> tuple[Notice, ...]:
         """What the user of the codec should know about this run."""
+        if self.codec == AUTO:
+            return ()  # nothing is lost, and no codec is imported
         return tuple(Notice(text, weight=Weight.LOST) for text in warnings_for(self.delta_codec, source))
 
 
@@ -218,6 +220,8 @@ def _write_coded(
     with Reader(max_files=resources.files) as reader:
         transfer = Transfer(reader, resources.slab)
         fitted = fitted_to_checkpoint(codec, policy.lossy_parameters(source), source, earlier, transfer)
+    from ckpt_codecs.lossy import Subspace  # only what is lossy needs it
+
     if policy.evaluation is None or not isinstance(fitted, Subspace):
         return write(fitted, target)
     if is_remote(target):
