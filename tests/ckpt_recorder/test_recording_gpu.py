@@ -96,9 +96,9 @@ def test_the_hook_costs_little(tmp_path: Path) -> None:
     print(json.dumps({"alone": alone, "recorded": recorded, "ratio": recorded / alone}))
 
 
-@pytest.mark.parametrize("spread", [0, 1, 4])
+@pytest.mark.parametrize("spread", [1, 4])
 def test_bases_of_a_gpu_run_have_the_bits_of_their_step(spread: int, tmp_path: Path) -> None:
-    """Where no CPU replays the steps of the GPU, bases in the background are refused; those that stop training are not.
+    """Where no CPU replays the steps of the GPU, bases in the background are refused.
 
     With a spread of 1, late pieces are staged on the device.
     """
@@ -106,8 +106,8 @@ def test_bases_of_a_gpu_run_have_the_bits_of_their_step(spread: int, tmp_path: P
     net = net_of(1001)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     truths = {}
-    bases = Bases(every=5, spread=spread) if spread == 0 else Bases(every=5, spread=spread, memory=1)
-    if spread > 0 and probe(optimizer, torch.device("cuda")).exactness == "approximate":
+    bases = Bases(every=5, spread=spread, memory=1)
+    if probe(optimizer, torch.device("cuda")).exactness == "approximate":
         with pytest.raises(UnsupportedError, match="cannot be replayed"):
             Recorder(net, optimizer, tmp_path / "run.chain", bases=bases, random_states=False)
         return

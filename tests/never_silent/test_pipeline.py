@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt import compare as differences
+from ckpt.compare import checkpoints as differences
 from ckpt.pipeline import job_id
 from ckpt.pipeline import target as life
 from ckpt.rename import UseNames, use_names
