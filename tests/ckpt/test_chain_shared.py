@@ -25,6 +25,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest, unchanged
@@ -337,8 +338,10 @@ class Stop(BaseException):
 
 
 KILLED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "before the list": lambda patch: patch.setattr(folder, "replace", _stop),
-    "after the list": lambda patch: patch.setattr(folder, "remove", lambda paths: _stop() if paths else None),
+    "before the list": lambda patch: patch.setattr(FolderPlace, "replace", _stop),
+    "after the list": lambda patch: patch.setattr(
+        FolderPlace, "remove", lambda place, names, first: _stop() if names else None
+    ),
 }
 
 
