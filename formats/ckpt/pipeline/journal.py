@@ -24,6 +24,7 @@ class Journal:
     def __init__(self, place: Place) -> None:
         self._place, self._name = place, _new_name()
         self._waiting: list[Receipt] = []
+        self._may_be_cut = False
         self._written = time.monotonic()
 
     def read(self, names: Iterable[str] | None = None) -> Iterator[Receipt]:
@@ -50,7 +51,10 @@ class Journal:
         if self._waiting:
             lines = "".join(map(receipts.to_line, self._waiting))
             if self._place.can_append:
-                self._place.append(self._name, f"\n{lines}".encode())  # a full disk may have cut the last line short
+                start = "\n" if self._may_be_cut else ""
+                self._may_be_cut = True  # a full disk may cut a line short
+                self._place.append(self._name, f"{start}{lines}".encode())
+                self._may_be_cut = False
             else:
                 self._place.create(_new_name(), lines.encode())
             self._waiting.clear()

@@ -247,7 +247,7 @@ class StagedTarget(ABC):
         token = uuid4().hex[:16]
         self.notes.create(f"{_RUN}{token}", b"")
         try:
-            yield SharedTarget(self.data, self.notes, token, self.resources.scratch)
+            yield SharedTarget(self.data.absolute(), self.notes.absolute(), token, self.resources.scratch)
         finally:
             self.end_runs()
 

@@ -48,6 +48,9 @@ class FolderPlace(Place):
     def within(self, name: str) -> "FolderPlace":
         return FolderPlace(self.folder / name, self.is_own)
 
+    def absolute(self) -> "FolderPlace":
+        return replace(self, folder=self.folder.absolute())
+
     def where(self, key: str = "") -> str:
         return str(self.folder / key) if key else str(self.folder)
 
@@ -89,7 +92,7 @@ class FolderPlace(Place):
 
     def append(self, key: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(self.folder / key, flags, 0o644), "ab") as file:
+        with open(os.open(self.folder / key, flags, 0o644), "ab") as file:
             file.write(data)
 
     def create_from(
@@ -191,7 +194,7 @@ class FolderPlace(Place):
     def _draft(self, key: str, data: bytes) -> Path:
         """A new file with this content, under a name that no other process uses."""
         draft = self._draft_path(key)
-        with os.fdopen(create_own(draft), "wb") as file:
+        with open(create_own(draft), "wb") as file:
             file.write(data)
         return draft
 

@@ -73,6 +73,10 @@ class Place(ABC):
     def within(self, name: str) -> "Place":
         """The place below a name."""
 
+    def absolute(self) -> "Place":
+        """The place for processes that run in other folders."""
+        return self
+
     @abstractmethod
     def where(self, key: str = "") -> str:
         """The path or URL of an object, for messages."""
