@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt import sizes
+from ckpt.sizes import state_sizes as sizes
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.state_table import table_of
 from ckpt_formats.registry.encoded import uses_codecs
