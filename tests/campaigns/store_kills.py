@@ -259,6 +259,8 @@ class Chained(StoreWork):
     def sweep(self) -> None:
         if self.name != "copy":
             sweep_chain(source_path(CHAIN))
+        else:  # a whole copy is refused, and the notes of one that was killed at its very end are removed
+            assert self.code() in (0, REFUSED)
 
     def pair(self, generator: random.Random) -> Counter[str]:
         """Two processes append at once, after pauses. Who is late says so, or goes on after the other."""
