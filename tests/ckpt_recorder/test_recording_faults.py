@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.errors import CkptError, LockedError, OutputError, UnsupportedError
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
@@ -353,7 +354,7 @@ def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
         (RankRecording, "record_start"),
         (RankRecording, "record_fingerprint"),
         (RankRecording, "wait_until_flushed"),
-        (folder, "replace"),
+        (FolderPlace, "replace"),
         (segments, "_write_layout"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

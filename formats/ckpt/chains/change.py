@@ -158,6 +158,7 @@ def _in_folder(run: Path, place: Place, resources: Execution, create: bool) -> I
         folder.check_empty(run)
     try:
         with hold(place, folder.LOCK, run, resources.locks, _CHANGING) as right:
+            place.remove_drafts(file.NAME)
             chain, version = _read(run, place)
             try:
                 yield ChainChange(run, place, right, chain, version, resources, run)

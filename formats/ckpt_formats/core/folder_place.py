@@ -165,6 +165,12 @@ class FolderPlace(Place):
             else:
                 path.unlink(missing_ok=True)
 
+    def remove_drafts(self, key: str) -> None:
+        path = self.folder / key
+        for draft in path.parent.glob(f".{path.name}-*"):
+            if is_draft(draft.name):
+                draft.unlink(missing_ok=True)
+
     def truncate(self, key: str, nbytes: int) -> None:
         os.truncate(self.folder / key, nbytes)
 

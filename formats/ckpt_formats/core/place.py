@@ -140,6 +140,10 @@ class Place(ABC):
         """Delete objects, and all below these names, those called `first` before the others. Follows no link."""
 
     @abstractmethod
+    def remove_drafts(self, key: str) -> None:
+        """Remove what killed processes have left of an object that they were writing. Nobody else may write it now."""
+
+    @abstractmethod
     def truncate(self, key: str, nbytes: int) -> None:
         """Remove the end of an object that is no longer needed, if the place can do so."""
 

@@ -77,6 +77,9 @@ class BucketPlace(Place):
         self.bucket.delete(firsts)
         self.bucket.delete(set(keys) - firsts)
 
+    def remove_drafts(self, key: str) -> None:
+        """Nothing: an object appears by one request."""
+
     def truncate(self, key: str, nbytes: int) -> None:
         """Nothing: an object can only be written again."""
 
