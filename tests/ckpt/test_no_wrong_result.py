@@ -156,7 +156,7 @@ def _interrupted(source: Path, target: Path, kept: Path) -> None:
     """Leave in `kept` what a run that was killed before its last step would: every part, and the whole journal."""
     from ckpt.pipeline.folder_target import FolderTarget
 
-    def killed(self: FolderTarget, format: object, receipts: object, commit: Callable[[Path], None]) -> None:
+    def killed(self: FolderTarget, receipts: object, commit: Callable[[Path], None]) -> None:
         self.flush()
         shutil.copytree(self.folder, kept)
         raise KeyboardInterrupt

@@ -38,14 +38,12 @@ from ckpt_formats.core.place import ObjectEntry, Place
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry.marks import is_mark
-from ckpt_formats.registry.published import is_proven_whole
+from ckpt_formats.registry.published import SKEW, is_proven_whole, stated_files
 from ckpt_formats.stores.location import listed_again, place_at
 
 _COMMITTED = "committed"
 _REQUESTS = 16
 """Small objects that are put at once; parts of a large file that is the whole target."""
-_SKEW = 1.0
-"""Seconds by which times of objects may differ that were put at the same time: the servers of a store have clocks."""
 
 Entries = Mapping[str, ObjectEntry]
 
@@ -125,7 +123,7 @@ class BucketTarget(StagedTarget):
             files, notes = self._look()
             if there is not None:
                 noted = notes.get(JOB)
-                if noted is None or not any(one.modified < noted.modified - _SKEW for one in files.values()):
+                if noted is None or not any(one.modified < noted.modified - SKEW for one in files.values()):
                     self._make_folders()
                     return
                 # It was put too late, by a shard that had seen nothing here: the target was published meanwhile.
@@ -168,7 +166,7 @@ class BucketTarget(StagedTarget):
     def is_published(self) -> bool:
         return self.is_shared and _is_marked(self.path, self.job.id)
 
-    def publish(self, format: WritableFormat, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
+    def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
         """Create the last objects: the file `product`, or what `commit` wrote, marks of the format at the very end.
 
         Raises `OutputError` if the store does not have them then as it has acknowledged them.
@@ -310,12 +308,12 @@ class BucketTarget(StagedTarget):
         return (set(self.job.files) | self._committed(notes)) & files.keys()
 
     def _committed(self, notes: Entries) -> set[str]:
-        return set(_names(_fields(self.notes, _COMMITTED))) if _COMMITTED in notes else set()
+        return set(stated_files(_fields(self.notes, _COMMITTED))) if _COMMITTED in notes else set()
 
     def _remove(self, files: Entries, notes: Entries) -> dict[str, ObjectEntry]:
         """Remove what the job in the store has put, and what is known of it. Returns the files that were removed."""
         job = _fields(self.notes, JOB) if JOB in notes else {}
-        own = {name: one for name, one in files.items() if name in {*_names(job), *self._committed(notes)}}
+        own = {name: one for name, one in files.items() if name in {*stated_files(job), *self._committed(notes)}}
         lists = {JOB, _COMMITTED}
         self._delete_data(own.keys())
         self.notes.delete(notes.keys() - lists - {LEASE})
@@ -445,10 +443,10 @@ def _is_marked(target: StorePath, job_id: str) -> bool:
     if mark is None:
         return False
     files, notes = _split(_places(target, False)[0].list())
-    if not any(one.modified <= mark.modified + _SKEW for one in files.values()):
+    if not any(one.modified <= mark.modified + SKEW for one in files.values()):
         return False  # all data are younger: this target was removed, and another job has written there since
     job = notes.get(JOB)
-    return PUBLISHED in notes or job is None or job.modified > mark.modified + _SKEW  # such a job came too late
+    return PUBLISHED in notes or job is None or job.modified > mark.modified + SKEW  # such a job came too late
 
 
 def _remove_late_notes(target: StorePath, is_complete: Callable[[], bool]) -> None:
@@ -490,8 +488,3 @@ def _fields(notes: Place, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def _names(fields: Mapping[str, Any]) -> list[str]:
-    files = fields.get("files")
-    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []

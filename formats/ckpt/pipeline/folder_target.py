@@ -126,7 +126,6 @@ class FolderTarget(StagedTarget):
         self.workspace = folder_of(self.path, job.id)
         self.notes = FolderPlace(self.folder, is_own=True)
         self.data = self.notes.within(_DATA)
-        self.__post_init__()
         try:
             make_own(self.folder, *OWN)
         except OSError as error:
@@ -169,7 +168,7 @@ class FolderTarget(StagedTarget):
     def is_published(self) -> bool:
         return self.is_shared and (self.folder / PUBLISHED).exists() and os.path.lexists(self.path)
 
-    def publish(self, format: WritableFormat, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
+    def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
         """Commit, flush everything to the disk, then rename it."""
         data = self._take_over(receipts) if self.is_shared else self.folder / _DATA
         commit(data)

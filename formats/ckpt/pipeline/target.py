@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
@@ -193,8 +194,10 @@ class StagedTarget(ABC):
     job: JobNote = field(init=False)
     """Set by `begin`."""
 
-    def __post_init__(self) -> None:
-        self.journal = Journal(self.notes.within(JOURNAL))
+    @cached_property
+    def journal(self) -> Journal:
+        """The receipts of all processes. Used only after `begin`, which knows where the notes of shards are."""
+        return Journal(self.notes.within(JOURNAL))
 
     @property
     def is_shared(self) -> bool:
@@ -245,14 +248,15 @@ class StagedTarget(ABC):
             shutil.rmtree(self.notes.local / ATTEMPTS, ignore_errors=True)
             (self.notes.local / ATTEMPTS).mkdir(exist_ok=True)
         token = uuid4().hex[:16]
-        self.notes.create(f"{_RUN}{token}", b"")
+        mark = f"{_RUN}{token}"
+        self.notes.create(mark, b"")
         try:
             yield SharedTarget(self.data.absolute(), self.notes.absolute(), token, self.resources.scratch)
         finally:
-            self.end_runs()
+            self.notes.delete([mark])
 
     def end_runs(self) -> None:
-        """Tell processes elsewhere that their files are no longer needed."""
+        """Tell processes of earlier runs elsewhere that their files are no longer needed."""
         self.notes.delete([name for name in self.notes.list() if name.startswith(_RUN)])
 
     @contextmanager
@@ -282,7 +286,7 @@ class StagedTarget(ABC):
         return False
 
     @abstractmethod
-    def publish(self, format: WritableFormat, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
+    def publish(self, receipts: Sequence[Receipt], commit: Callable[[Path], None]) -> None:
         """Call `commit` with the folder in which it writes what makes a checkpoint of the files; then publish all.
 
         The target appears; what is there of another job is never replaced. Raises `OutputError`.

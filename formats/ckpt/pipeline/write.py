@@ -111,7 +111,8 @@ class _Writing:
         work, stage, files = self._work, self._stage, self._work.plan.files
         shard = work.resources.shard
         names = [part.file for part in files]
-        stage.begin(JobNote.of(self._job_id(), work.source.path, stage.path, work.format.name, names, shard))
+        own_id = job_id(work.source, work.identities, work.format)
+        stage.begin(JobNote.of(own_id, work.source.path, stage.path, work.format.name, names, shard))
         self._take(stage.receipts(work.format).values())
         before = set(self._done)
         own = files if shard is None else share_of(files, shard)
@@ -161,7 +162,7 @@ class _Writing:
                 life.reached("committed")
                 check_unchanged(work.identities)
 
-            stage.publish(work.format, receipts, commit)
+            stage.publish(receipts, commit)
         return Result(
             listed_again(stage.path),
             1 if work.plan.single_file else len(receipts),
@@ -203,9 +204,6 @@ class _Writing:
             if receipt.file not in self._done and self._checks.knows(evidence):
                 self._checks.add(evidence)
                 self._done[receipt.file] = replace(receipt, evidence=Evidence())
-
-    def _job_id(self) -> str:
-        return job_id(self._work.source, self._work.identities, self._work.format)
 
 
 def _system_error(error: OSError, stage: StagedTarget, identities: Identities) -> CkptError:

@@ -12,7 +12,7 @@ from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.text import STAGED
 from ckpt_formats.registry.marks import is_mark
 
-_SKEW = 1.0
+SKEW = 1.0
 """Seconds by which times of objects may differ that were put at the same time: the servers of a store have clocks."""
 
 
@@ -37,10 +37,10 @@ def is_proven_whole(target: Path) -> bool:
         for path in target.rglob("*")
         if path != staged and staged not in path.parents and path.is_file()
     }
-    planned = _names(_note(staged / "job"))
+    planned = stated_files(_note(staged / "job"))
     if (staged / "committed").is_file():
         stated = _note(staged / "committed")
-        last, sizes = _names(stated), stated.get("nbytes")
+        last, sizes = stated_files(stated), stated.get("nbytes")
         if not last or not all(name in there for name in (*planned, *last)):
             return False
         if not isinstance(sizes, list):  # by an earlier version
@@ -49,7 +49,7 @@ def is_proven_whole(target: Path) -> bool:
     if any(is_mark(name) and name not in planned for name in there):
         return True
     noted = (staged / "job").stat().st_mtime
-    return bool(planned) and all(name in there and there[name].stat().st_mtime < noted - _SKEW for name in planned)
+    return bool(planned) and all(name in there and there[name].stat().st_mtime < noted - SKEW for name in planned)
 
 
 def _note(path: Path) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def _note(path: Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _names(fields: dict[str, Any]) -> list[str]:
+def stated_files(fields: dict[str, Any]) -> list[str]:
+    """The names of the files that a note states; none if it states no list."""
     files = fields.get("files")
     return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
