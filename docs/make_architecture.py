@@ -12,7 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "modules.md"
-PACKAGES = ("ckpt_cli", "formats/ckpt_recorder", "formats/ckpt", "formats/ckpt_formats", "codecs/ckpt_codecs")
+PACKAGES = (
+    "ckpt_cli",
+    "formats/ckpt_recorder",
+    "formats/ckpt_training",
+    "formats/ckpt",
+    "formats/ckpt_formats",
+    "codecs/ckpt_codecs",
+)
 """From the top to the bottom: each imports only what is below it."""
 FEWEST_ROOMS = 3
 """A class that fewer other rooms import is no noun."""

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from ckpt_recorder.huggingface_callback import HuggingFaceCallback
     from ckpt_recorder.lightning_callback import LightningCallback
     from ckpt_recorder.options import Bases, RecorderWarning
-    from ckpt_recorder.random_states import restore_random_states
     from ckpt_recorder.recorder import Recorder
     from ckpt_recorder.resumption import ResumeState, resume
+    from ckpt_training.random_states import restore_random_states
 
 __all__ = [
     "Bases",
@@ -29,20 +29,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Bases": "options",
-    "HuggingFaceCallback": "huggingface_callback",
-    "LightningCallback": "lightning_callback",
-    "Recorder": "recorder",
-    "RecorderWarning": "options",
-    "ResumeState": "resumption",
-    "int8": "gradient_compression",
-    "restore_random_states": "random_states",
-    "resume": "resumption",
-    "topk": "gradient_compression",
+    "Bases": "ckpt_recorder.options",
+    "HuggingFaceCallback": "ckpt_recorder.huggingface_callback",
+    "LightningCallback": "ckpt_recorder.lightning_callback",
+    "Recorder": "ckpt_recorder.recorder",
+    "RecorderWarning": "ckpt_recorder.options",
+    "ResumeState": "ckpt_recorder.resumption",
+    "int8": "ckpt_recorder.gradient_compression",
+    "restore_random_states": "ckpt_training.random_states",
+    "resume": "ckpt_recorder.resumption",
+    "topk": "ckpt_recorder.gradient_compression",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ckpt_recorder.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -25,7 +25,7 @@ from ckpt_recorder.base_pieces import BaseSettings, folder_name, give_up
 from ckpt_recorder.link import WriterLink
 from ckpt_recorder.orders import BeginBase, FinishBase, WritePiece
 from ckpt_recorder.ring import Ring
-from ckpt_recorder.run import TrackedRun, state_names, state_of
+from ckpt_training.engines.run import TrackedRun, state_names, state_of
 
 MODULE = "ckpt_recorder.base_process"
 """The module that the process runs."""

@@ -15,11 +15,12 @@ from ckpt_formats.core.tensor import Blob, FlatRangeBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import ranks
-from ckpt_recorder.composite_tensors import is_composite
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.proof import is_equal
-from ckpt_recorder.run import LocalPart, TrackedRun, frozen_tensors, is_local, state_names, state_of
+from ckpt_training import ranks
+from ckpt_training.composite_tensors import is_composite
+from ckpt_training.engines.run import TrackedRun, frozen_tensors, is_local, state_names, state_of
+from ckpt_training.local_shards import LocalPart
 
 _PIECE = 4 << 20
 """The number of elements that are compared at once."""

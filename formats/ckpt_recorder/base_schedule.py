@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ckpt_recorder import ranks
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.options import Bases, RecorderWarning
+from ckpt_training import ranks
 
 
 class BaseSchedule:

@@ -9,8 +9,9 @@ import torch
 from ckpt_formats.core.checkpoint import Role
 from ckpt_recorder.plain_notes import OPTIMIZER_ENTRIES, plain_note
 from ckpt_recorder.recording import RankRecording
-from ckpt_recorder.run import TrackedRun, WatchedState, WatchedTensor, WatchedTensors, as_saved, further_entries
 from ckpt_recorder.watch import StateWatch
+from ckpt_recorder.watched_tensors import WatchedState, WatchedTensor, WatchedTensors
+from ckpt_training.engines.run import TrackedRun, as_saved, further_entries
 
 _LOG = logging.getLogger("ckpt_recorder")
 

@@ -14,23 +14,21 @@ import xxhash
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, overlaps
 from ckpt_formats.universal.gradients.layout import ALONE, UPDATE, OptimizerVector
-from ckpt_recorder import ranks
-from ckpt_recorder.composite_tensors import components
 from ckpt_recorder.probe import ProbeResult
-from ckpt_recorder.run import (
-    LocalPart,
+from ckpt_training import ranks
+from ckpt_training.composite_tensors import components
+from ckpt_training.engines.run import (
     TrackedRun,
     count_of,
-    dtype_name,
     frozen_tensors,
     is_local,
     last_in_memory,
-    local_shard,
     memory_of,
     persistent_buffers,
     state_names,
     state_of,
 )
+from ckpt_training.local_shards import LocalPart, dtype_name, local_shard
 
 Piece = tuple[str, Box, int, int]
 """The name of a parameter, a block of it, and a range of elements of the block."""

@@ -7,8 +7,8 @@ from typing import Literal
 
 from ckpt.planning.tuner import IntervalTuner
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_recorder import ranks
 from ckpt_recorder.options import check_interval
+from ckpt_training import ranks
 
 _FIRST_REVIEW = 8
 """The number of steps after a base after which the ranks agree on an interval. Then after twice as many, and so on."""

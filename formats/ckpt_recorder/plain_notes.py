@@ -7,7 +7,7 @@ import torch
 
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.universal.gradients.noted_tensors import noted_tensor
-from ckpt_recorder.run import dtype_name
+from ckpt_training.local_shards import dtype_name
 
 OPTIMIZER_ENTRIES = "optimizer_entries"
 """The extra with what the state dicts of the optimizers have besides the states of parameters, by their numbers."""

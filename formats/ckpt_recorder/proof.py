@@ -16,7 +16,8 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import step_of
 from ckpt_recorder.probe import TORCH, ProbeResult
-from ckpt_recorder.run import TrackedRun, count_of, dtype_name, last_in_memory, local_shard
+from ckpt_training.engines.run import TrackedRun, count_of, last_in_memory
+from ckpt_training.local_shards import dtype_name, local_shard
 
 MAX_NBYTES = 256 << 20
 """The maximum size of the states that are copied for a proof; of larger models, each proof takes other tensors."""

@@ -18,36 +18,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
-from ckpt_recorder import open_recorders, ranks, segments
+from ckpt_recorder import open_recorders, segments
 from ckpt_recorder.background_bases import BackgroundBases
 from ckpt_recorder.base_check import differing_base
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.base_schedule import BaseSchedule
 from ckpt_recorder.between_steps import BetweenSteps, Moment
-from ckpt_recorder.engines import check_initialized, tracked_run
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.link import WriterBroken
-from ckpt_recorder.methods import find_methods, flushes_denormals
+from ckpt_recorder.methods import find_methods, flushes_denormals, has_plain_gradients
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
 from ckpt_recorder.plain_notes import extra_name, plain_note
 from ckpt_recorder.probe import as_updates, class_name, flags_of
 from ckpt_recorder.proof import begin_proof
 from ckpt_recorder.prover import SegmentProof
-from ckpt_recorder.random_states import RandomStates
 from ckpt_recorder.recording import RankRecording, draft_layout
-from ckpt_recorder.resumed_steps import resumed_step
-from ckpt_recorder.run import (
-    TrackedRun,
-    count_of,
-    has_plain_gradients,
-    is_swapped,
-    persistent_buffers,
-    renamed,
-)
 from ckpt_recorder.step_calls import StepCalls
+from ckpt_recorder.watched_tensors import is_swapped
 from ckpt_recorder.writer import WriterSettings
+from ckpt_training import ranks
+from ckpt_training.engines.registry import check_initialized, tracked_run
+from ckpt_training.engines.run import TrackedRun, count_of, persistent_buffers, renamed
+from ckpt_training.random_states import RandomStates
+from ckpt_training.resumed_steps import resumed_step
 
 _LOG = logging.getLogger("ckpt_recorder")
 _P = ParamSpec("_P")

@@ -21,13 +21,15 @@ from ckpt_formats.universal.gradients.layout import (
 )
 from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
-from ckpt_recorder.composite_tensors import SEPARATOR, is_composite
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.link import WriterBroken, WriterLink
 from ckpt_recorder.orders import WriteRandomStates, WriteRecord
 from ckpt_recorder.probe import ProbeResult, group_options
 from ckpt_recorder.ring import Ring
-from ckpt_recorder.run import (
+from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
+from ckpt_recorder.writer import WriterSettings
+from ckpt_training.composite_tensors import SEPARATOR, is_composite
+from ckpt_training.engines.run import (
     TrackedRun,
     count_of,
     frozen_tensors,
@@ -36,8 +38,6 @@ from ckpt_recorder.run import (
     state_names,
     state_of,
 )
-from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
-from ckpt_recorder.writer import WriterSettings
 
 
 def draft_layout(

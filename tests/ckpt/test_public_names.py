@@ -41,7 +41,9 @@ def test_top_of_the_library_has_at_most_45_names() -> None:
         assert sorted(space.__all__) == sorted(set(space.__all__))
 
 
-@pytest.mark.parametrize("package", ["ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_cli"])
+@pytest.mark.parametrize(
+    "package", ["ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_training", "ckpt_cli"]
+)
 def test_every_package_says_that_it_is_typed(package: str) -> None:
     (marker,) = (
         path for path in (ROOT / "formats", ROOT / "codecs", ROOT) if (path / package / "__init__.py").exists()

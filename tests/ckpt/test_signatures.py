@@ -18,7 +18,7 @@ import pytest
 import ckpt
 from public_names import PUBLIC
 
-OURS = ("ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder")
+OURS = ("ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_training")
 NAMED = {id(thing) for thing in (*PUBLIC.values(), *(getattr(ckpt.ext, name) for name in ckpt.ext.__all__))}
 
 

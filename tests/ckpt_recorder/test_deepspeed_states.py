@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.geometry import Box
-from ckpt_recorder.deepspeed import _momentum_of_partition
-from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor
+from ckpt_training.engines.deepspeed import _momentum_of_partition
+from ckpt_training.engines.run import TrackedRun, TrackedTensor
+from ckpt_training.local_shards import LocalPart
 
 
 def test_momentum_of_muon_has_the_elements_of_the_partition() -> None:

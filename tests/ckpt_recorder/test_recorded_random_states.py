@@ -16,7 +16,7 @@ from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Recorder
-from ckpt_recorder.random_states import restore_random_states
+from ckpt_training.random_states import restore_random_states
 
 STEPS = 24
 WITHOUT_NOTE = 10

@@ -13,8 +13,8 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_recorder import Recorder
 from ckpt_recorder.probe import group_options, probe
-from ckpt_recorder.random_states import RandomStates, restore_random_states
 from ckpt_recorder.stepper import step_of
+from ckpt_training.random_states import RandomStates, restore_random_states
 
 CPU = torch.device("cpu")
 

@@ -23,10 +23,11 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
-from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks, ranks
+from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks
 from ckpt_recorder.holders import _shares
 from ckpt_recorder.record_file import RecordFile
 from ckpt_recorder.ring import Ring
+from ckpt_training import ranks
 
 
 class Run:

@@ -21,7 +21,8 @@ from ckpt_formats.core.values import Global, Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, sizes_of
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, Naming, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
-from ckpt_recorder.run import FlatTensor, LocalPart, TrackedRun, clean_name, count_of, dtype_name, plain_run
+from ckpt_training.engines.run import FlatTensor, TrackedRun, clean_name, count_of, plain_run
+from ckpt_training.local_shards import LocalPart, dtype_name
 
 
 def is_megatron(optimizer: object) -> bool:

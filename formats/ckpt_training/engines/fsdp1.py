@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.geometry import Box
-from ckpt_recorder.run import FlatTensor, LocalPart, TrackedRun, clean_name, dtype_name, plain_run, unwrap
+from ckpt_training.engines.run import FlatTensor, TrackedRun, clean_name, plain_run, unwrap
+from ckpt_training.local_shards import LocalPart, dtype_name
 
 
 def is_fsdp1(model: nn.Module) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
-from ckpt_recorder.run import LocalPart, TrackedRun, TrackedTensor, clean_name, dtype_name, names_of, renamed
+from ckpt_training.engines.run import TrackedRun, TrackedTensor, clean_name, names_of, renamed
+from ckpt_training.local_shards import LocalPart, dtype_name
 
 
 def is_engine(model: object) -> bool:

@@ -3,40 +3,16 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_not
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.geometry import Box
-from ckpt_formats.universal.gradients.layout import MAX_WHOLE, STEPPED
-from ckpt_recorder.composite_tensors import components
+from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_training.local_shards import LocalPart, LocalShard, is_sharded, local_parts, local_shard
 
 Names = Mapping[torch.Tensor, str]
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """A range of a parameter that is in a tensor of the optimizer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """The dtype of the model's copy, by its NumPy name."""
-    box: Box
-    """The block of the parameter."""
-    start: int
-    stop: int
-    """The range of elements in the block, in C order."""
-    offset: int
-    """The index of the first one in the optimizer's tensor, flattened."""
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -52,7 +28,7 @@ class TrackedTensor:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts about an engine that the recorder needs."""
+    """What a rank of an engine has, and what the engine does: the facts that recording, loading and saving need."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -84,6 +60,13 @@ class TrackedRun:
     """Returns a state, by the number of its tensor and its name, with the elements in the order of the tensor's."""
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtypes in checkpoints of the buffers that training has in another one, by their names in the log."""
+    model_shards: Callable[[], Iterator[LocalShard]] | None = None
+    """Yields this rank's memory of all parameters and persistent buffers that the model computes with; None: as
+    `model_shards_of` gives it."""
+    refresh: Callable[[], None] = lambda: None
+    """Makes the model's copies of masters that have changed, as the engine does after a step. All ranks call it."""
+    set_step: Callable[[int], None] = lambda step: None
+    """Sets the engine's own count of steps."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
@@ -99,21 +82,6 @@ class TrackedRun:
         return any(self.tensors[n].optimizer != number for n in self.changed_by(number))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The NumPy name of a torch dtype.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor unchanged."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor
-
-
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of a gradient, with the elements of its part of the parameter.
 
@@ -122,7 +90,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """
     gradient = parameter.grad
     assert gradient is not None
-    if not _is_sharded(gradient) or not _is_sharded(parameter) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+    if not is_sharded(gradient) or not is_sharded(parameter) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
         return local_shard(gradient)
     pairs = zip(gradient.placements, parameter.placements, strict=False)  # type: ignore[attr-defined]
     same_mesh = gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
@@ -227,7 +195,7 @@ def plain_run(
                             "the optimizer steps a tensor that is not a parameter of the model",
                             hint="Pass the model whose parameters the optimizer has to the recorder.",
                         )
-                    one = FlatTensor((name,), tuple(_local_parts(name, parameter)))
+                    one = FlatTensor((name,), tuple(local_parts(name, parameter)))
                 tensors.append(TrackedTensor(parameter, number, at, one.parts))
                 group_members += one.names
             groups.append(tuple(group_members))
@@ -237,41 +205,17 @@ def plain_run(
 
 def _reshard(model: nn.Module) -> None:
     """Let modules of FSDP2 have their shards: after an evaluation, the outermost one still has full parameters."""
-    for module in _modules_of_fsdp2(model):
+    for module in modules_of_fsdp2(model):
         module.reshard()
 
 
-def _modules_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+def modules_of_fsdp2(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard"))
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
 def is_local(tensor: torch.Tensor) -> bool:
     """Does this rank have the full tensor?"""
-    return not _is_sharded(tensor) and not hasattr(tensor, "ds_numel")
-
-
-def _local_parts(name: str, parameter: torch.Tensor) -> Iterator[LocalPart]:
-    dtype, shape = dtype_name(parameter.dtype), tuple(parameter.shape)
-    if not _is_sharded(parameter):
-        yield LocalPart(name, shape, dtype, Box.whole(shape), 0, parameter.numel(), 0)
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    if any(placement.is_partial() for placement in placements):
-        raise UnsupportedError(f"`{name}` is a partial sum over ranks that is not reduced yet")
-    local_shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if tuple(local_shape) != tuple(local_shard(parameter).shape):
-        raise UnsupportedError(
-            f"`{name}`: this rank's shard has shape {list(local_shard(parameter).shape)}, not {list(local_shape)}"
-        )
-    box = Box(tuple(offset), tuple(a + n for a, n in zip(offset, local_shape, strict=True)))
-    if box.size:
-        yield LocalPart(name, shape, dtype, box, 0, box.size, 0)
+    return not is_sharded(tensor) and not hasattr(tensor, "ds_numel")
 
 
 def state_of(run: TrackedRun, number: int, name: str) -> torch.Tensor | None:
@@ -290,53 +234,6 @@ def state_names(run: TrackedRun, numbers: Iterable[int] | None = None) -> list[s
             if isinstance(value, torch.Tensor) and name != "step" and value.shape == one.tensor.shape:
                 names[name] = None
     return list(names)
-
-
-def stepped_dtypes(run: TrackedRun, number: int) -> frozenset[str] | None:
-    """The dtypes of the values that an optimizer steps on this rank; None if no steps of some can be replayed.
-
-    They can if the states of each tensor have its dtype, and either are float32 or are the model's own weights.
-    """
-    dtypes = set[str]()
-    for one in run.tensors:
-        if one.optimizer != number:
-            continue
-        dtype = dtype_name(one.tensor.dtype)
-        states = run.optimizers[number].state.get(one.tensor, {}).values()
-        others = (state for state in states if isinstance(state, torch.Tensor) and state.dim())
-        is_own = dtype == "float32" or all(part.dtype == dtype for part in one.parts)
-        if dtype not in STEPPED or not is_own or any(state.dtype != one.tensor.dtype for state in others):
-            return None
-        dtypes.add(dtype)
-    return frozenset(dtypes)
-
-
-def threads_of_whole(run: TrackedRun, number: int) -> int | None:
-    """The number of threads with which an optimizer steps its tensors, if the log can have each as a whole."""
-    for one in run.tensors:
-        values = local_shard(one.tensor)
-        if one.optimizer == number and one.parts:
-            is_whole = len(one.parts) == 1 and one.parts[0].size == one.parts[0].box.size == values.numel() <= MAX_WHOLE
-            if not is_whole or not values.is_contiguous() or values.device.type != "cpu":
-                return None
-    return torch.get_num_threads()
-
-
-def has_plain_gradients(optimizer: torch.optim.Optimizer, is_whole: bool) -> bool:
-    """Is each gradient dense and of the dtype of its tensor, and none of 16 bits still scaled?
-
-    `is_whole`: its tensors are stepped as wholes, for which gradients must be contiguous, too.
-    """
-    is_scaled = getattr(optimizer, "grad_scale", None) is not None
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
-            return False
-        if (is_scaled and parameter.dtype != torch.float32) or (is_whole and not gradient.is_contiguous()):
-            return False
-    return True
 
 
 def count_of(run: TrackedRun, number: int) -> int:
@@ -370,7 +267,7 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
     """The persistent buffers of the model that are not sharded, by name."""
     for prefix, module in run.model.named_modules(remove_duplicate=False):
         for name, tensor in module._buffers.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
+            if tensor is not None and name not in module._non_persistent_buffers_set and not is_sharded(tensor):
                 logged = run.rename(clean_name(f"{prefix}.{name}" if prefix else name))
                 yield logged, as_saved(run, logged, tensor)
 
@@ -390,113 +287,6 @@ def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
         logged = run.rename(clean_name(name))
         if logged not in stepped:
             yield logged, parameter
-
-
-class WatchedState(NamedTuple):
-    """A state of a tracked tensor that only its optimizer should change."""
-
-    number: int
-    name: str
-
-    def name_in(self, run: TrackedRun) -> str:
-        """The name of the parameter, with that of the state if it is not the weights."""
-        parts = run.tensors[self.number].parts
-        name = parts[0].name if parts else f"tensor {self.number}"
-        return name if self.name == "param" else f"{name}: {self.name}"
-
-
-class WatchedTensor(NamedTuple):
-    """A buffer, or a parameter that no optimizer steps."""
-
-    role: Literal["buffer", "frozen", "extra"]
-    """`extra`: one of those of which a frozen parameter consists."""
-    name: str
-
-
-def _structure(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """The identities of all modules, with those of their parameters, and the names of their buffers.
-
-    Modules of FSDP2 have other parameters during a forward pass, so only the names of these count.
-    """
-    is_fsdp2 = any(True for _ in _modules_of_fsdp2(model))
-    for module in model.modules():
-        buffers = (name for name, buffer in module._buffers.items() if buffer is not None)
-        parameters = map(hash, module._parameters) if is_fsdp2 else map(id, module._parameters.values())
-        yield id(module), *parameters, *map(hash, buffers)
-
-
-def is_swapped(model: nn.Module) -> bool:
-    """Are other tensors in the place of the parameters, as during `torch.func.functional_call`?"""
-    values = (one for module in model.modules() for one in module._parameters.values())
-    return any(one is not None and not isinstance(one, nn.Parameter) for one in values)
-
-
-class WatchedTensors:
-    """All tensors of this rank that a step of an optimizer should leave as they are, or that only it should change.
-
-    Modules are searched for them once; replaced buffers and new optimizer states are found at each look.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        self._run = run
-        self._states: list[tuple[tuple[Any, ...], dict[WatchedState | WatchedTensor, torch.Tensor]]] = [
-            ((), {}) for _ in run.tensors
-        ]
-        self._buffers = [
-            (WatchedTensor("buffer", run.rename(clean_name(f"{prefix}.{name}" if prefix else name))), module, name)
-            for prefix, module in run.model.named_modules(remove_duplicate=False)
-            for name in module._buffers.keys()  # noqa: SIM118 -- those of scripted modules cannot be iterated over
-        ]
-        self.with_extra_states = [
-            (run.rename(clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")), module)
-            for prefix, module in run.model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
-        """The modules that add values of their own to the state dict, by the names of these values."""
-        self._shapes = [(one.tensor.shape, one.tensor.dtype) for one in run.tensors]
-        self._modules = list(_structure(run.model))
-        self.frozen: dict[WatchedState | WatchedTensor, torch.Tensor] = {
-            WatchedTensor("frozen" if inner == name else "extra", inner): one
-            for name, tensor in frozen_tensors(run)
-            if is_local(tensor)
-            for inner, one in components(name, tensor)
-        }
-
-    @property
-    def is_complete(self) -> bool:
-        """Has the model the same modules, parameters and buffers as at the start, of the same shapes?"""
-        shapes = ((one.tensor.shape, one.tensor.dtype) for one in self._run.tensors)
-        return list(_structure(self._run.model)) == self._modules and list(shapes) == self._shapes
-
-    def now(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
-        """The tensors as they are now."""
-        return self.states() | self.others()
-
-    def others(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
-        """Those that no optimizer steps: buffers and frozen parameters."""
-        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-        for key, module, name in self._buffers:
-            tensor = module._buffers[name] if name in module._buffers else None  # noqa: SIM401 -- nor got
-            if tensor is not None and name not in module._non_persistent_buffers_set and not _is_sharded(tensor):
-                tensors[key] = tensor
-        return tensors | self.frozen
-
-    def states(self) -> dict[WatchedState | WatchedTensor, torch.Tensor]:
-        """The weights and states of the optimizers as they are now."""
-        tensors: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-        for number, one in enumerate(self._run.tensors):
-            state = self._run.optimizers[one.optimizer].state.get(one.tensor, {})
-            values, known = tuple(state.values()), self._states[number]
-            if not known[1] or len(values) != len(known[0]) or any(map(is_not, values, known[0])):
-                current: dict[WatchedState | WatchedTensor, torch.Tensor] = {}
-                current[WatchedState(number, "param")] = local_shard(one.tensor)
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        inner = components(str(name), local_shard(value))
-                        current |= {WatchedState(number, of): one for of, one in inner}
-                self._states[number] = (values, current)
-            tensors |= self._states[number][1]
-        return tensors
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

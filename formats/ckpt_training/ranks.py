@@ -11,7 +11,7 @@ from ckpt_formats.core.errors import UnsupportedError
 T = TypeVar("T")
 _WARN_SECONDS = 30.0
 _PAUSE_SECONDS = 0.02
-_KEY = "ckpt_recorder/rank-{}"
+_KEY = "ckpt_training/rank-{}"
 
 
 def rank_and_world() -> tuple[int, int]:

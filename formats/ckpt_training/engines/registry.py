@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
-from ckpt_recorder import deepspeed, megatron
-from ckpt_recorder.fsdp1 import fsdp1_run, is_fsdp1
-from ckpt_recorder.run import TrackedRun, names_of, plain_run, unwrap
+from ckpt_training.engines import deepspeed, megatron
+from ckpt_training.engines.fsdp1 import fsdp1_run, is_fsdp1
+from ckpt_training.engines.run import TrackedRun, names_of, plain_run, unwrap
 
 
 def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> TrackedRun:
