@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt.opening import open
     from ckpt.pipeline import Resources
     from ckpt.pipeline.targets import clean
+    from ckpt.reading import Reading
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -71,6 +72,7 @@ _NAMES = {
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.targets": ("clean",),
+    "ckpt.reading": ("Reading",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
     "ckpt_formats.core.checkpoint": ("Checkpoint",),
@@ -120,6 +122,7 @@ __all__ = [
     "MegatronLegacy",
     "NotFoundError",
     "NotebookProgress",
+    "Reading",
     "Resources",
     "Retention",
     "Rule",

@@ -13,6 +13,7 @@ from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt.pipeline.targets import Removed
+from ckpt.reading import Verification
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
@@ -72,4 +73,5 @@ __all__ = [
     "TensorDiff",
     "Tip",
     "Trial",
+    "Verification",
 ]

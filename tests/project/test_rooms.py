@@ -14,8 +14,8 @@ LIMITS = {
     "ckpt_cli": (8, 12),
     # `doctor` and `planning` stand alone; `shadow` adds bases to chains, runs jobs, is read as a checkpoint; `copying`
     # runs the pipeline on files, not on tensors, and changes chains
-    # `partial` mixes two states, for chains and for whoever lost blocks
-    "ckpt": (15, 17),
+    # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
+    "ckpt": (16, 18),
     "ckpt_formats": (8, 17),  # `stores` reads what lies in buckets: paths and files of `core`
     "ckpt_codecs": (13, 48),
 }

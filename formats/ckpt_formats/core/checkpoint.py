@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ckpt_formats.core.arguments import Checked
+from ckpt_formats.core.arguments import MAX_INTEGER, Checked
 from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, at_tensor
@@ -18,7 +18,7 @@ from ckpt_formats.core.short_repr import ShortRepr, cut, short_repr
 from ckpt_formats.core.state_names import MASTER as MASTER
 from ckpt_formats.core.state_names import MODEL as MODEL
 from ckpt_formats.core.state_names import STORED_MASTER, STORED_MODEL, States, renamed
-from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.core.tensor import Array, BlockIndexer, FlatIndexer, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
 
@@ -29,6 +29,8 @@ Role = Literal["parameter", "frozen", "buffer", "extra"]
 _ROLES = get_args(Role)
 ErrorFigures = Mapping[str, Value]
 """The errors of approximate values, promised and measured: numbers by name."""
+_COUNT = "step"
+"""What torch calls the state that counts the optimizer's steps."""
 OLDER = "older"
 """In error figures: how many elements of a state are of an earlier step than the checkpoint, on purpose."""
 OLDEST_STEP = "oldest_step"
@@ -97,6 +99,42 @@ class Parameter(Checked):
     def torch(self, key: Any = ..., *, mmap: bool = False) -> "TorchTensor":
         """Return a block of the weight, or all of it, as a tensor of torch. See `Tensor.torch`."""
         return self.weight.torch(key, mmap=mmap)
+
+    @property
+    def block(self) -> BlockIndexer:
+        """Blocks of the weight as lazy tensors: `parameter.block[10:20, :]`. See `Tensor.block`."""
+        return self.weight.block
+
+    @property
+    def flat(self) -> FlatIndexer:
+        """Ranges of the weight's elements as lazy vectors: `parameter.flat[low:high]`. See `Tensor.flat`."""
+        return self.weight.flat
+
+    def mapped(self, key: Any = ...) -> Array | None:
+        """A block of the weight where it lies in a file, without a copy; None if it does not. See `Tensor.mapped`.
+
+        The array has the shape that the key selects (any shape), and the weight's dtype.
+        """
+        return self.weight.mapped(key)
+
+    @property
+    def count(self) -> int | float | None:
+        """How many steps its optimizer has taken with it: a finite number as it is stored. None if none is stored.
+
+        Some formats store it as a plain number in `values`, others as a state of one element, which is read.
+        Raises `CkptError` if the state cannot be read, `CorruptError` if it is no number of steps.
+        """
+        count: Any = self.values.get(_COUNT)
+        if count is None:
+            tensor = self.states.get(_COUNT)
+            if tensor is None or tensor.size != 1:
+                return None
+            with at_tensor(printable(self.name)):
+                value = tensor[(0,) * len(tensor.shape)]
+            count = int(value) if tensor.dtype.kind in "iu" else float(value)
+        if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 <= count < MAX_INTEGER:
+            raise CorruptError(f"`{printable(self.name)}` states {brief(count)} as its number of steps")
+        return count
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -255,6 +255,15 @@ class Reader:
         finally:
             self._observer = None
 
+    @contextmanager
+    def ahead(self, planned: "PlannedReads | None") -> Iterator[None]:
+        """Within, these ranges of objects in stores are requested before they are read."""
+        before, self._planned = self._planned, planned
+        try:
+            yield
+        finally:
+            self._planned = before
+
     @property
     def sharers(self) -> int:
         """How many readers read the same rows at the same time, this one included."""

@@ -56,6 +56,21 @@ def block_to_torch(
     return to_torch(values[(*remainder, ...)])
 
 
+def mapped_block(tensor: Tensor, key: Any, files: MappedFiles) -> Array | None:
+    """A block of a tensor, as NumPy's basic indexing selects it, where its values lie in `files`: read-only.
+
+    The array has any shape and dtype, those of the block. None if the tensor does not lie there in one piece. Raises
+    as `Tensor.mapped`.
+    """
+    box, remainder = block_of_key(key, tensor.shape)
+    mapped = files.array(tensor)
+    if mapped is None:
+        return None
+    values = mapped[box.index][(*remainder, ...)]
+    values.flags.writeable = False
+    return values
+
+
 def to_torch(values: Array) -> TorchTensor:
     """Return the tensor of torch that shares the memory of a writable array of any shape, with its strides and dtype.
 

@@ -5,7 +5,7 @@ Only what nobody has read is read here, so bytes are read once, not twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -74,6 +74,21 @@ class SealChecks:
                 else:
                     self._damaged[number] = seal
                     self._matched.discard(number)
+
+    @property
+    def mismatched(self) -> Collection[Seal]:
+        """The seals whose range does not fit, whatever its rest has."""
+        return self._damaged.values()
+
+    @property
+    def decided(self) -> int:
+        """How many seals need no more evidence."""
+        return len(self._matched) + len(self._damaged)
+
+    def undecided(self) -> Iterator[tuple[Checksum, Sequence[Piece]]]:
+        """The checksums that need more evidence, each with what is known of its range."""
+        for state in self._partly.values():
+            yield state.checksum, state.pieces
 
     def damaged(self, reader: Reader | None = None) -> Iterator[Seal]:
         """Yield the seals that are not valid. What nobody has read of the others is read. Raises as `Reader` does."""

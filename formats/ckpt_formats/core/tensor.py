@@ -50,6 +50,11 @@ class Blob(ABC):
         @property
         def dtype(self) -> DType: ...
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether values come into contiguous memory without scratch memory that grows with their number."""
+        return False
+
     @abstractmethod
     def crop(self, box: Box) -> "Blob":
         """The blob of one of its blocks. No data is read."""
@@ -137,6 +142,10 @@ class FileBlob(Blob):
         """Do the values lie in C order without holes?"""
         return is_c_order(self.shape, self.strides, self.dtype.itemsize)
 
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
     def crop(self, box: Box) -> "FileBlob":
         at = self.offset + sum(i * s for i, s in zip(box.start, self.strides, strict=True))
         return FileBlob(self.path, at, box.shape, self.dtype, self.strides, self.seal)
@@ -204,6 +213,10 @@ class ArrayBlob(Blob):
     @property
     def dtype(self) -> DType:
         return self.array.dtype
+
+    @property
+    def reads_in_place(self) -> bool:
+        return True
 
     def crop(self, box: Box) -> "ArrayBlob":
         return ArrayBlob(self.array[box.index])
@@ -331,6 +344,10 @@ class ZeroBlob(Blob):
     shape: Shape
     dtype: DType
 
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
     def crop(self, box: Box) -> "ZeroBlob":
         return ZeroBlob(box.shape, self.dtype)
 
@@ -348,6 +365,10 @@ class FlatRangeBlob(ViewBlob):
     @property
     def shape(self) -> Shape:
         return (self.stop - self.start,)
+
+    @property
+    def reads_in_place(self) -> bool:
+        return self.base.reads_in_place
 
     def crop(self, box: Box) -> "FlatRangeBlob":
         return FlatRangeBlob(self.base, self.start + box.start[0], self.start + box.stop[0])
@@ -452,6 +473,36 @@ class Tensor(Blob):
         """
         box, remainder = block_of_key(key, self.shape)
         return checked_read(self.crop(box))[remainder]
+
+    @property
+    def reads_in_place(self) -> bool:
+        return not self.replicas and all(fragment.blob.reads_in_place for fragment in self.examples())
+
+    @property
+    def block(self) -> "BlockIndexer":
+        """Blocks as lazy tensors: `tensor.block[10:20, :]`, by slices without steps. No data is read.
+
+        `tensor[10:20, :]` reads the values.
+        """
+        return BlockIndexer(self)
+
+    @property
+    def flat(self) -> "FlatIndexer":
+        """Ranges of the elements in C order as lazy vectors: `tensor.flat[low:high]` is (high - low,)."""
+        return FlatIndexer(self)
+
+    def mapped(self, key: Any = ...) -> Array | None:
+        """The values of a block where they lie in a file, mapped into memory: a read-only array, without a copy.
+
+        `key`: NumPy's basic indexing. The array has the shape that it selects, which is any shape, and the tensor's
+        dtype. None if the values do not lie in one piece of a local file. The file must stay as it is: if it is
+        changed, so are the values; if it is truncated, the system ends the process (SIGBUS).
+
+        Raises `IndexError`, `IncompleteError` if blocks are missing, `NotFoundError` and `CorruptError` for the file.
+        """
+        from ckpt_formats.core.interchange import MappedFiles, mapped_block
+
+        return mapped_block(self, key, MappedFiles())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All values, read into memory: `np.asarray(tensor)`."""
@@ -568,6 +619,44 @@ class Tensor(Blob):
                 yield f"no file holds block {gap} of shape {list(self.shape)}"
         for i, j in pairs:
             yield f"blocks {boxes[i]} and {boxes[j]} overlap"
+
+
+class BlockIndexer:
+    """Indexes a tensor by blocks. See `Tensor.block`."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """The lazy tensor of a block, with as many axes as the tensor has.
+
+        Raises `IndexError` for anything but slices without steps and `...`.
+        """
+        box, remainder = block_of_key(key, self._tensor.shape)
+        if any(one != slice(None) for one in remainder):
+            raise IndexError("a block needs a slice without a step for each axis, such as 3:4 instead of 3")
+        return self._tensor.crop(box)
+
+
+class FlatIndexer:
+    """Indexes a tensor by ranges of its elements. See `Tensor.flat`."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, key: slice) -> Tensor:
+        """The lazy vector of a range of elements, counted in C order. Raises `IndexError` for any other key."""
+        tensor = self._tensor
+        box, remainder = block_of_key(key, (tensor.size,))
+        if remainder != (slice(None),):
+            raise IndexError("a flat range is a slice without a step, such as 3:4")
+        if len(tensor.shape) == 1:
+            return tensor.crop(box)
+        return Tensor.of(FlatRangeBlob(tensor, box.start[0], box.stop[0]))
 
 
 def read(blob: Blob, reader: Reader | None = None) -> Array:

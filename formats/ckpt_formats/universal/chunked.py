@@ -225,6 +225,10 @@ class EncodedBlob(BlockBlob):
     def is_full(self) -> bool:
         return self.box.shape == self.store.shape
 
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
     def read_into(self, out: Array, reader: Reader) -> None:
         store = self.store
         read_block(out, self.box, store.chunking, store.values, store.fill, reader)

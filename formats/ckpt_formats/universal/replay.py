@@ -157,6 +157,10 @@ class DeltaBlob(BlockBlob):
     def dtype(self) -> DType:
         return self.replay.form[self.state]
 
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
     def read_into(self, out: Array, reader: Reader) -> None:
         replay = self.replay
         read_chunks(out, self.box, replay.chunking, lambda index: replay.values(index, reader)[self.state])

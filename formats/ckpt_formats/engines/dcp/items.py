@@ -189,6 +189,10 @@ class ItemBlob(Blob):
         """Name and block of the tensor, for messages."""
         return f"`{printable(self.name)}` {self.at}"
 
+    @property
+    def reads_in_place(self) -> bool:
+        return self._blob().reads_in_place
+
     def crop(self, box: Box) -> "ItemBlob":
         part = box if self.part is None else box.shift(self.part.start)
         return ItemBlob(self.name, self.at, self.dtype, self.item, self.items, part)
