@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from ckpt_codecs.base import Array
-from ckpt_recorder import Bases, Recorder, base_copies
+from ckpt_recorder import Bases, Recorder
+from ckpt_training import copies as copying
 
 _NEVER = 10**6
 """Steps between bases: the benchmark says when one begins."""
@@ -88,7 +89,7 @@ def staged_formula(one: Setting) -> float:
     return max(0.0, one.state - one.bandwidth * one.forward_backward) / one.device_bandwidth
 
 
-class SlowCopies(base_copies.HostCopies):
+class SlowCopies(copying.HostCopies):
     """Copies of a bandwidth: after each piece, the thread sleeps until the bytes could have been copied.
 
     A delay of the thread by other programs is made up for by the next piece.
@@ -132,7 +133,7 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
         parameter.grad = torch.full_like(parameter, 1e-3)
     state = 3 * sum(parameter.nbytes for parameter in model.parameters())
     copies = SlowCopies(bandwidth)
-    base_copies.copies_of = lambda device: copies  # type: ignore[assignment]
+    copying.copies_of = lambda device: copies  # type: ignore[assignment]
     rows = []
     bases_of_run = Bases(every=_NEVER, spread=spread, memory=1 << 30)
     with (

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from ckpt_formats.universal.gradients.layout import RankLayout
-from ckpt_recorder import base_copies
 from ckpt_recorder.base_pieces import BaseSettings, folder_name, give_up
-from ckpt_recorder.link import WriterLink
 from ckpt_recorder.orders import BeginBase, FinishBase, WritePiece
-from ckpt_recorder.ring import Ring
+from ckpt_training import copies
 from ckpt_training.engines.run import TrackedRun, state_names, state_of
+from ckpt_training.writing.link import WriterLink
+from ckpt_training.writing.ring import Ring
 
 MODULE = "ckpt_recorder.base_process"
 """The module that the process runs."""
@@ -162,7 +162,7 @@ class BackgroundBases:
         """
         self._run, self._layout, self.names = run, layout, tuple(state_names(run))
         device = next((one.tensor.device for one in run.tensors), torch.device("cpu"))
-        self._copies = base_copies.copies_of(device)
+        self._copies = copies.copies_of(device)
         chunk_size = max((high - low for low, high in map(layout.chunk_bounds, range(layout.chunk_count))), default=1)
         each = len(self.names) * _ITEM
         wanted = -(-layout.size // (_SLOTS if steps == 1 else 2 * steps))

@@ -27,11 +27,11 @@ from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.segment import open_layout
 from ckpt_recorder.base_folding import fold
 from ckpt_recorder.base_pieces import BaseSettings, PiecesFile, folder_name
-from ckpt_recorder.orders import BeginBase, End, FinishBase, Order, WritePiece, decode_order
-from ckpt_recorder.ring import Ring
-from ckpt_recorder.writer import MessagesEnd, TrainerMessages, reason_of
+from ckpt_recorder.orders import BASE_ORDERS, BaseOrder, BeginBase, FinishBase, WritePiece
+from ckpt_training.writing.orders import End, decode_order
+from ckpt_training.writing.ring import Ring
+from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
 
-_IDLE_SECONDS = 1.0
 _ORPHAN_SECONDS = 10.0
 """How long to wait for the pieces of other ranks after the trainer has ended."""
 _NICE = 10
@@ -68,7 +68,7 @@ class BaseWriter:
         os.nice(_NICE)  # after its start
         self._send("ready")
 
-    def do(self, order: Order) -> None:
+    def do(self, order: BaseOrder) -> None:
         """Execute an order."""
         try:
             if isinstance(order, BeginBase):
@@ -133,14 +133,14 @@ def write_bases(orders: TrainerMessages, ring_file: int, status: int, trainer: i
     """Execute all orders until they end."""
     writer: BaseWriter | None = None
     try:
-        while (first := orders.next(_IDLE_SECONDS)) is None:
+        while (first := orders.next(IDLE_SECONDS)) is None:
             pass
         settings = BaseSettings(**first[0])
         writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status, trainer)
         while True:
-            message = orders.next(_IDLE_SECONDS)
+            message = orders.next(IDLE_SECONDS)
             if message is not None:
-                order = decode_order(message[0])
+                order = decode_order(message[0], BASE_ORDERS)
                 if isinstance(order, End):
                     break
                 writer.do(order)

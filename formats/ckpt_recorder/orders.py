@@ -1,12 +1,10 @@
-"""The orders of a trainer to the process that writes its log or its bases: a line of JSON each, and bytes after it.
+"""The orders of a trainer to the process that writes its log, and to the one that makes its bases."""
 
-The process imports no torch.
-"""
-
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ckpt_training.writing.orders import End
 
 
 @dataclass(frozen=True)
@@ -80,23 +78,7 @@ class FinishBase:
     step: int
 
 
-@dataclass(frozen=True)
-class End:
-    """Nothing follows."""
-
-
-Order = WriteRecord | WriteValues | WriteRandomStates | FlushEvery | Flush | BeginBase | WritePiece | FinishBase | End
-_BY_NAME = {one.__name__: one for one in Order.__args__}
-
-
-def encode_order(order: Order, content: bytes = b"") -> bytes:
-    """The bytes of an order. `content`: those that follow its line."""
-    fields = {"order": type(order).__name__, **vars(order), "nbytes": len(content)}
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n" + content
-
-
-def decode_order(fields: Mapping[str, Any]) -> Order:
-    """The order of a line."""
-    arguments = {name: value for name, value in fields.items() if name not in ("order", "nbytes")}
-    order: Order = _BY_NAME[fields["order"]](**arguments)
-    return order
+LogOrder = WriteRecord | WriteValues | WriteRandomStates | FlushEvery | Flush
+LOG_ORDERS: tuple[type, ...] = (WriteRecord, WriteValues, WriteRandomStates, FlushEvery, Flush, End)
+BaseOrder = BeginBase | WritePiece | FinishBase
+BASE_ORDERS: tuple[type, ...] = (BeginBase, WritePiece, FinishBase, End)

@@ -22,7 +22,7 @@ from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.layout import load
 from ckpt_formats.universal.gradients.state import Base
-from ckpt_recorder.link import start_process
+from ckpt_training.writing.link import start_process
 
 _STEPS = 16
 """The number of steps that are replayed between two looks at the trainer."""

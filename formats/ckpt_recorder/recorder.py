@@ -27,7 +27,6 @@ from ckpt_recorder.between_steps import BetweenSteps, Moment
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
-from ckpt_recorder.link import WriterBroken
 from ckpt_recorder.methods import find_methods, flushes_denormals, has_plain_gradients
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
 from ckpt_recorder.plain_notes import extra_name, plain_note
@@ -43,6 +42,7 @@ from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, count_of, persistent_buffers, renamed
 from ckpt_training.random_states import RandomStates
 from ckpt_training.resumed_steps import resumed_step
+from ckpt_training.writing.link import WriterBroken
 
 _LOG = logging.getLogger("ckpt_recorder")
 _P = ParamSpec("_P")

@@ -22,10 +22,8 @@ from ckpt_formats.universal.gradients.layout import (
 from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
 from ckpt_recorder.holders import RankPart
-from ckpt_recorder.link import WriterBroken, WriterLink
-from ckpt_recorder.orders import WriteRandomStates, WriteRecord
+from ckpt_recorder.orders import Flush, FlushEvery, WriteRandomStates, WriteRecord
 from ckpt_recorder.probe import ProbeResult, group_options
-from ckpt_recorder.ring import Ring
 from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
 from ckpt_recorder.writer import WriterSettings
 from ckpt_training.composite_tensors import SEPARATOR, is_composite
@@ -38,6 +36,11 @@ from ckpt_training.engines.run import (
     state_names,
     state_of,
 )
+from ckpt_training.writing.link import WriterBroken, WriterLink
+from ckpt_training.writing.ring import Ring
+
+WRITER = "ckpt_recorder.writer"
+"""The module that the writer process runs."""
 
 
 def draft_layout(
@@ -112,7 +115,7 @@ class RankRecording:
         self._slots = [
             torch.from_numpy(self._ring.slot(i)[: layout.size * 4].view(np.float32)) for i in range(settings.slots)
         ]
-        self._link = WriterLink(settings, self._ring, stall_seconds)
+        self._link = WriterLink(settings, self._ring, stall_seconds, WRITER)
         self._values = ValueRecording(self._link)
 
     @property
@@ -136,11 +139,11 @@ class RankRecording:
 
     def set_flush_steps(self, steps: int) -> None:
         """Flush the log after so many steps from now on."""
-        self._link.set_flush_steps(steps)
+        self._link.order(FlushEvery(steps))
 
     def wait_until_flushed(self) -> None:
         """Wait until all recorded values are on the disk."""
-        self._link.wait_until_flushed()
+        self._link.await_answer(Flush())
 
     def record_start(self, step: int) -> None:
         """Record all states at the start of the segment that are replayed from there."""

@@ -15,11 +15,11 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.universal.gradients.recorded_values import GONE, WHOLE, FlatBlock, RecordedRow
-from ckpt_recorder.link import WriterLink
 from ckpt_recorder.orders import WriteValues
 from ckpt_training.composite_tensors import SEPARATOR, as_value, is_composite
 from ckpt_training.engines.run import TrackedRun, content_of
 from ckpt_training.local_shards import LocalPart, dtype_name, local_shard
+from ckpt_training.writing.link import WriterLink
 
 
 @dataclass(frozen=True)

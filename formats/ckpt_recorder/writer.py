@@ -8,9 +8,7 @@ need torch.
 It sends lines to the trainer: `ready`, `free` for each slot that may be used again, `flushed`, and `broken REASON`.
 """
 
-import json
 import os
-import select
 import signal
 import sys
 import time
@@ -40,22 +38,21 @@ from ckpt_formats.universal.gradients.recorded_values import (
 )
 from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_recorder.orders import (
-    End,
+    LOG_ORDERS,
     Flush,
     FlushEvery,
-    Order,
+    LogOrder,
     WriteRandomStates,
     WriteRecord,
     WriteValues,
-    decode_order,
 )
 from ckpt_recorder.record_file import RecordFile
-from ckpt_recorder.ring import Ring
+from ckpt_training.writing.orders import End, decode_order
+from ckpt_training.writing.ring import Ring
+from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
 
 _MAX_DELTAS = 31
 """The maximum number of differences after a record of full values: a restore decodes all of them."""
-_IDLE_SECONDS = 1.0
-"""The time without an order after which the writer checks whether its trainer is alive and a flush is due."""
 
 
 @dataclass(frozen=True)
@@ -163,51 +160,6 @@ class ValueEncoder:
         return (meta | {"tensors": order.tensors} if order.tensors else meta), chunks, hashes
 
 
-class MessagesEnd(Exception):
-    """There are no more orders."""
-
-
-class TrainerMessages:
-    """The orders of the trainer. They end when the trainer ends, even if its forked children keep the pipe open."""
-
-    def __init__(self, file: int, trainer: int) -> None:
-        """`file`: the descriptor to read from. `trainer`: the id of the trainer's process."""
-        self._file, self._trainer = file, trainer
-        self._text = bytearray()
-        self._poll = select.poll()
-        self._poll.register(file, select.POLLIN)
-
-    def next(self, seconds: float) -> tuple[dict[str, Any], bytes] | None:
-        """The next order and its bytes; None if no order starts within `seconds`.
-
-        Raises `MessagesEnd` at the end, also if a killed trainer sent an incomplete order.
-        """
-        searched = 0
-        while (end := self._text.find(b"\n", searched)) < 0:
-            searched = len(self._text)
-            if not self._read_more(seconds) and not searched:
-                return None
-        order: dict[str, Any] = json.loads(self._text[:end])
-        stop = end + 1 + order.get("nbytes", 0)
-        while len(self._text) < stop:
-            self._read_more(_IDLE_SECONDS)
-        data = bytes(self._text[end + 1 : stop])
-        del self._text[:stop]
-        return order, data
-
-    def _read_more(self, seconds: float) -> bool:
-        """Read more bytes, and wait at most `seconds` for them. Were there any?"""
-        if not self._poll.poll(seconds * 1000):
-            if os.getppid() == self._trainer or self._poll.poll(0):
-                return False
-            raise MessagesEnd
-        part = os.read(self._file, 1 << 20)
-        if not part:
-            raise MessagesEnd
-        self._text += part
-        return True
-
-
 class LogWriter:
     """Executes orders. After a failure it only frees slots."""
 
@@ -221,7 +173,7 @@ class LogWriter:
         self._flush_steps = settings.flush_steps
         self._report_errors(self._begin)
 
-    def do(self, order: Order, data: bytes) -> None:
+    def do(self, order: LogOrder, data: bytes) -> None:
         """Execute an order. `data`: its bytes."""
         if isinstance(order, FlushEvery):
             self._flush_steps = order.steps
@@ -250,7 +202,7 @@ class LogWriter:
         self._flush()
         self._send("ready")
 
-    def _append(self, order: Order, data: bytes) -> None:
+    def _append(self, order: LogOrder, data: bytes) -> None:
         if self._file is None or self._encoder is None:
             return
         if isinstance(order, WriteRandomStates):
@@ -286,7 +238,7 @@ class LogWriter:
 def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
     """Execute all orders until they end."""
     try:
-        while (first := orders.next(_IDLE_SECONDS)) is None:
+        while (first := orders.next(IDLE_SECONDS)) is None:
             pass
         settings = WriterSettings(**first[0])
         writer = LogWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status)
@@ -294,11 +246,11 @@ def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
         return
     try:
         while True:
-            message = orders.next(_IDLE_SECONDS)
+            message = orders.next(IDLE_SECONDS)
             if message is None:
                 writer.idle()
                 continue
-            order = decode_order(message[0])
+            order = decode_order(message[0], LOG_ORDERS)
             if isinstance(order, End):
                 break
             writer.do(order, message[1])
@@ -323,12 +275,6 @@ def _generators(order: WriteRandomStates, data: bytes) -> dict[str, GeneratorSta
         states[name] = GeneratorState(fields, np.frombuffer(data, np.uint8, nbytes, at))
         at += nbytes
     return states
-
-
-def reason_of(error: Exception) -> str:
-    """Why something failed, in one line."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return " ".join(str(text).split())[:500]
 
 
 def main() -> None:

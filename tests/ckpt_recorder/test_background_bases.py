@@ -25,10 +25,11 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.gradients.layout import CHUNK, OptimizerVector, RankLayout, VectorPart
-from ckpt_recorder import Bases, Recorder, RecorderWarning, base_copies
+from ckpt_recorder import Bases, Recorder, RecorderWarning
 from ckpt_recorder.background_bases import BackgroundBases, plan_pieces
-from ckpt_recorder.base_copies import HostCopies
 from ckpt_recorder.intervals import RecorderIntervals
+from ckpt_training import copies
+from ckpt_training.copies import HostCopies
 from killing import killed_after
 
 WIDTH, LAYERS, SECONDS = 258, 5, 120
@@ -227,7 +228,7 @@ class Gate(HostCopies):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     result = Gate()
-    monkeypatch.setattr(base_copies, "copies_of", lambda device: result)
+    monkeypatch.setattr(copies, "copies_of", lambda device: result)
     return result
 
 

@@ -26,8 +26,8 @@ from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks
 from ckpt_recorder.holders import _shares
 from ckpt_recorder.record_file import RecordFile
-from ckpt_recorder.ring import Ring
 from ckpt_training import ranks
+from ckpt_training.writing.ring import Ring
 
 
 class Run:
@@ -148,7 +148,7 @@ def test_a_fork_leaves_the_recording_alone_and_a_collected_recorder_ends_its_wri
 def test_the_memory_of_a_ring_is_released_with_its_segment(tmp_path: Path) -> None:
     def rings() -> int:
         files = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
-        return sum("ckpt-gradients" in file for file in files)
+        return sum("ckpt-ring" in file for file in files)
 
     before = rings()
     ring = Ring(1, 1)

@@ -21,9 +21,10 @@ from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder, states
-from ckpt_recorder import Recorder, RecorderWarning, link, segments
+from ckpt_recorder import Recorder, RecorderWarning, recording, segments
 from ckpt_recorder.recording import RankRecording
-from ckpt_recorder.writer import MessagesEnd, TrainerMessages
+from ckpt_training.writing import link
+from ckpt_training.writing.trainer_messages import MessagesEnd, TrainerMessages
 from damage import ckpt
 from killing import killed, points
 
@@ -84,7 +85,7 @@ def chain(tmp_path: Path) -> Path:
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(link, "WRITER", "faulty_writer")
+    monkeypatch.setattr(recording, "WRITER", "faulty_writer")
     monkeypatch.setenv("RECORDING_FAULT", fault)
 
 
@@ -619,11 +620,10 @@ def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, mon
 
     def late(self: link.WriterLink, seconds: float) -> None:
         listen(self, seconds)
-        if self._flushes > flushes:
+        if self.messages:
             self._reason = "Input/output error"
 
     assert recorder._recording is not None
-    flushes = recorder._recording._link._flushes
     with monkeypatch.context() as failing:
         failing.setattr(link.WriterLink, "_listen", late)
         with pytest.raises(link.WriterBroken, match="Input/output error"):

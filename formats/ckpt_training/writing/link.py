@@ -1,4 +1,4 @@
-"""The trainer's connection to its writer: starts the process, sends it orders, and counts free slots."""
+"""The trainer's connection to a writer process: starts the process, sends it orders, and counts free slots."""
 
 import fcntl
 import json
@@ -15,11 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
-from ckpt_recorder.orders import End, Flush, FlushEvery, Order, encode_order
-from ckpt_recorder.ring import Ring
+from ckpt_training.writing.orders import End, Order, encode_order
+from ckpt_training.writing.ring import Ring
 
-WRITER = "ckpt_recorder.writer"
-"""The module that the writer process runs."""
 _START_SECONDS = 120.0
 _END_SECONDS = 600.0
 _PIPE_NBYTES = 1 << 20
@@ -43,7 +41,7 @@ class WriterLink:
     """One writer process. Every method but `close` raises `WriterBroken` after the writer fails, ends or hangs."""
 
     def __init__(
-        self, settings: LinkSettings, ring: Ring, stall_seconds: float, module: str | None = None, task: str = "the log"
+        self, settings: LinkSettings, ring: Ring, stall_seconds: float, module: str, task: str = "the log"
     ) -> None:
         """Start the process, and wait until it is ready.
 
@@ -51,7 +49,7 @@ class WriterLink:
             settings: Its first message: a dataclass of plain values.
             ring: The memory that it shares with the trainer.
             stall_seconds: The time to wait for a message before the writer counts as stuck.
-            module: The module that it runs; None: `WRITER`.
+            module: The module that it runs.
             task: What it writes, for messages.
         """
         self._name = f"the process that writes {task}"
@@ -64,14 +62,12 @@ class WriterLink:
         self._poll.register(self._status, select.POLLIN)
         self._text = b""
         self._free, self._slots, self._next = settings.slots, settings.slots, 0
-        self._is_ready, self._flushes = False, 0
+        self._is_ready = False
         self.waited = 0.0
         """Seconds for which the trainer has waited for free slots."""
         self._reason: str | None = None
         try:
-            self._process = start_process(
-                module or WRITER, ring.file, status, files=(ring.file, status), stdin=subprocess.PIPE
-            )
+            self._process = start_process(module, ring.file, status, files=(ring.file, status), stdin=subprocess.PIPE)
         except OSError as error:
             os.close(self._status)
             raise WriterBroken(f"{self._name} cannot be started: {error.strerror}") from None
@@ -80,7 +76,7 @@ class WriterLink:
         assert self._process.stdin is not None
         self._orders = self._process.stdin
         self._unused = weakref.finalize(self, _end_unused, os.getpid(), self._process, self._status)
-        """Ends the process if the recorder is collected before it is closed."""
+        """Ends the process if its owner is collected before it is closed."""
         self._unused.atexit = False
         os.set_blocking(self._orders.fileno(), False)
         with suppress(OSError):  # more than the system allows
@@ -136,15 +132,11 @@ class WriterLink:
                 raise WriterBroken(self._reason)
         return self.messages.popleft()
 
-    def set_flush_steps(self, steps: int) -> None:
-        """Order the writer to flush after so many steps from now on."""
-        self.order(FlushEvery(steps))
-
-    def wait_until_flushed(self) -> None:
-        """Wait until all ordered records are on the disk."""
-        before = self._flushes
-        self.order(Flush())
-        self._wait(lambda: self._flushes > before, self._stall_seconds, self._stuck)
+    def await_answer(self, order: Order) -> None:
+        """Send an order, and wait for the message with which the process answers it."""
+        self.order(order)
+        self._wait(lambda: bool(self.messages), self._stall_seconds, self._stuck)
+        self.messages.popleft()
 
     def check(self) -> None:
         """Raise `WriterBroken` if the writer has reported an error or has ended."""
@@ -227,8 +219,6 @@ class WriterLink:
                 self._free += 1
             elif word == "ready":
                 self._is_ready = True
-            elif word == "flushed":
-                self._flushes += 1
             elif word == "broken":
                 self._reason = self._reason or rest
             else:

@@ -22,7 +22,7 @@ class Ring:
         """`file`: the descriptor of a ring that another process created with the same sizes; None: create a ring."""
         self.slot_nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
         self.slots = slots
-        self.file = os.memfd_create("ckpt-gradients", os.MFD_CLOEXEC) if file is None else file
+        self.file = os.memfd_create("ckpt-ring", os.MFD_CLOEXEC) if file is None else file
         if file is None:
             os.ftruncate(self.file, self.slot_nbytes * slots)
             weakref.finalize(self, os.close, self.file)  # the memory stays as long as it is open

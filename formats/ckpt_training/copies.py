@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ckpt_codecs.base import Array
+from ckpt_training.local_shards import dtype_name
 
 
 class HostCopies:
@@ -32,9 +33,12 @@ class HostCopies:
         """Prepare the memory of the ring, (n,) uint8, for fast copies."""
 
     def copy(self, targets: Sequence[Array], sources: Sequence[torch.Tensor], after: Any) -> None:
-        """Copy tensors, each (n,), to arrays of float32, once the device has reached a point. They are there then."""
+        """Copy tensors to arrays of the same shapes, once the device has reached a point. They are there then.
+
+        If the dtypes differ, values are cast.
+        """
         for target, source in zip(targets, sources, strict=True):
-            if source.dtype == torch.float32:
+            if dtype_name(source.dtype) == target.dtype.name:
                 np.copyto(target, source.numpy())
             else:
                 torch.from_numpy(target).copy_(source)
