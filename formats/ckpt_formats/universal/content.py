@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,18 @@ from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
+from ckpt_formats.universal.boxes.table import BoxTable
 from ckpt_formats.universal.index import Index
 
 
-def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str], extras: Mapping[str, Value]) -> str:
-    """The content id. Equal for equal names, types, shapes, values and extras.
+def content_id(
+    index: Index,
+    groups: Sequence[Group],
+    aliases: Mapping[str, str],
+    extras: Mapping[str, Value],
+    boxes: BoxTable | None = None,
+) -> str:
+    """The content id. Equal for equal names, types, shapes, values and extras; of boxes, only for equal boxes.
 
     It is computed over columns in the order of names, as they are stored, so that a million states take less than a
     second.
@@ -33,7 +40,7 @@ def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str]
     counts = np.bincount(columns["state.parameter"], minlength=len(index))
     ranks, chunks = columns["state.rank"].astype(np.int64), index.chunk_counts
     result = hashlib.blake2b(digest_size=32)
-    number = index.numbers
+    places = dict(zip(index.names, rank.tolist(), strict=True)) if boxes is None else _places(boxes)
     result.update(
         canonical(
             {
@@ -41,8 +48,7 @@ def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str]
                 "dtypes": dtype_names,
                 "extras": encode(extras),
                 "groups": [
-                    {"options": encode(g.options), "parameters": [int(rank[number[name]]) for name in g.names]}
-                    for g in groups
+                    {"options": encode(g.options), "parameters": [places[name] for name in g.names]} for g in groups
                 ],
                 "parameters": len(index),
                 "states": state_names,
@@ -61,9 +67,30 @@ def content_id(index: Index, groups: Sequence[Group], aliases: Mapping[str, str]
         columns["state.rank"][rows],
         columns["state.dims"][_runs(ranks, rows)],
         columns["chunk.values"][_runs(chunks, rows)],
+        *(() if boxes is None else _of_boxes(boxes, np.array(order, np.int64))),
     ):
         result.update(np.ascontiguousarray(column).data)
     return "blake2b-256:" + result.hexdigest()
+
+
+def _places(boxes: BoxTable) -> dict[str, int]:
+    """The place of each parameter of a checkpoint of boxes, sorted by name."""
+    return {name: place for place, (_, name) in enumerate(sorted(zip(boxes.encoded_names(), boxes.names, strict=True)))}
+
+
+def _of_boxes(boxes: BoxTable, order: Array) -> Iterator[Array]:
+    """The columns of boxes, which follow the others. `order`: the rows of the boxes, sorted by name."""
+    columns, encoded = boxes.columns, sorted(boxes.encoded_names())
+    places = _places(boxes)
+    owners = np.array([places[boxes.names[number]] for number in boxes.owners], "<u4")
+    axes = _runs(columns["box.rank"].astype(np.int64), order)
+    yield np.array([len(name) for name in encoded], "<u4")
+    yield np.frombuffer(b"".join(encoded), "u1")
+    yield owners[order]
+    yield columns["box.rank"][order]
+    yield columns["box.first"][order]
+    for name in ("box.dims", "box.start", "box.stop"):
+        yield columns[name][axes]
 
 
 def canonical(value: Any) -> str:

@@ -21,6 +21,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import columns, manifest, original
+from ckpt_formats.universal.boxes.whole import box_errors, whole_parameters
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
@@ -213,7 +214,7 @@ class Universal(WritableFormat):
             None,
             source.original,
         )
-        if result.entries.with_deltas():
+        if result.with_deltas():
             result = replace(result, parent=self.parent)
         if self.content not in (None, result.content):
             raise _changed(result, source)
@@ -237,17 +238,15 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
     parameters: Mapping[str, Parameter] = _NO_PARAMETERS
     files = list[SourceFile]()
     for ancestor in ancestors:
-        folder, entries = ancestor.folder, ancestor.manifest.entries
+        folder, of_ancestor = ancestor.folder, ancestor.manifest
         key = folder, id(parameters)
         if key not in loaded.parameters:
-            loaded.parameters[key] = StoredParameters(
-                ancestor.manifest.files(folder), entries, entries.numbers.keys(), parameters
-            )
+            loaded.parameters[key] = parameters_of(of_ancestor, folder, parameters)
         parameters = loaded.parameters[key]
         packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
         files += packs
     path, stated = ancestors[-1].folder, ancestors[-1].manifest
-    errors = state_errors(stated.entries)
+    errors = state_errors(stated.entries) if stated.boxes is None else box_errors(stated, stated.boxes)
     return Checkpoint(
         path=path,
         origin=stated.origin,
@@ -258,10 +257,17 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
         files=(*{file.path: file for file in files}.values(), *_form_of(path, stated)),  # a pack may be of two of them
         seals=StoredSeals(tuple((ancestor.folder, ancestor.manifest) for ancestor in ancestors)),
         notices=tuple(_notices(errors)),
-        digests=StateDigests(stated.entries),
+        digests=StateDigests(stated.entries) if stated.boxes is None else {},  # those of boxes: `as_stored`
         errors=errors,
         original=stated.original,
     )
+
+
+def parameters_of(stated: Manifest, folder: Path, parent: Mapping[str, Parameter]) -> Mapping[str, Parameter]:
+    """The parameters of the checkpoint in a folder, whose deltas are against those of `parent`. Lazy."""
+    if stated.boxes is not None:
+        return whole_parameters(stated.files(folder), stated, stated.boxes, stated.numbers.keys(), parent)
+    return StoredParameters(stated.files(folder), stated.entries, stated.numbers.keys(), parent)
 
 
 def _index_of(receipt: Receipt, folder: Path) -> Index:

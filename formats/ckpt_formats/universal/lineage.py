@@ -71,7 +71,7 @@ def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
     """
     loaded = loaded or Loaded()
     stated = loaded.manifest(manifest.manifest_path(folder))
-    ancestors = [Ancestor(folder, stated, stated.entries.numbers.keys())]
+    ancestors = [Ancestor(folder, stated, stated.numbers.keys())]
     seen = {folder.resolve()}
     while needed := _needed(ancestors[-1]):
         child = ancestors[-1]
@@ -80,7 +80,7 @@ def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
         if above.resolve() in seen:
             raise CorruptError("it is its own ancestor", where=above)
         seen.add(above.resolve())
-        ancestors.append(Ancestor(above, stated, needed & stated.entries.numbers.keys()))
+        ancestors.append(Ancestor(above, stated, needed & stated.numbers.keys()))
     return tuple(ancestors[::-1])
 
 
@@ -92,13 +92,13 @@ def lineage_of_parent(child: tuple[Ancestor, ...]) -> tuple[Ancestor, ...] | Non
     if len(child) < 2:
         return None
     parent = child[-2]
-    whole = Ancestor(parent.folder, parent.manifest, parent.manifest.entries.numbers.keys())
+    whole = Ancestor(parent.folder, parent.manifest, parent.manifest.numbers.keys())
     return (*child[:-2], whole) if _needed(whole) <= set(parent.names) else None
 
 
 def _needed(ancestor: Ancestor) -> set[str]:
     """Names of the parameters that are needed of the parent."""
-    return {name for name in ancestor.manifest.entries.with_deltas() if name in ancestor.names}
+    return {name for name in ancestor.manifest.with_deltas() if name in ancestor.names}
 
 
 def _parent(folder: Path, parent: Parent, loaded: Loaded) -> tuple[Path, Manifest]:

@@ -5,7 +5,7 @@ A manifest may be hostile: every field is checked before it is used.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,8 +22,12 @@ from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.claims import MAX_MANIFEST, MAX_PACKS, MAX_PATH
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
+from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value, is_natural, tensor_names
 from ckpt_formats.universal import columns
+from ckpt_formats.universal.boxes import table as boxes
+from ckpt_formats.universal.boxes.check_table import check_boxes
+from ckpt_formats.universal.boxes.table import BoxTable
 from ckpt_formats.universal.chain.file import step_of
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
@@ -37,6 +41,8 @@ from ckpt_formats.universal.tables import Tables
 NAME = "manifest.json"
 INDEX = "index.safetensors"
 VERSION = 1
+OF_BOXES = 2
+"""The version of a checkpoint of boxes."""
 _KIND = "the manifest of a universal checkpoint"
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 ContentId = Annotated[str, Admits("a content id, blake2b-256: and 64 hexadecimal digits", _CONTENT.fullmatch)]
@@ -64,11 +70,31 @@ class Manifest:
     written_by: str = ""
     parent: Parent | None = None
     original: OriginalForm | None = None
+    boxes: BoxTable | None = None
+    """Of a checkpoint of boxes, whose `entries` are boxes: which elements of which parameter each has."""
 
     @cached_property
     def content(self) -> str:
-        """The content id: equal for equal names, types, shapes, values and extras, however they are stored."""
-        return content_id(self.entries, self.groups, self.aliases, self.extras)
+        """The content id: equal for equal names, types, shapes, values and extras, however they are stored. Of boxes,
+        only for equal boxes."""
+        return content_id(self.entries, self.groups, self.aliases, self.extras, self.boxes)
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each parameter by its name."""
+        return self.entries.numbers if self.boxes is None else self.boxes.numbers
+
+    def with_deltas(self) -> list[str]:
+        """The names of the parameters with a delta that needs a parent."""
+        needed = self.entries.with_deltas()
+        if self.boxes is None:
+            return needed
+        owners = (self.boxes.owners[self.entries.numbers[name]] for name in needed)
+        return [self.boxes.names[number] for number in dict.fromkeys(owners)]
+
+    def first_row(self, name: str) -> int:
+        """The row of `entries` that has a parameter, or its first box."""
+        return self.numbers[name] if self.boxes is None else self.boxes.rows(self.numbers[name])[0]
 
     @property
     def own_packs(self) -> tuple[Pack, ...]:
@@ -136,7 +162,7 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
     parent = manifest.parent
     fields = {
         "format": "ckpt-universal",
-        "version": VERSION,
+        "version": VERSION if manifest.boxes is None else OF_BOXES,
         "written_by": manifest.written_by,
         "content": manifest.content,
         **({} if parent is None else {"parent": {"content": parent.content, "path": parent.path}}),
@@ -151,7 +177,7 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
         "packs": [_pack_fields(pack) for pack in manifest.packs],
         **manifest.entries.tables.to_json(),
         "groups": [
-            {"options": encode(g.options), "parameters": runs([manifest.entries.numbers[name] for name in g.names])}
+            {"options": encode(g.options), "parameters": runs([manifest.numbers[name] for name in g.names])}
             for g in manifest.groups
         ],
         "aliases": dict(manifest.aliases),
@@ -186,10 +212,9 @@ def _manifest(
     if fields.get("format") != "ckpt-universal":
         raise CorruptError("not the manifest of a universal checkpoint", where=path)
     version = fields.get("version")
-    if not is_natural(version) or version != VERSION:
-        raise UnsupportedError(
-            f"format version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
-        )
+    if not is_natural(version) or version not in (VERSION, OF_BOXES):
+        known = f"this program reads versions {VERSION} and {OF_BOXES}"
+        raise UnsupportedError(f"format version {version!r:.30}; {known}", where=path, hint="Upgrade ckpt.")
     origin = check.mapping(fields, "origin")
     step = origin.get("step")
     check.true(step is None or is_natural(step), "origin.step")
@@ -200,13 +225,19 @@ def _manifest(
         is_own = len(packs) == 1 and packs[0].owner is None and packs[0].nbytes == begin
         check.true(is_own, "packs: they are not the states of this file")
         check.true(fields.get("parent") is None, "parent: a single file has none")
-    entries = _index(index, check.mapping(fields, "index"), Tables.of_json(fields, check), packs, check)
+        check.true(version == VERSION, "version: a single file has no boxes")
+    types = TYPES if version == VERSION else {**TYPES, **boxes.TYPES}
+    stored = _columns(index, check.mapping(fields, "index"), types, check)
+    entries = Index({name: stored[name] for name in TYPES}, Tables.of_json(fields, check))
+    check_index(entries, packs, check.path if index is not None else check.path.parent / INDEX)
+    table = _boxes(stored, entries, check) if version == OF_BOXES else None
+    names = entries.names if table is None else table.names
     manifest = Manifest(
         Origin(check.text(origin, "engine"), origin.get("version"), step, check.values(origin, "layout")),
         entries,
         packs,
         tuple(
-            Group(check.values(group, "options"), _names(check.sequence(group, "parameters"), entries, check))
+            Group(check.values(group, "options"), _names(check.sequence(group, "parameters"), names, check))
             for group in check.sequence(fields, "groups")
         ),
         dict(zip(aliases, check.texts(aliases.values(), "aliases"), strict=True)),
@@ -214,8 +245,9 @@ def _manifest(
         check.text(fields, "written_by"),
         _parent(fields, check),
         load_original(fields, check, original_at),
+        table,
     )
-    needs_parent = bool(entries.with_deltas())
+    needs_parent = bool(manifest.with_deltas())
     check.true(not needs_parent or manifest.parent is not None, "parent: there are deltas, but no parent is named")
     role = ROLES.index("extra")
     missing = sorted(
@@ -223,12 +255,12 @@ def _manifest(
         for name in tensor_names(
             [manifest.extras, *(group.options for group in manifest.groups), *entries.tables.values]
         )
-        if name not in entries.numbers or entries.columns["parameter.role"][entries.numbers[name]] != role
+        if name not in manifest.numbers or entries.columns["parameter.role"][manifest.first_row(name)] != role
     )
     check.true(not missing, f"extras, options or values: they name tensor {missing[:1]}, which does not exist")
     named = next(tensor_names([manifest.origin.layout]), None)
     check.true(named is None, f"the layout names tensor {named!r:.60}, and no layout holds tensors")
-    check.true(not entries.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
+    check.true(not manifest.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
     check.true(fields.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
 
@@ -248,15 +280,15 @@ def runs(numbers: list[int]) -> list[list[int]]:
     return result
 
 
-def _names(items: list[Any], index: Index, check: FieldReader) -> tuple[str, ...]:
+def _names(items: list[Any], known: Sequence[str], check: FieldReader) -> tuple[str, ...]:
     """The names of parameters whose numbers are given as runs."""
     count, names = 0, list[str]()
     for item in items:
         valid = isinstance(item, list) and len(item) == 2 and all(map(is_natural, item))
-        check.true(valid and item[1] > 0 and sum(item) <= len(index), "groups: numbers of parameters")
+        check.true(valid and item[1] > 0 and sum(item) <= len(known), "groups: numbers of parameters")
         count += item[1]
-        check.true(count <= len(index), "groups: a parameter twice")
-        names += index.names[item[0] : sum(item)]
+        check.true(count <= len(known), "groups: a parameter twice")
+        names += known[item[0] : sum(item)]
     return tuple(names)
 
 
@@ -291,15 +323,20 @@ def _pack_fields(pack: Pack) -> list[Any]:
     return own if pack.owner is None else [*own, pack.owner.folder, pack.owner.number]
 
 
-def _index(data: bytes | None, stated: Any, tables: Tables, packs: tuple[Pack, ...], check: FieldReader) -> Index:
+def _columns(data: bytes | None, stated: Any, types: Mapping[str, str], check: FieldReader) -> dict[str, Array]:
+    """The columns of an index, which fits its checksum. `data`: its bytes; None if it is in a file of its own."""
     path = check.path.parent / INDEX if data is None else check.path
     nbytes, checksum = check.natural(stated, "nbytes"), check.hash(stated, "checksum")
     data = _index_file(path, nbytes) if data is None else data
     if len(data) != nbytes or xxhash.xxh3_128_intdigest(data) != hash_number(checksum):
         raise CorruptError("the index does not fit its checksum: it was damaged or edited", where=path)
-    index = Index(columns.load(data, TYPES, path), tables)
-    check_index(index, packs, path)
-    return index
+    return columns.load(data, types, path)
+
+
+def _boxes(stored: Mapping[str, Array], entries: Index, check: FieldReader) -> BoxTable:
+    table = BoxTable({name: stored[name] for name in boxes.TYPES})
+    check_boxes(table, entries, check.path.parent / INDEX)
+    return table
 
 
 def _index_file(path: Path, nbytes: int) -> bytes:

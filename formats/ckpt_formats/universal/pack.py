@@ -110,7 +110,6 @@ def write_pack(
     master, which is known only when the master was written. `errors`: the figures of states that were approximate
     before.
     """
-    reserve = _SLOT_RESERVE if coding is not None else 0
     with ExitStack() as stack:
         # A spill has the same name when an interrupted command is run again, so that no file stays.
         spills = [path.with_suffix(f".{place}.replayed") for place in range(len(parameters))]
@@ -122,27 +121,52 @@ def write_pack(
         if earlier is not None:
             own = list(readable)
             shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
-        out = stack.enter_context(PackFile(path, number, _header_nbytes(parameters, reserve, shared)))
-        drafts = []
+        out = stack.enter_context(PackFile(path, number, header_nbytes(parameters, coding, shared)))
+        writer = StatesWriter(out, transfer, coding)
         for parameter in readable:
-            with at_tensor(printable(parameter.name)):
-                base = (bases or {}).get(parameter.name)
-                draft = _begin(out, parameter, transfer, coding, base, shared.get(parameter.name, {}))
-            drafts.append(draft)
-            for state in draft.remaining(copies=False, aligned=True):
-                _write_state(out, draft, state, transfer, coding)
+            base = (bases or {}).get(parameter.name)
+            writer.add(parameter, base, shared.get(parameter.name, {}))
+        return finish_pack(out, writer.finish(errors or {}))
+
+
+class StatesWriter:
+    """Writes the states of parameters one after another into a pack."""
+
+    def __init__(self, out: PackFile, transfer: Transfer, coding: EncodingOptions | None) -> None:
+        self._out = out
+        self._transfer = transfer
+        self._coding = coding
+        self._drafts: list[_Draft] = []
+
+    def add(self, parameter: Parameter, base: DeltaBase | None = None, shared: Mapping[str, StateEntry] = {}) -> None:
+        """Write a parameter, but for the states that come last. `shared`: those that are not stored."""
+        with at_tensor(printable(parameter.name)):
+            draft = _begin(self._out, parameter, self._transfer, self._coding, base, shared)
+        self._drafts.append(draft)
+        for state in draft.remaining(copies=False, aligned=True):
+            self._write(draft, state)
+
+    def finish(self, errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[ParameterEntry, ...]:
+        """Write what is left. Returns the entries of all parameters."""
         for copies, aligned in ((True, True), (False, False), (True, False)):
-            late = [(draft, state) for draft in drafts for state in draft.remaining(copies, aligned)]
+            late = [(draft, state) for draft in self._drafts for state in draft.remaining(copies, aligned)]
             if not aligned:
                 late.sort(key=lambda item: -item[0].parameter.states[item[1]].dtype.itemsize)
             for draft, state in late:
-                _write_state(out, draft, state, transfer, coding)
-        entries = tuple(_entry(draft, errors or {}) for draft in drafts)
-        stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
-        header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
-        out.finish(header)
-        header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
-        return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), entries)
+                self._write(draft, state)
+        return tuple(_entry(draft, errors) for draft in self._drafts)
+
+    def _write(self, draft: _Draft, state: str) -> None:
+        _write_state(self._out, draft, state, self._transfer, self._coding)
+
+
+def finish_pack(out: PackFile, entries: Sequence[ParameterEntry]) -> WrittenPack:
+    """Write the header of a pack, when all its states are written."""
+    stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
+    header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
+    out.finish(header)
+    header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
+    return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), tuple(entries))
 
 
 def check_storable(parameter: Parameter) -> None:
@@ -287,9 +311,10 @@ def _shared(
     return shared
 
 
-def _header_nbytes(parameters: Sequence[Parameter], reserve: int, shared: SharedStates) -> int:
+def header_nbytes(parameters: Sequence[Parameter], coding: EncodingOptions | None, shared: SharedStates) -> int:
     """The space for the header: enough for all states that may be stored, wherever they will be, so each as if it came
     last."""
+    reserve = _SLOT_RESERVE if coding is not None else 0
     names, nbytes = SlotNames(), len(header_bytes((), _METADATA))
     offset_digits = len(str(sum(parameter.nbytes for parameter in parameters)))
     for parameter in parameters:
@@ -301,7 +326,7 @@ def _header_nbytes(parameters: Sequence[Parameter], reserve: int, shared: Shared
     return -(-nbytes // PAGE) * PAGE
 
 
-def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[TensorSlot]:
+def stored_slots(entries: Sequence[ParameterEntry], begin: int) -> list[TensorSlot]:
     """The entries of the header for what is stored, by offset. Encoded states and deltas are tensors of uint8."""
     slots, names = [], SlotNames()
     for entry in entries:
@@ -311,9 +336,9 @@ def stored_slots(entries: Sequence[ParameterEntry], header_nbytes: int) -> list[
             dtype, shape = (DTYPES[state.dtype], state.shape)
             if state.chunks is not None:
                 dtype, shape = np.dtype(np.uint8), (state.extent.nbytes,)
-            slots.append(TensorSlot(names.add(entry.name, name), dtype, shape, state.extent.offset - header_nbytes))
+            slots.append(TensorSlot(names.add(entry.name, name), dtype, shape, state.extent.offset - begin))
         if entry.delta is not None:
             extent = entry.delta.extent
             text = names.add(entry.name, DELTA)
-            slots.append(TensorSlot(text, np.dtype(np.uint8), (extent.nbytes,), extent.offset - header_nbytes))
+            slots.append(TensorSlot(text, np.dtype(np.uint8), (extent.nbytes,), extent.offset - begin))
     return sorted(slots, key=lambda slot: (slot.offset, slot.nbytes))

@@ -19,7 +19,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import PackFiles
-from ckpt_formats.universal.replay import DeltaBlob, StoredDelta
+from ckpt_formats.universal.replay import DeltaBlob, StoredDelta, replay_of, values_of
 
 if TYPE_CHECKING:
     from ckpt_codecs.delta import DeltaCodec
@@ -130,6 +130,9 @@ def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: 
     form = {to_stored(name): DTYPES[entry.states[name].dtype] for name in delta.states}
     store = _delta_store(files, entry, delta)
     parent_states = {to_stored(name): _parent_blob(parent, name, store.path, entry) for name in delta.parent_states}
+    if len({id(one) for blob in parent_states.values() if (one := replay_of(blob)) is not None}) > 1:
+        # Only the states of one replay are replayed together. Others are read as values.
+        parent_states = {name: values_of(blob) for name, blob in parent_states.items()}
     for name, blob in parent_states.items():
         if (blob.shape, blob.dtype) != (shape, form[name]):
             raise CorruptError(
@@ -145,7 +148,8 @@ def _parent_blob(parent: Parameter | None, state: str, path: Path, entry: Parame
         raise CorruptError(
             f"`{entry.name}`: its delta is against a {state!r} that the parent does not have", where=path
         )
-    return tensor.fragments[0].blob
+    is_one = len(tensor.fragments) == 1 and not tensor.replicas
+    return tensor.fragments[0].blob if is_one and tensor.fragments[0].box.shape == tensor.shape else tensor
 
 
 def _codec(files: PackFiles, entry: ParameterEntry, make: Callable[[], _Codec]) -> _Codec:

@@ -21,7 +21,7 @@ from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_names import from_stored
-from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, FileBlob, FlatRangeBlob
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StoredDelta:
     @cached_property
     def parent(self) -> "StoredDelta | None":
         """The delta that the states before this one are in, if any of them is in one."""
-        replays = (_replay_of(blob) for blob in self.before.values())
+        replays = (replay_of(blob) for blob in self.before.values())
         return next((replay for replay in replays if replay is not None), None)
 
     @cached_property
@@ -83,7 +83,7 @@ class StoredDelta:
             stored = replay.stored
             yield FileBlob.packed(stored.path, stored.offset, (stored.nbytes,), np.dtype(np.uint8), stored.seal())
             for blob in replay.before.values():
-                if _replay_of(blob) is None:
+                if replay_of(blob) is None:
                     yield from blob.crop(box).sources()
 
     def _replayed(self, index: int, reader: Reader) -> StateArrays:
@@ -178,11 +178,16 @@ def stored_delta(blob: Blob) -> StoredDelta | None:
     return blob.replay if isinstance(blob, DeltaBlob) and isinstance(blob.replay, StoredDelta) else None
 
 
-def _replay_of(blob: Blob) -> StoredDelta | None:
+def replay_of(blob: Blob) -> StoredDelta | None:
     """The replay that a blob's values come from, or are derived from."""
     if isinstance(blob, DerivedBlob):
-        return _replay_of(blob.base)
+        return replay_of(blob.base)
     return stored_delta(blob)
+
+
+def values_of(blob: Blob) -> Tensor:
+    """The values of a blob, whether they are replayed or not: no replay of another delta goes on from them."""
+    return Tensor(blob.shape, blob.dtype, (Fragment(Box.whole(blob.shape), blob),))
 
 
 def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Reader) -> Array:
@@ -193,7 +198,7 @@ def chunk_of(blob: Blob, start: int, stop: int, earlier: StateArrays, reader: Re
     """
     if isinstance(blob, DeltaBlob) and stored_delta(blob) is not None:
         return earlier[blob.state]
-    if isinstance(blob, DerivedBlob) and _replay_of(blob) is not None:
+    if isinstance(blob, DerivedBlob) and replay_of(blob) is not None:
         base = chunk_of(blob.base, start, stop, earlier, reader)
         return blob.codec.decode(b"", base.shape, blob.dtype, base)
     values = np.empty(stop - start, blob.dtype)
