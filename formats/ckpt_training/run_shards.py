@@ -6,7 +6,7 @@ import torch
 
 from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.state_names import MASTER, MODEL, from_stored
-from ckpt_training.engines.run import TrackedRun, clean_name
+from ckpt_training.engines.run import TrackedRun, buffer_shards, clean_name
 from ckpt_training.local_shards import LocalShard, local_parts, local_shard, shard_of
 
 
@@ -21,31 +21,19 @@ def model_shards_of(run: TrackedRun) -> Iterator[LocalShard]:
         for part in local_parts(full, parameter):
             role: Role = "parameter" if full in stepped else "frozen"
             yield shard_of(local_shard(parameter).detach(), part, MODEL, role)
-    yield from buffer_shards_of(run)
-
-
-def buffer_shards_of(run: TrackedRun) -> Iterator[LocalShard]:
-    """This rank's memory of the persistent buffers."""
-    known = set[int]()
-    for prefix, module in run.model.named_modules():
-        for name, tensor in module._buffers.items():
-            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in known:
-                continue
-            known.add(id(tensor))
-            for part in local_parts(run.rename(clean_name(f"{prefix}.{name}" if prefix else name)), tensor):
-                yield shard_of(local_shard(tensor).detach(), part, MODEL, "buffer")
+    yield from buffer_shards(run.model, run.rename)
 
 
 def masters_of(run: TrackedRun) -> Iterator[LocalShard]:
     """This rank's memory of the masters: the tensors that optimizers step and the model does not compute with."""
-    of_model = {_memory_of(local_shard(parameter)) for parameter in run.model.parameters()}
+    of_model = {_memory_of(shard.memory) for shard in model_shards_of(run)}
     known = set[int]()
     for one in run.tensors:
         values = local_shard(one.tensor).detach()
         if id(one.tensor) in known or (values.numel() and _memory_of(values) in of_model):
             continue
         known.add(id(one.tensor))
-        for part in one.parts:
+        for part in one.all_parts:
             yield shard_of(values, part, MASTER, "parameter")
 
 
@@ -54,7 +42,7 @@ def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
     one = run.tensors[number]
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
         if isinstance(value, torch.Tensor) and value.shape == one.tensor.shape and value.dim():
-            for part in one.parts:
+            for part in one.all_parts:
                 yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
 
 

@@ -3,6 +3,9 @@
 This module reads private fields of these optimizers. It was checked with DeepSpeed 0.19: stages 1 and 2 are in
 `runtime/zero/stage_1_and_2.py`, stage 3 in `stage3.py`, those without ZeRO in `runtime/bf16_optimizer.py` and
 `runtime/fp16`.
+
+The model computes with copies in low precision, which the optimizers make from their masters after each step. Stages 1
+and 2 have full copies on every rank, stage 3 has this rank's partition of each (`ds_tensor`).
 """
 
 import re
@@ -17,8 +20,9 @@ import torch
 
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
-from ckpt_training.engines.run import TrackedRun, TrackedTensor, clean_name, names_of, renamed
-from ckpt_training.local_shards import LocalPart, dtype_name
+from ckpt_formats.core.state_names import MODEL
+from ckpt_training.engines.run import TrackedRun, TrackedTensor, buffer_shards, clean_name, names_of, renamed
+from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, shard_of
 
 
 def is_engine(model: object) -> bool:
@@ -31,28 +35,34 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
     optimizer = engine.optimizer
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     calls = 1
+    if getattr(optimizer, "offloaded_states", None):
+        raise UnsupportedError(
+            "the states of DeepSpeed's engine are offloaded", hint="Call engine.reload_states() before this."
+        )
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        tensors = _stages_1_and_2(optimizer, rank)
+        tensors = tuple(_stages_1_and_2(optimizer, rank))
         groups = _group_names(optimizer.bit16_groups, optimizer.param_names)
         calls = len(optimizer.bit16_groups)  # one call for each group, during which the optimizer has only that group
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        tensors, groups = _stage_3(optimizer, names), _groups_of_stage_3(optimizer, names)
+        tensors, groups = tuple(_stage_3(optimizer, names)), _groups_of_stage_3(optimizer, names)
         calls = len(optimizer.fp32_partitioned_groups_flat)
         if optimizer.offload_optimizer and getattr(optimizer, "backup_optimizer", None) is not None:
             raise UnsupportedError("ZeRO 3 that offloads only a part of the optimizer cannot be recorded")
     else:
         rows = _without_zero(optimizer, rank)
-        tensors = (_tensor(group, vector, of, names, begin) for group, vector, of, begin in rows)
+        tensors = tuple(_tensor(group, vector, of, names, begin) for group, vector, of, begin in rows)
         groups = tuple(
             tuple(names[parameter] for number, _, of, _ in rows if number == group for parameter in of)
             for group in range(len(_inner(optimizer).param_groups))
         )
+    _check_sizes(tensors)
     inner = _inner(optimizer)
     _, aliases = names_of(engine.module)
+    is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     run = TrackedRun(
         engine.module,
         (inner,),
-        tuple(tensors),
+        tensors,
         (groups,),
         aliases,
         (inner.param_groups,),
@@ -62,11 +72,122 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         notes=lambda: _notes(engine),
         after_step=(engine, "step"),
         counted=lambda: int(engine.global_steps),
+        model_shards=partial(_shards_of_stage_3, optimizer, engine.module) if is_stage_3 else None,
+        refresh=partial(_refresh, optimizer),
+        set_step=partial(_set_step, engine),
+        set_notes=partial(_set_notes, engine),
     )
     if type(inner).__name__ == "MuonWithAuxAdam" and hasattr(optimizer, "single_partition_of_fp32_groups"):
         run = replace(run, arrange=partial(_momentum_of_partition, run))
     experts = _experts(engine.module)
     return renamed(run, lambda name: _numbered(name, experts)) if experts else run
+
+
+def _check_sizes(tensors: Sequence[TrackedTensor]) -> None:
+    """Raise `UnsupportedError` if a vector is shorter than the parts that it should have, as those on an NVMe are."""
+    for one in tensors:
+        for part in one.parts:
+            if part.offset < 0 or part.offset + part.size > one.tensor.numel():
+                raise UnsupportedError(
+                    f"DeepSpeed has {one.tensor.numel()} elements of the optimizer's vector with `{part.name}`, not "
+                    f"{part.offset + part.size} or more",
+                    hint="Offload to the CPU, not to an NVMe.",
+                )
+
+
+def _shards_of_stage_3(zero: Any, model: torch.nn.Module) -> Iterator[LocalShard]:
+    """This rank's partition of every parameter, frozen ones included, and the buffers. Raises `UnsupportedError`."""
+    zero.checkpoint_event_prologue()  # ends what is in flight, and frees full parameters, which get other values
+    stepped = {id(parameter) for group in zero.fp16_groups for parameter in group}
+    for name, parameter in model.named_parameters():
+        part, partition = _part_of_stage_3(clean_name(name), parameter, 0), parameter.ds_tensor  # type: ignore[attr-defined]
+        if hasattr(partition, "ds_quant_scale"):
+            raise UnsupportedError(
+                f"`{name}` is quantized by ZeRO++", hint="Set zero_quantized_nontrainable_weights to false."
+            )
+        if part is None:
+            continue
+        if partition.dim() != 1 or partition.numel() < part.size:
+            raise UnsupportedError(
+                f"DeepSpeed has a partition of shape {list(partition.shape)} of `{name}`, not of {part.size} elements",
+                hint="Offload to the CPU, not to an NVMe.",
+            )
+        part = replace(part, dtype=dtype_name(partition.dtype))
+        yield shard_of(partition.detach(), part, MODEL, "parameter" if id(parameter) in stepped else "frozen")
+    yield from buffer_shards(model)
+
+
+def _refresh(optimizer: Any) -> None:
+    """Make the copies that the model computes with, from the masters, as the optimizer does after a step."""
+    with torch.no_grad():
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            optimizer.checkpoint_event_prologue()
+            for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+            for parameter in optimizer.module.parameters():
+                if getattr(parameter, "ds_secondary_tensor", None) is not None:
+                    parameter.ds_secondary_tensor = None  # DeepSpeed forgets only those of parameters that it steps
+            optimizer.checkpoint_event_epilogue()
+        elif hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            for vector, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+                for parameter, master in zip(parameters, _unflattened(vector, parameters), strict=True):
+                    parameter.data.copy_(master.data)
+        elif hasattr(optimizer, "fp32_groups"):
+            for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.data.copy_(master.data)
+
+
+def _unflattened(vector: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The values of parameters that are one after another in a vector, each with the shape of its parameter."""
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = torch.split(vector[: sum(sizes)], sizes)
+    return (part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True))
+
+
+def _set_step(engine: Any, step: int) -> None:
+    """Set the counts of steps, as if none was skipped. Micro-steps go on at the start of an accumulation."""
+    engine.global_steps = step
+    engine.global_samples = step * engine.train_batch_size()
+    engine.micro_steps = step * engine.gradient_accumulation_steps()
+    engine.skipped_steps = 0
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+"""The fields of a loss scaler that training changes, or that DeepSpeed's own load takes from a checkpoint."""
+
+
+def _set_notes(engine: Any, notes: Mapping[str, Any]) -> set[str]:
+    """Take the counts, the schedule and the loss scaler that DeepSpeed's own load takes; return the names."""
+    names = set[str]()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        if type(notes.get(name)) is int and notes[name] >= 0:
+            setattr(engine, name, notes[name])
+            names.add(name)
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    schedule = notes.get("lr_scheduler")
+    if isinstance(schedule, Mapping) and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(dict(schedule))
+        names.add("lr_scheduler")
+    return names | _set_scaler(engine.optimizer, notes)
+
+
+def _set_scaler(optimizer: Any, notes: Mapping[str, Any]) -> set[str]:
+    """Take the loss scaler of a source: an object with fields at stages 1 to 3, or fields among the notes."""
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    stored = notes.get("loss_scaler")
+    get = getattr(stored, "get", notes.get)
+    if not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
+        return set()
+    values = {name: get(name) for name in _SCALER if hasattr(scaler, name)}
+    taken = {name: value for name, value in values.items() if type(value) in (int, float)}
+    if "cur_scale" not in taken:
+        return set()
+    for name, value in taken.items():
+        setattr(scaler, name, value)
+    return {"loss_scaler", "dynamic_loss_scale"} if stored is not None else {"dynamic_loss_scale", *taken}
 
 
 def _momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:
@@ -199,20 +320,24 @@ def zero_rank(zero: Any, group: int, rank: int) -> int:
 
 def _stage_3(zero: Any, names: Mapping[torch.Tensor, str]) -> Iterator[TrackedTensor]:
     """This rank's part of each parameter, in the order of each sub-group. ZeRO 3 splits every parameter."""
-    from torch import distributed
-
     for sub_group, vector in enumerate(zero.fp32_partitioned_groups_flat):
         at, parts = 0, []
         for parameter in zero.fp16_groups[sub_group]:
-            each = parameter.ds_tensor.ds_numel
-            rank = distributed.get_rank(
-                getattr(parameter, "ds_process_group", None)
-            )  # not of all tensor-parallel ranks
-            low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
-            if low < high:
-                parts.append(_local_part(names[parameter], parameter, parameter.ds_shape, low, high, at))
-            at += each
+            part = _part_of_stage_3(names[parameter], parameter, at)
+            if part is not None:
+                parts.append(part)
+            at += parameter.ds_tensor.ds_numel
         yield TrackedTensor(vector, 0, zero.sub_group_to_group_id[sub_group], tuple(parts))
+
+
+def _part_of_stage_3(name: str, parameter: Any, offset: int) -> LocalPart | None:
+    """This rank's part of a parameter, which begins at `offset` of a tensor; None if this rank has only padding."""
+    from torch import distributed
+
+    each = parameter.ds_tensor.ds_numel
+    rank = distributed.get_rank(getattr(parameter, "ds_process_group", None))  # not of all tensor-parallel ranks
+    low, high = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
+    return _local_part(name, parameter, parameter.ds_shape, low, high, offset) if low < high else None
 
 
 def _local_part(

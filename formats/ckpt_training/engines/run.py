@@ -1,8 +1,9 @@
 """The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_training.local_shards import LocalPart, LocalShard, is_sharded, local_parts, local_shard
+from ckpt_formats.core.state_names import MODEL
+from ckpt_training.local_shards import LocalPart, LocalShard, is_sharded, local_parts, local_shard, shard_of
 
 Names = Mapping[torch.Tensor, str]
 
@@ -23,7 +25,13 @@ class TrackedTensor:
     optimizer: int
     group: int
     parts: tuple[LocalPart, ...]
-    """The parts of parameters that are in it."""
+    """The parts of parameters that are in it, and that this rank records."""
+    replica_parts: tuple[LocalPart, ...] = ()
+    """Further parts that are in it: another rank has them too, and records them."""
+
+    @property
+    def all_parts(self) -> tuple[LocalPart, ...]:
+        return self.parts + self.replica_parts
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ class TrackedRun:
     refresh: Callable[[], None] = lambda: None
     """Makes the model's copies of masters that have changed, as the engine does after a step. All ranks call it."""
     set_step: Callable[[int], None] = lambda step: None
-    """Sets the engine's own count of steps."""
+    """Sets the engine's own counts of steps."""
+    set_notes: Callable[[Mapping[str, Any]], Collection[str]] = lambda notes: ()
+    """Takes those values of a step that `notes` returns, and returns the names of the values that it took."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""
@@ -137,14 +147,23 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
     return replace(
         run,
         tensors=tuple(
-            replace(one, parts=tuple(replace(part, name=rename(part.name)) for part in one.parts))
+            replace(
+                one,
+                parts=tuple(replace(part, name=rename(part.name)) for part in one.parts),
+                replica_parts=tuple(replace(part, name=rename(part.name)) for part in one.replica_parts),
+            )
             for one in run.tensors
         ),
         group_names=tuple(tuple(tuple(map(rename, group)) for group in groups) for groups in run.group_names),
         aliases={rename(alias): rename(name) for alias, name in run.aliases.items()},
         rename=lambda name: rename(run.rename(name)),
         buffer_dtypes={rename(name): dtype for name, dtype in run.buffer_dtypes.items()},
+        model_shards=None if run.model_shards is None else partial(_renamed_shards, run.model_shards, rename),
     )
+
+
+def _renamed_shards(shards: Callable[[], Iterator[LocalShard]], rename: Callable[[str], str]) -> Iterator[LocalShard]:
+    return (replace(one, part=replace(one.part, name=rename(one.name))) for one in shards())
 
 
 @dataclass(frozen=True)
@@ -270,6 +289,18 @@ def persistent_buffers(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
             if tensor is not None and name not in module._non_persistent_buffers_set and not is_sharded(tensor):
                 logged = run.rename(clean_name(f"{prefix}.{name}" if prefix else name))
                 yield logged, as_saved(run, logged, tensor)
+
+
+def buffer_shards(model: nn.Module, rename: Callable[[str], str] = str) -> Iterator[LocalShard]:
+    """This rank's memory of the persistent buffers of a model. `rename`: gives the names in the log."""
+    known = set[int]()
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in known:
+                continue
+            known.add(id(tensor))
+            for part in local_parts(rename(clean_name(f"{prefix}.{name}" if prefix else name)), tensor):
+                yield shard_of(local_shard(tensor).detach(), part, MODEL, "buffer")
 
 
 def as_saved(run: TrackedRun, name: str, tensor: torch.Tensor) -> torch.Tensor:

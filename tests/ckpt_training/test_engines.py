@@ -1,0 +1,87 @@
+"""Memory of live runs of real engines: what is written through it, is what the engines themselves then save."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 -- numpy learns of bfloat16
+import numpy as np
+import pytest
+
+from ckpt_formats.core.checkpoint import MASTER, MODEL
+from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.registry.opening import open_checkpoint
+from filling_jobs import launch
+from filling_jobs.values import values_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+KINDS = (
+    "ddp",
+    "hsdp_2x2",
+    "fsdp2_tp_2x2",
+    "fsdp1",
+    "fsdp1_flat_2x2",
+    "fsdp1_whole",
+    "zero0",
+    "zero1",
+    "zero1_fp32_sums",
+    "zero1_fp16",
+    "zero1_experts",
+    "zero2",
+    "zero3",
+    "zero3_offload",
+)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all filled runs."""
+    out = tmp_path_factory.mktemp("filled")
+    launch.fill(KINDS, out)
+    return out
+
+
+def parts_of_ranks(run: Path) -> list[list[Any]]:
+    """What each rank has filled: name, state, dtype, shape, start and stop of the block, start and stop in it."""
+    return [json.loads(path.read_text()) for path in sorted(run.glob("rank*.json"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_have_each_element_once(kind: str, filled: Path) -> None:
+    """Ranks whose shards are equal are replicas."""
+    parts: defaultdict[tuple[str, str, tuple[int, ...]], set[tuple[Any, ...]]] = defaultdict(set)
+    for of_rank in parts_of_ranks(filled / kind):
+        for name, state, _, shape, start, stop, first, last in of_rank:
+            parts[name, state, tuple(shape)].add((tuple(start), tuple(stop), first, last))
+    assert len({(name, state) for name, state, _ in parts}) == len(parts)
+    for (name, state, shape), of_tensor in parts.items():
+        times = np.zeros(shape, np.int64)
+        for start, stop, first, last in of_tensor:
+            block = times[(*map(slice, start, stop), ...)]
+            marks = np.zeros(block.size, np.int64)
+            marks[first:last] = 1
+            block += marks.reshape(block.shape)
+        assert (times == 1).all(), (name, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_save_what_was_written(kind: str, filled: Path) -> None:
+    saved = open_checkpoint(filled / kind / "saved")
+    written = {tuple(part[:3]) for of_rank in parts_of_ranks(filled / kind) for part in of_rank}
+    with_master = {name for name, state, _ in written if state == MASTER}
+    wrong = []
+    for name, state, dtype in sorted(written):
+        stored = saved.parameters[saved.aliases.get(name, name)].states
+        origin = MASTER if name in with_master and state == MODEL else state  # the engine makes copies of masters
+        other = {MODEL: MASTER, MASTER: MODEL}.get(state, state)  # a checkpoint may have one of both
+        if not same(read(stored[state if state in stored else other]), name, origin, dtype):
+            wrong.append((name, state))
+    assert wrong == []
+
+
+def same(values: Array, name: str, state: str, dtype: str) -> bool:
+    """Are they the values that belong to a state, rounded to the dtype in memory, then to theirs?"""
+    expected = values_of(name, state, values.shape, values.dtype.kind in "iu")
+    return expected.astype(dtype).astype(values.dtype).tobytes() == values.tobytes()

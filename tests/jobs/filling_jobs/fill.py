@@ -1,0 +1,112 @@
+"""Fill live runs through their local shards, and let their engines save them: `fill.py OUT KIND...`.
+
+The kinds are those of `recording_jobs`. OUT/KIND/saved is what the engine saves of a run that had other weights and
+has not trained, OUT/KIND/rankN.json the parts that rank N has filled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jobs", "support"))
+
+import torch
+from torch import distributed
+
+from ckpt_formats.core.state_names import MASTER, MODEL
+from ckpt_training.engines.registry import tracked_run
+from ckpt_training.local_shards import LocalShard, dtype_name
+from ckpt_training.run_shards import masters_of, model_shards_of, states_of
+from engines import ranks
+from filling_jobs.values import values_of
+from recording_jobs.kinds import KINDS, Kind
+from recording_jobs.run import start
+from recording_jobs.train import joining
+
+STEP = 7
+
+
+def fill(kind: Kind, out: Path) -> None:
+    """Fill and save; called in every rank."""
+    run = start(kind, seed=1)
+    if kind.engine in ("fsdp1", "fsdp2"):
+        run.evaluate()  # the outermost module has full parameters then
+    rank = distributed.get_rank()
+    tracked = tracked_run(run.model, run.optimizer, rank, has_begun=False)
+    parts = [write(shard) for shard in model_shards_of(tracked)]
+    masters = [write(shard) for shard in masters_of(tracked)]
+    parts += masters
+    for number, one in enumerate(tracked.tensors):
+        state = tracked.optimizers[one.optimizer].state[one.tensor]
+        names = ("momentum_buffer",) if kind.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
+        state.update({name: torch.zeros_like(one.tensor) for name in names if name not in state})
+        if kind.optimizer != "sgd":
+            state["step"] = torch.tensor(float(STEP))
+        parts += [write(shard) for shard in states_of(tracked, number)]
+    tracked.refresh()
+    tracked.set_step(STEP)
+    if kind.engine == "deepspeed" and not kind.zoo:
+        stepped = {name for groups in tracked.group_names for names in groups for name in names}
+        assert wrong_in_full(run.model.module, stepped if masters else set()) == []
+    run.save(out / "saved")
+    run.train(1)  # it still can
+    (out / f"rank{rank}.json").write_text(json.dumps(parts))
+
+
+def write(shard: LocalShard) -> list[Any]:
+    """Write the values that belong to a shard; its name, state, dtype, and where it is in the parameter."""
+    part = shard.part
+    is_integer = not shard.memory.dtype.is_floating_point
+    block = torch.from_numpy(values_of(part.name, shard.state, part.shape, is_integer))[part.box.index]
+    values = block.reshape(-1)[part.start : part.stop]
+    assert shard.memory.shape == (block.shape if part.is_block else values.shape)
+    with torch.no_grad():
+        shard.memory.copy_(values.view(shard.memory.shape))
+    return [
+        part.name,
+        shard.state,
+        dtype_name(shard.memory.dtype),
+        part.shape,
+        part.box.start,
+        part.box.stop,
+        part.start,
+        part.stop,
+    ]
+
+
+def wrong_in_full(model: torch.nn.Module, with_master: set[str]) -> list[str]:
+    """The parameters that DeepSpeed computes with which are not the rounded values; stage 3 keeps small ones whole."""
+    from deepspeed import zero
+
+    wrong = []
+    for name, parameter in model.named_parameters():
+        gathering = zero.GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext()
+        with gathering:
+            state = MASTER if name in with_master else MODEL
+            expected = torch.from_numpy(values_of(name, state, tuple(parameter.shape))).to(parameter.dtype)
+            if not torch.equal(parameter.detach(), expected):
+                wrong.append(name)
+    return wrong
+
+
+def main() -> int:
+    out, failed = Path(sys.argv[1]).resolve(), 0
+    for kind in [KINDS[name] for name in sys.argv[2:]]:
+        began = time.monotonic()
+        try:
+            folder = out / kind.name
+            ranks.run(kind.world, lambda kind=kind, folder=folder: fill(kind, folder), folder, join=joining(kind))
+            print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"{kind.name} FAILED: {error}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
