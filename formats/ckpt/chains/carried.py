@@ -22,6 +22,7 @@ from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.transfer import as_bytes
+from ckpt_formats.universal.boxes.whole import as_stored, with_stored
 from ckpt_formats.universal.entry import ALIGNMENT
 from ckpt_formats.universal.replay import DeltaBlob, StateArrays, StoredDelta, chunk_of, stored_delta
 from ckpt_formats.universal.write_replayed import with_plain, write_at
@@ -45,7 +46,7 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
     """
     blobs, at = dict[DeltaKey, Mapping[str, FileBlob]](), 0
     tasks, parameters = list[tuple[StoredDelta, Mapping[str, FileBlob]]](), dict[str, Parameter]()
-    for name, parameter in checkpoint.parameters.items():
+    for name, parameter in as_stored(checkpoint).parameters.items():
         own = [tensor.fragments[0].blob for tensor in parameter.states.values()]
         delta = next((one for blob in own if (one := stored_delta(blob)) is not None), None)
         if delta is None:
@@ -68,7 +69,7 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
         kind, hint = (NoSpaceError, "Free some.") if error.errno in FULL else (OutputError, None)
         text = "no space left on the disk" if kind is NoSpaceError else f"cannot be written: {error.strerror or error}"
         raise kind(text, where=path.parent, hint=hint) from error
-    return CarriedState(replace(checkpoint, parameters=parameters), path, blobs)
+    return CarriedState(with_stored(checkpoint, parameters), path, blobs)
 
 
 def _write(

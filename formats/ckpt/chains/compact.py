@@ -15,9 +15,10 @@ from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members, open_one
@@ -110,8 +111,13 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
         elif not stays or (policy.base_every is not None and since >= policy.base_every):
             how = "base"
         else:
-            above = stays[-1].member
-            how = "as it is" if above is not None and above.content == member.parent else "delta"
+            above = stays[-1]
+            same = above.member is not None and above.member.content == member.parent
+            if same and above.how != "as it is":  # of boxes, whole tensors are written, which have another content id
+                same = not _has_boxes(run, above.member)
+            how = "as it is" if same else "delta"
+        if how in ("base", "delta") and any(one.first == step and one.parent is not None for one in segments):
+            _check_parent(run, member)
         since = since + 1 if how == "delta" or (how == "as it is" and member and member.kind == "delta") else 1
         stays.append(KeptMember(step, member, how))
     return CompactPlan(tuple(stays), segments)
@@ -253,8 +259,9 @@ def _rewritten(
     if member is None or source is None:
         source = open_state(run, chain, state.step)
         return write_base(source, target, state.step, policy, resources, progress, unchanged=unchanged).member
+    content = None if _has_boxes(run, member) else member.content
     if state.how == "base":
-        written = write_base(source, target, member.step, policy, resources, progress, member.content, unchanged)
+        written = write_base(source, target, member.step, policy, resources, progress, content, unchanged)
     else:
         last = before[-1]
         earlier = open_member(run, chain, last) if earlier is None else earlier
@@ -268,7 +275,7 @@ def _rewritten(
             policy,
             resources,
             progress,
-            member.content,
+            content,
             unchanged=unchanged,
         )
     return replace(written.member, time=member.time, errors=member.errors)
@@ -284,6 +291,20 @@ def _unchanged(run: Path, state: KeptMember, before: list[Member]) -> EarlierMem
     if state.how == "delta" and before[-1].kind == "delta" and not before[-1].shared:
         return None
     return last_base(run, before)[0]
+
+
+def _has_boxes(run: Path, member: Member | None) -> bool:
+    return member is not None and manifest.load(run / member.folder / manifest.NAME).boxes is not None
+
+
+def _check_parent(run: Path, member: Member | None) -> None:
+    """Raise `UnsupportedError` for a member that would get another content id, and that a log of gradients names."""
+    if _has_boxes(run, member):
+        raise UnsupportedError(
+            f"step {member.step if member else 0} has boxes, and a log of gradients continues it",
+            where=run,
+            hint="Keep the steps before it, up to its base.",
+        )
 
 
 def _unused_folder(run: Path, step: int) -> Path:

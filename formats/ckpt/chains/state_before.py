@@ -126,6 +126,12 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
     stated: list[Manifest] = []
     _check_members(run, chain)
     known = identified(lambda: _known(run, last, stated))
+    if stated[0].boxes is not None:
+        raise UnsupportedError(
+            "the chain's last member has boxes: whether the parent has the same values is not known",
+            where=run / last.folder,
+            hint="Leave out `parent` (--parent): then the chain is replayed.",
+        )
     where = printable(str(parent.path))
     replayed: list[Checkpoint] = []
 

@@ -19,6 +19,7 @@ from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Blob
+from ckpt_formats.universal.boxes.whole import as_stored
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.chain.folder import PACKS, pack_number
@@ -170,7 +171,7 @@ def remainders(chain: ChainIndex, members: OpenedMembers) -> tuple[list[Checkpoi
     sealed, replayed, shared = set[Path](), set[_Key](), _SharedSeals.of(members)
     for member in reversed(chain.members):
         try:
-            checkpoint = members.open(member)
+            checkpoint = as_stored(members.open(member))
         except CkptError as error:
             findings.append(Finding("unreadable", f"step {member.step}: {error.what}", error.where or member.folder))
             continue

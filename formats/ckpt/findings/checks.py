@@ -33,6 +33,7 @@ from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.zero_runs import ZeroRun, holes
 from ckpt_formats.core.zero_values import zero_notices
+from ckpt_formats.universal.boxes.whole import as_stored
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.replay import DeltaBlob
 
@@ -59,6 +60,7 @@ class Replayed:
 
 def nbytes_to_read(checkpoint: Checkpoint) -> int:
     """Bytes that `find_problems` will read."""
+    checkpoint = as_stored(checkpoint)
     decoded = sum(checkpoint.parameters[name].states[state].nbytes for name, state in checkpoint.digests)
     return nbytes_sealed(checkpoint) + decoded + sum(_compared(p) for p in _with_copies(checkpoint))
 
@@ -83,7 +85,7 @@ def find_problems(
     zeros in what was read. `scan` is shown all values that have checksums.
     """
     with interruptible(count_bytes) as count:
-        return _examine(checkpoint, resources, count, replayed, note_zeros, scan)
+        return _examine(as_stored(checkpoint), resources, count, replayed, note_zeros, scan)
 
 
 def problems_of_headers(checkpoint: Checkpoint) -> list[Finding]:
@@ -394,6 +396,7 @@ def verify(source: Checkpoint, *, resources: Resources | None = None, progress: 
     report name the states with NaN or infinity, of values that have checksums, and zeros that may be holes.
     """
     load_kernels()
+    source = as_stored(source)
     own, scan = resources or Resources.of_machine(), FloatScan(source)
     count_bytes = count_to(nbytes_to_read(source), progress)
     zeros = holes_of(source)

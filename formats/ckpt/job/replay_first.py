@@ -43,7 +43,8 @@ def with_content(source: Checkpoint, format: Universal) -> Universal:
     path = source.path / manifest.NAME
     if _is_edited(source) or not path.is_file() or type(format) is not Universal or format.codec is not None:
         return format
-    return Universal(content=manifest.load(path).content)
+    stated = manifest.load(path)
+    return format if stated.boxes is not None else Universal(content=stated.content)
 
 
 def replayed(source: Checkpoint, stage: StagedTarget, needed: int, write: Write) -> Checkpoint:

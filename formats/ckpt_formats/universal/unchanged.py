@@ -67,6 +67,8 @@ class EarlierMember:
         Of the parameters in `whole`, either all states are shared or none: the others would be in a delta. Without
         `check`, equal checksums of values are enough.
         """
+        if self.stated.boxes is not None:
+            return {}  # its packs have boxes, not whole states
         usable: dict[str, dict[str, StateEntry]] = {}
         for parameter in parameters:
             entry = self._entry(parameter.name)

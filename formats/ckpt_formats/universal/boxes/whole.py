@@ -9,6 +9,7 @@ from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Fragment, Te
 from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.boxes.table import BoxPlace, BoxTable
 from ckpt_formats.universal.error_figures import worst
+from ckpt_formats.universal.index import Index
 from ckpt_formats.universal.manifest import Manifest, PackFiles
 from ckpt_formats.universal.shared_packs import manifest_of
 from ckpt_formats.universal.stored import StateDigests, StateKey, StoredParameters, state_errors
@@ -19,8 +20,9 @@ class WholeParameters(Mapping[str, Parameter]):
     """The parameters of a checkpoint of boxes by name. Each is created once, when it is looked up."""
 
     table: BoxTable
-    stored: StoredParameters
-    """The boxes as they are stored, by their own names."""
+    entries: Index
+    stored: Mapping[str, Parameter]
+    """The boxes by their own names."""
     names: Collection[str]
     """The parameters that there are: of an ancestor only what is needed."""
     _created: dict[str, Parameter] = field(default_factory=dict, repr=False)
@@ -35,7 +37,7 @@ class WholeParameters(Mapping[str, Parameter]):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Without what was created."""
-        return WholeParameters, (self.table, self.stored, frozenset(self.names))
+        return WholeParameters, (self.table, self.entries, self.stored, frozenset(self.names))
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -51,11 +53,11 @@ class WholeParameters(Mapping[str, Parameter]):
         first: dict[str, tuple[BoxPlace, Tensor]] = {}
         rows = self.table.rows(self.table.numbers[name])
         for row in rows:
-            for state, tensor in self.stored[self.stored.index.names[row]].states.items():
+            for state, tensor in self.stored[self.entries.names[row]].states.items():
                 place = self.table.place(row, tensor.shape)
                 first.setdefault(state, (place, tensor))
                 fragments.setdefault(state, []).extend(_fragments(place, tensor.fragments[0].blob))
-        own = self.stored[self.stored.index.names[rows[0]]]
+        own = self.stored[self.entries.names[rows[0]]]
         states = {
             state: Tensor(place.shape, tensor.dtype, tuple(fragments[state]))
             for state, (place, tensor) in first.items()
@@ -101,7 +103,7 @@ class ParentBoxes(Mapping[str, Parameter]):
         if not isinstance(parent, WholeParameters):
             return None
         for row in parent.table.rows(parent.table.numbers[name]):
-            entry = parent.stored.index[row]
+            entry = parent.entries[row]
             if all(state in entry.states for state in needed):
                 places = [parent.table.place(row, entry.states[state].shape) for state in needed]
                 if all(place == own for place in places):
@@ -115,7 +117,7 @@ def whole_parameters(
     """The parameters of a checkpoint of boxes. `parent`: those of its parent, whole."""
     entries = stated.entries
     stored = StoredParameters(files, entries, entries.numbers.keys(), ParentBoxes(table, stated, parent))
-    return WholeParameters(table, stored, names)
+    return WholeParameters(table, entries, stored, names)
 
 
 def box_errors(stated: Manifest, table: BoxTable) -> dict[StateKey, ErrorFigures]:
@@ -145,6 +147,14 @@ def as_stored(checkpoint: Checkpoint) -> Checkpoint:
         digests=StateDigests(entries),
         errors=state_errors(entries),
     )
+
+
+def with_stored(checkpoint: Checkpoint, stored: Mapping[str, Parameter]) -> Checkpoint:
+    """The checkpoint with other parameters: those of `as_stored`, with the same values at other places."""
+    parameters = checkpoint.parameters
+    if isinstance(parameters, WholeParameters):
+        return replace(checkpoint, parameters=replace(parameters, stored=stored, _created={}))
+    return replace(checkpoint, parameters=stored)
 
 
 def _fragments(place: BoxPlace, blob: Blob) -> Iterator[Fragment]:
