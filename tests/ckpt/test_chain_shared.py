@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
 from ckpt.pipeline import Execution
-from ckpt_codecs import from_config
-from ckpt_codecs.registry import delta_from_config
-from ckpt_formats.containers import typed_json
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
@@ -34,6 +30,7 @@ from ckpt_formats.universal.chain import folder
 from damage import ckpt
 from forged import Change, Forged, forge, number, put, signed
 from held import checkpoint, contents, flip, parameter
+from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader, UniversalDecoder
 
 TWO = Execution(workers=2)
@@ -301,22 +298,6 @@ def test_a_delta_that_becomes_a_base_names_the_packs_that_it_named(tmp_path: Pat
         ("delta", "step-0000000004", 1),
     ]
     assert_states(run, states[2:])
-
-
-def decode(codec: Mapping[str, Any], data: bytes, shape: list[int], dtype: str, base: bytes, base_dtype: str) -> bytes:
-    block = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
-    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], block).tobytes()
-
-
-def decode_delta(
-    codec: object, data: bytes, shape: list[int], before: Mapping[str, bytes], dtypes: Mapping[str, str]
-) -> dict[str, bytes]:
-    types = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
-    parent = {name: np.frombuffer(values, types[name]).reshape(shape) for name, values in before.items()}
-    options = typed_json.decode(codec, Path("manifest.json"))
-    assert isinstance(options, dict)
-    decoded = delta_from_config(options).decode(data, parent, tuple(shape), types)
-    return {name: values.tobytes() for name, values in decoded.items()}
 
 
 @pytest.mark.parametrize("policy", [BASES, DeltaPolicy()], ids=["bases", "deltas"])

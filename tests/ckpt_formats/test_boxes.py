@@ -8,8 +8,11 @@ import pytest
 
 from boxed import BoxedRun, states_at
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.registry.opening import open_checkpoint
+from page_codecs import decode, decode_delta
+from universal_decoder import UniversalDecoder
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +44,11 @@ def expected(step: int) -> dict[tuple[str, str], bytes]:
 @pytest.mark.parametrize("step", range(1, 7))
 def test_boxes_read_as_whole_tensors_bit_for_bit(boxed: Path, step: int) -> None:
     assert values_of(open_checkpoint(Path(f"{boxed}@{step}"))) == expected(step)
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_the_reader_of_the_page_reads_boxes(boxed: Path, step: int) -> None:
+    reader = UniversalDecoder(boxed / f"step-{step:010d}", decode, decode_delta)
+    for name, states in states_at(step).items():
+        for state, values in states.items():
+            assert reader.whole_values(name, to_stored(state)) == values.tobytes(), (name, state)

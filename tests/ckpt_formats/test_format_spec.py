@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt.job import save
-from ckpt_codecs import from_config
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.chunking import Chunking, chunk_sizes
@@ -28,6 +27,7 @@ from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.index import TYPES
 from ckpt_formats.universal.tables import Tables
+from page_codecs import decode
 from universal_decoder import UniversalDecoder
 from universal_reader import CODED, DERIVED, ITEMSIZE, PLAIN, TAGS, UniversalReader, chunk_count, chunk_form
 
@@ -118,11 +118,6 @@ def test_the_reference_library_reads_every_plain_state_of_what_we_convert(sample
             assert values[parameter.name, to_stored(state)] == read(tensor).tobytes(), f"{parameter.name}/{state}"
         else:
             assert UniversalReader(folder).entries[parameter.name]["states"][to_stored(state)]["storage"] == DERIVED
-
-
-def decode(codec, data, shape, dtype, base, base_dtype):
-    below = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
-    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], below).tobytes()
 
 
 @pytest.mark.quick(1)

@@ -6,39 +6,24 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
 from ckpt.findings import find_problems
 from ckpt.pipeline import Execution
-from ckpt_codecs import from_config
-from ckpt_codecs.registry import DELTA_CODECS, delta_from_config
-from ckpt_formats.containers import typed_json
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_codecs.registry import DELTA_CODECS
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from damage import SAMPLES, ckpt
+from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader, UniversalDecoder
 from universal_reader import chunk_count
 
 GOLDEN = SAMPLES / "universal-1-delta"
 EXPECTED = json.loads(GOLDEN.with_suffix(".expected.json").read_text())
 APPROXIMATE = {13, 14, 15}
-
-
-def decode(codec, data, shape, dtype, base, base_dtype):
-    block = None if base is None else np.frombuffer(base, DTYPES[base_dtype]).reshape(shape)
-    return from_config(dict(codec)).decode(data, tuple(shape), DTYPES[dtype], block).tobytes()
-
-
-def decode_delta(codec, data, shape, parent_values, dtypes):
-    types = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
-    parent = {name: np.frombuffer(values, types[name]).reshape(shape) for name, values in parent_values.items()}
-    decoded = delta_from_config(typed_json.decode(codec, GOLDEN)).decode(data, parent, tuple(shape), types)
-    return {name: values.tobytes() for name, values in decoded.items()}
 
 
 @pytest.mark.parametrize("step", EXPECTED)

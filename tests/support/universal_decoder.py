@@ -81,16 +81,38 @@ class UniversalDecoder(UniversalReader):
         """The values of all states of a delta: {state: bytes}."""
         states, delta = self.entries[parameter]["states"], self.entries[parameter]["delta"]
         dtypes = {name: states[name]["dtype"] for name in delta["states"]}
-        parent_values = {name: self.parent.values(parameter, name) for name in delta["parent_states"]}
-        for name in parent_values:
-            there = self.parent.entries[parameter]["states"][name]
-            assert (there["dtype"], there["shape"]) == (states[name]["dtype"], states[name]["shape"])
+        parent_values = {}
+        for name in delta["parent_states"]:
+            whole, shape, numbers = self._elements_of_whole(parameter, name)
+            dtype, there = self.parent.form(whole, name)
+            assert (dtype, there) == (states[name]["dtype"], shape)
+            values, size = self.parent.whole_values(whole, name), ITEMSIZE[dtype]
+            parts = (values[at * size : (at + 1) * size] for at in numbers or ())
+            parent_values[name] = values if numbers is None else b"".join(parts)
         values = {name: [] for name in dtypes}
         for data, shape, start in self._chunks(delta, states[delta["states"][0]]["shape"]):
             blocks = {name: elements(whole, dtypes[name], shape, start) for name, whole in parent_values.items()}
             for name, part in self.decode_delta(delta["codec"], data, shape, blocks, dtypes).items():
                 values[name].append(part)
         return {name: b"".join(parts) for name, parts in values.items()}
+
+    def form(self, parameter, name):
+        """The type and the shape of a state of a parameter, also of one that is in boxes."""
+        if self.wholes is None:
+            state = self.entries[parameter]["states"][name]
+            return state["dtype"], state["shape"]
+        shape, boxes = self.wholes[parameter][name]
+        return self.entries[boxes[0][0]]["states"][name]["dtype"], shape
+
+    def _elements_of_whole(self, parameter, name):
+        """The parameter that a row is of, the shape of its state, and its elements there; None: all of them."""
+        if self.wholes is None:
+            return parameter, self.entries[parameter]["states"][name]["shape"], None
+        for whole, states in self.wholes.items():
+            shape, boxes = states.get(name, ((), ()))
+            if parameter in dict(boxes):
+                return whole, shape, dict(boxes)[parameter]
+        raise AssertionError(parameter)
 
     def _chunks(self, stored, shape):
         """The coded chunks of a state or a delta, checked, each with its shape and its first element."""

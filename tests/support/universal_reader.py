@@ -8,7 +8,7 @@ import json
 import math
 import re
 import struct
-from itertools import groupby, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise, product
 from pathlib import Path
 
 import xxhash
@@ -28,6 +28,7 @@ COLUMNS = {
            "delta.parameter delta.codec delta.pack coded.nbytes",
     "U64": "parameter.ends state.offset state.nbytes state.dims delta.offset delta.nbytes coded.stored",
 }  # fmt: skip
+OF_BOXES = {"U8": "whole.names box.rank", "U32": "box.whole", "U64": "whole.ends box.first box.dims box.start box.stop"}
 LETTERS = {"U8": "B", "U16": "H", "U32": "I", "U64": "Q"}
 
 
@@ -35,17 +36,22 @@ class UniversalReader:
     """A checked universal checkpoint: every checksum of JSON, index and headers holds; those of values when read.
 
     `entries`: {parameter: {"role", "values", "states": {name: row}, "delta": row, if there is one}}. A row has what the
-    columns state, and the items of tables in the place of their numbers.
+    columns state, and the items of tables in the place of their numbers. In version 2, these are boxes, and `wholes`
+    has the parameters: {parameter: {state: (shape, [(box, [its elements in the whole, in C order])])}}.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.manifest = tables = read_sealed(self.folder / "manifest.json")
-        assert (tables["format"], tables["version"]) == ("ckpt-universal", 1)
+        assert tables["format"] == "ckpt-universal"
+        assert tables["version"] in (1, 2)
         assert not {"saved_as", "parameters"} & tables.keys()
         assert [tables[key][0] for key in ("codecs", "values", "errors")] == [{"codec": None, "base": None}, {}, None]
         assert all(item["codec"]["name"] for item in tables["codecs"][1:] + tables["deltas"])
-        self.entries = self._read_index(read_columns(self.folder / "index.safetensors", tables["index"]))
+        self.columns = read_columns(self.folder / "index.safetensors", tables["index"], tables["version"])
+        self.entries, self.wholes = self._read_index(self.columns), None
+        if tables["version"] == 2:
+            self.wholes = self._read_boxes(self.columns)
         for entry in self.entries.values():
             check_states(entry["states"], entry.get("delta", {"states": [], "parent_states": []}))
         self._check_names()
@@ -63,6 +69,19 @@ class UniversalReader:
         assert [xxhash.xxh3_128_digest(values[at : at + size]) for at in range(0, len(values), size)] == state["hashes"]
         return values
 
+    def whole_values(self, parameter, name):
+        """The bytes of a state of a parameter, also of one that is in boxes."""
+        if self.wholes is None:
+            return self.values(parameter, name)
+        shape, boxes = self.wholes[parameter][name]
+        size = ITEMSIZE[self.entries[boxes[0][0]]["states"][name]["dtype"]]
+        whole = bytearray(math.prod(shape) * size)
+        for box, elements in boxes:
+            values = self.values(box, name)
+            for number, element in enumerate(elements):
+                whole[element * size : (element + 1) * size] = values[number * size : (number + 1) * size]
+        return bytes(whole)
+
     def decoded(self, parameter, name):
         raise NotImplementedError(f"{parameter}/{name}: {self.entries[parameter]['states'][name]['codec']}")
 
@@ -74,10 +93,7 @@ class UniversalReader:
         return self.folder / f"packs/{number:05d}.safetensors"
 
     def _read_index(self, columns):
-        ends, blob, tables = [0, *columns["parameter.ends"]], bytes(columns["parameter.names"]), self.manifest
-        assert (ends, ends[-1]) == (sorted(ends), len(blob))
-        names = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(ends)]
-        assert len(set(names)) == len(names)
+        names, tables = names_of(columns["parameter.names"], columns["parameter.ends"]), self.manifest
         rows = rows_of(columns, "parameter", "role values ends")
         entries = [{"role": ROLES[r["role"]], "values": tables["values"][r["values"]], "states": {}} for r in rows]
         assert [number for number, _ in groupby(columns["state.parameter"])] == list(range(len(entries)))
@@ -110,14 +126,47 @@ class UniversalReader:
         assert [*dims, *hashes, *coded] == []
         return dict(zip(names, entries, strict=True))
 
+    def _read_boxes(self, columns):
+        names = names_of(columns["whole.names"], columns["whole.ends"])
+        assert [number for number, _ in groupby(columns["box.whole"])] == list(range(len(names)))
+        axes = iter(zip(*(columns[f"box.{key}"] for key in ("dims", "start", "stop")), strict=True))
+        wholes, same = {}, {}
+        for row, (box, entry) in zip(rows_of(columns, "box", "whole rank first"), self.entries.items(), strict=True):
+            assert row["rank"] <= 64
+            dims, start, stop = zip(*islice(axes, row["rank"]), strict=True) if row["rank"] else ((), (), ())
+            assert all(low <= high <= size for size, low, high in zip(dims, start, stop, strict=True))
+            assert math.prod(size or 1 for size in dims) < 2**62
+            name, block = names[row["whole"]], [high - low for low, high in zip(start, stop, strict=True)]
+            assert same.setdefault(name, (entry["role"], entry["values"])) == (entry["role"], entry["values"])
+            for state, stored in entry["states"].items():
+                count = math.prod(stored["shape"])
+                is_block = (stored["shape"], row["first"]) == (block, 0)
+                assert is_block or (len(stored["shape"]) == 1 and row["first"] + count <= math.prod(block))
+                first = wholes.setdefault(name, {}).setdefault(state, (list(dims), []))
+                assert first[0] == list(dims)
+                first[1].append((box, stored["dtype"], (start, stop, row["first"], count)))
+        assert list(axes) == []
+        return {name: {s: self._placed(*one) for s, one in states.items()} for name, states in wholes.items()}
+
+    @staticmethod
+    def _placed(shape, boxes):
+        assert len({dtype for _, dtype, _ in boxes}) == 1
+        assert sum(place[3] for *_, place in boxes) == math.prod(shape)  # so no list below is longer than the tensor
+        placed = [(box, elements_of(shape, *place)) for box, _, place in boxes]
+        assert sorted(element for _, elements in placed for element in elements) == list(range(math.prod(shape)))
+        return shape, placed
+
     def _check_names(self):
+        roles = {name: entry["role"] for name, entry in self.entries.items()}
+        if self.wholes is not None:
+            roles = {name: roles[next(iter(states.values()))[1][0][0]] for name, states in self.wholes.items()}
         for text in re.findall(r'\{"\$tensor":("(?:[^"\\]|\\.)*")\}', canonical(self.manifest["extras"])):
-            assert self.entries[json.loads(text)]["role"] == "extra"
+            assert roles[json.loads(text)] == "extra"
         for alias, name in self.manifest["aliases"].items():
-            assert (alias in self.entries, name in self.entries) == (False, True)
+            assert (alias in roles, name in roles) == (False, True)
         for runs in (group["parameters"] for group in self.manifest["groups"]):
-            assert all(0 <= first < first + count <= len(self.entries) for first, count in runs)
-            assert sum(count for _, count in runs) <= len(self.entries)
+            assert all(0 <= first < first + count <= len(roles) for first, count in runs)
+            assert sum(count for _, count in runs) <= len(roles)
 
     def _check_packs(self):
         """The ranges of each own pack follow one another; the headers of all describe the same as the index."""
@@ -146,14 +195,16 @@ class UniversalReader:
 
     def _content_id(self):
         order, names = sorted(self.entries), list(self.entries)
-        place, entries = {name: number for number, name in enumerate(order)}, [self.entries[name] for name in order]
+        entries = [self.entries[name] for name in order]
+        in_groups = names if self.wholes is None else list(self.wholes)
+        place = {name: number for number, name in enumerate(sorted(in_groups))}
         states = [(name, row) for entry in entries for name, row in sorted(entry["states"].items())]
         state_names, dtypes = sorted({name for name, _ in states}), sorted({row["dtype"] for _, row in states})
         values = sorted({canonical(entry["values"]) for entry in entries})
         head = {key: self.manifest[key] for key in ("aliases", "extras")} | {"dtypes": dtypes, "states": state_names}
         head |= {"parameters": len(order), "values": list(map(json.loads, values)), "groups": []}
         for group in self.manifest["groups"]:
-            places = [place[name] for first, count in group["parameters"] for name in names[first : first + count]]
+            places = [place[name] for first, count in group["parameters"] for name in in_groups[first : first + count]]
             head["groups"].append({"options": group["options"], "parameters": places})
         encoded = [name.encode("utf-8", "surrogatepass") for name in order]
         columns = [
@@ -164,10 +215,44 @@ class UniversalReader:
             ("Q", [size for _, row in states for size in row["shape"]]),
             ("B", b"".join(digest for _, row in states for digest in row["hashes"])),
         ]  # fmt: skip
+        columns += self._box_columns(order) if self.wholes is not None else []
         content = hashlib.blake2b(canonical(head).encode(), digest_size=32)
         for letter, column in columns:
             content.update(struct.pack(f"<{len(column)}{letter}", *column))
         return f"blake2b-256:{content.hexdigest()}"
+
+    def _box_columns(self, order):
+        names, columns, boxes = sorted(self.wholes), self.columns, list(self.entries)
+        encoded, rows = [name.encode("utf-8", "surrogatepass") for name in names], [boxes.index(name) for name in order]
+        ends = [0, *accumulate(columns["box.rank"])]
+        owners = [names.index(list(self.wholes)[columns["box.whole"][row]]) for row in rows]
+        return [
+            ("I", list(map(len, encoded))), ("B", b"".join(encoded)), ("I", owners),
+            ("B", [columns["box.rank"][row] for row in rows]), ("Q", [columns["box.first"][row] for row in rows]),
+            *(
+                ("Q", [n for row in rows for n in columns[f"box.{key}"][ends[row] : ends[row + 1]]])
+                for key in ("dims", "start", "stop")
+            ),
+        ]  # fmt: skip
+
+
+def names_of(blob, ends):
+    blob, ends = bytes(blob), [0, *ends]
+    assert (ends, ends[-1]) == (sorted(ends), len(blob))
+    names = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(ends)]
+    assert len(set(names)) == len(names)
+    return names
+
+
+def elements_of(shape, start, stop, first, count):
+    """The numbers of `count` elements of a block in C order, from the first on, counted in the full tensor."""
+    numbers = []
+    for index in islice(product(*map(range, start, stop)), first, first + count):
+        number = 0
+        for size, at in zip(shape, index, strict=True):
+            number = number * size + at
+        numbers.append(number)
+    return numbers
 
 
 def check_states(states, delta):
@@ -213,20 +298,21 @@ def read_checked(path, stated):
     return raw
 
 
-def read_columns(path, stated):
+def read_columns(path, stated, version):
     raw, columns = read_checked(path, stated), {}
     begin = at = 8 + struct.unpack("<Q", raw[:8])[0]
     header = parse_json(raw[8:begin])
+    known = COLUMNS if version == 1 else {tag: f"{text} {OF_BOXES.get(tag, '')}" for tag, text in COLUMNS.items()}
     assert header.pop("__metadata__", None) == {"ckpt": "universal 1: the index"}
     for name, slot in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        assert name in COLUMNS[slot["dtype"]].split()
+        assert name in known[slot["dtype"]].split()
         assert slot["shape"][1:] == ([16] if name == "chunk.values" else [])
         assert begin + slot["data_offsets"][0] == at
         at = begin + slot["data_offsets"][1]
         numbers = f"<{math.prod(slot['shape'])}{LETTERS[slot['dtype']]}"
         columns[name] = struct.unpack(numbers, raw[begin + slot["data_offsets"][0] : at])
     assert at == len(raw)
-    assert columns.keys() == set(" ".join(COLUMNS.values()).split())
+    assert columns.keys() == set(" ".join(known.values()).split())
     return columns
 
 
