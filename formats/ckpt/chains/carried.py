@@ -6,7 +6,7 @@ The values of a state are in a file while they are needed: until it is written a
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt.chains.verify_deltas import DeltaKey, delta_key
