@@ -17,7 +17,7 @@ from filling_jobs.values import values_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-KINDS = (
+KINDS = (  # of `recording_jobs` and of `engines`
     "ddp",
     "hsdp_2x2",
     "fsdp2_tp_2x2",
@@ -32,6 +32,16 @@ KINDS = (
     "zero2",
     "zero3",
     "zero3_offload",
+    "z1_bf16opt_dp3_tied_frozen",
+    "z2_bf16_dp4_round_robin",
+    "z3_fp32_dp2",
+    "z3_bf16_dp4_hpz2",
+    "megatron_2x2",
+    "megatron_buckets",
+    "megatron_tied",
+    "megatron_plain",
+    "megatron_experts",
+    "megatron_fp32",
 )
 
 
@@ -79,6 +89,13 @@ def test_engines_save_what_was_written(kind: str, filled: Path) -> None:
         if not same(read(stored[state if state in stored else other]), name, origin, dtype):
             wrong.append((name, state))
     assert wrong == []
+
+
+def test_last_stage_fills_its_copy_of_a_tied_table(filled: Path) -> None:
+    """The checkpoint has only the first stage's; Megatron's last stage would go on with another one."""
+    _, last = parts_of_ranks(filled / "megatron_tied")
+    table = {state for name, state, *_ in last if name == "embedding.word_embeddings.weight"}
+    assert table == {MODEL, MASTER, "exp_avg", "exp_avg_sq"}
 
 
 def same(values: Array, name: str, state: str, dtype: str) -> bool:

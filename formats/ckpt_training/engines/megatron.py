@@ -4,7 +4,7 @@ A tensor has the name and the place that ckpt gives it in Megatron's checkpoints
 Megatron core. It was checked with version 0.16: `core/optimizer/optimizer.py` and `distrib_optimizer.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,12 +17,13 @@ from torch import distributed, nn
 from ckpt_formats.core.errors import RulesError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout, ShardBlock, lengths, place
+from ckpt_formats.core.state_names import MODEL
 from ckpt_formats.core.values import Global, Record
 from ckpt_formats.engines.megatron.shared.arguments import Arguments, sizes_of
 from ckpt_formats.engines.megatron.shared.names import HEAD, TIED, Naming, is_expert, layer_of
 from ckpt_formats.engines.megatron.shared.rules import rules_for
-from ckpt_training.engines.run import FlatTensor, TrackedRun, clean_name, count_of, plain_run
-from ckpt_training.local_shards import LocalPart, dtype_name
+from ckpt_training.engines.run import FlatTensor, TrackedRun, buffer_shards, clean_name, count_of, plain_run
+from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, shard_of
 
 
 def is_megatron(optimizer: object) -> bool:
@@ -53,7 +54,8 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
     for wrapper in wrappers:
         for tensor, parameter, start, stop in _stepped_tensors(wrapper):
             one = places[id(parameter)]
-            flat[id(tensor)] = FlatTensor(() if one.is_copy else (one.name,), tuple(one.parts(start, stop)))
+            parts = tuple(one.parts(start, stop))
+            flat[id(tensor)] = FlatTensor((), (), parts) if one.is_copy else FlatTensor((one.name,), parts)
     run = plain_run(together, [one.optimizer for one in wrappers], flat)
     frozen = {name: places[id(one)] for name, one in parameters.items() if not one.requires_grad}
     return replace(
@@ -63,7 +65,44 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
         step=max((count_of(run, number) for number in range(len(run.tensors))), default=0),
         rename=names.full,
         frozen=lambda: ((name, one.gathered()) for name, one in frozen.items() if not one.is_copy),
+        model_shards=lambda: _model_shards(together, list(places.values()), wrappers, names.full),
+        refresh=lambda: _refresh(wrappers),
     )
+
+
+def _model_shards(
+    model: nn.Module, places: Sequence["_ParameterPlace"], wrappers: Sequence[Any], rename: Callable[[str], str]
+) -> Iterator[LocalShard]:
+    """This rank's parameters, frozen ones and the copy of a tied table included, and the buffers."""
+    for chunk in _distributed_chunks(wrappers):
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:  # what it gathers would overwrite what is written
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+    for one in places:
+        values = one.parameter.detach()
+        if type(values) is not torch.Tensor or not values.is_contiguous():
+            raise UnsupportedError(
+                f"`{one.name}` is a {type(values).__name__}, not a plain tensor", hint="Turn fp8 off."
+            )
+        for part in one.parts(0, values.numel()):
+            yield shard_of(values, part, MODEL, "parameter" if one.parameter.requires_grad else "frozen")
+    yield from buffer_shards(model, rename)
+
+
+def _refresh(wrappers: Sequence[Any]) -> None:
+    """Make the parameters from the masters, and gather those that other ranks step, as after a step."""
+    with torch.no_grad():
+        for wrapper in wrappers:
+            if hasattr(wrapper, "_copy_main_params_to_model_params"):
+                wrapper._copy_main_params_to_model_params()
+        for chunk in _distributed_chunks(wrappers):
+            chunk.start_param_sync(force_sync=True)
+
+
+def _distributed_chunks(wrappers: Sequence[Any]) -> Iterator[Any]:
+    """Megatron's DDP of each chunk whose parameters are stepped by several ranks, each its own range of a bucket."""
+    chunks = {id(chunk): chunk for wrapper in wrappers for chunk in getattr(wrapper, "model_chunks", ())}
+    return (chunk for chunk in chunks.values() if chunk.ddp_config.use_distributed_optimizer)
 
 
 def _inner_module(model: Any) -> nn.Module:
@@ -164,14 +203,20 @@ def _experts(chunk: Any) -> tuple[int, int]:
 class _ParameterPlace:
     """A parameter of this rank, and its place in the full model."""
 
-    name: str
+    stage_name: str
+    """The name that it has in its stage, with the numbers of the full model's layers and experts."""
     parameter: torch.Tensor
     chunk: Any
 
     @property
     def is_copy(self) -> bool:
         """Is it the last stage's copy of a tied table, which the first stage records?"""
-        return self.name == HEAD and getattr(self.parameter, "shared", False)
+        return self.stage_name == HEAD and getattr(self.parameter, "shared", False)
+
+    @property
+    def name(self) -> str:
+        """The name in the full model."""
+        return TIED[HEAD] if self.is_copy else self.stage_name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,8 +224,6 @@ class _ParameterPlace:
 
     def parts(self, start: int, stop: int) -> Iterator[LocalPart]:
         """The parts in a vector with a range of this rank's elements. Raises `UnsupportedError`."""
-        if self.is_copy:
-            return
         full, by_rank = self._blocks
         row = prod(self.shape[1:])
         for block in by_rank[self._group[0]]:

@@ -173,6 +173,8 @@ class FlatTensor:
     names: tuple[str, ...]
     """The names of all parameters that it is made of, also of those of which this rank has no part."""
     parts: tuple[LocalPart, ...]
+    replica_parts: tuple[LocalPart, ...] = ()
+    """As in `TrackedTensor`."""
 
 
 UNOWNED = re.compile(r"optimizer\.\d+\.\d+")
@@ -215,7 +217,7 @@ def plain_run(
                             hint="Pass the model whose parameters the optimizer has to the recorder.",
                         )
                     one = FlatTensor((name,), tuple(local_parts(name, parameter)))
-                tensors.append(TrackedTensor(parameter, number, at, one.parts))
+                tensors.append(TrackedTensor(parameter, number, at, one.parts, one.replica_parts))
                 group_members += one.names
             groups.append(tuple(group_members))
         group_names.append(tuple(groups))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,14 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jo
 import torch
 from torch import distributed
 
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import MASTER, MODEL
 from ckpt_training.engines.registry import tracked_run
-from ckpt_training.local_shards import LocalShard, dtype_name
+from ckpt_training.engines.run import TrackedRun, clean_name
+from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name
 from ckpt_training.run_shards import masters_of, model_shards_of, states_of
 from engines import ranks
+from engines.kinds import KINDS as ENGINE_KINDS
 from filling_jobs.values import values_of
 from recording_jobs.kinds import KINDS, Kind
 from recording_jobs.run import start
@@ -50,12 +52,18 @@ def fill(kind: Kind, out: Path) -> None:
         parts += [write(shard) for shard in states_of(tracked, number)]
     tracked.refresh()
     tracked.set_step(STEP)
-    if kind.engine == "deepspeed" and not kind.zoo:
-        stepped = {name for groups in tracked.group_names for names in groups for name in names}
-        assert wrong_in_full(run.model.module, stepped if masters else set()) == []
+    assert wrong_copies(tracked) == []
     run.save(out / "saved")
     run.train(1)  # it still can
     (out / f"rank{rank}.json").write_text(json.dumps(parts))
+
+
+def kind_of(name: str) -> Kind:
+    """A kind of `recording_jobs`, or of `engines`."""
+    if name in KINDS:
+        return KINDS[name]
+    trained = ENGINE_KINDS[name]
+    return Kind(name, "deepspeed", trained.dp, tp=trained.tp, pp=trained.pp, stage=trained.stage, zoo=name)
 
 
 def write(shard: LocalShard) -> list[Any]:
@@ -79,24 +87,35 @@ def write(shard: LocalShard) -> list[Any]:
     ]
 
 
-def wrong_in_full(model: torch.nn.Module, with_master: set[str]) -> list[str]:
-    """The parameters that DeepSpeed computes with which are not the rounded values; stage 3 keeps small ones whole."""
-    from deepspeed import zero
+def wrong_copies(tracked: TrackedRun) -> list[str]:
+    """The parameters that the model computes with although the values of their masters are others."""
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, {shard.name for shard in masters_of(tracked)})
+    with_master = set().union(*every)
+    wrong = [shard.name for shard in model_shards_of(tracked) if not is_right(shard, shard.name in with_master)]
+    tracked.refresh()  # stage 3 frees full parameters to list shards
+    for name, parameter in tracked.model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            from deepspeed import zero
 
-    wrong = []
-    for name, parameter in model.named_parameters():
-        gathering = zero.GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext()
-        with gathering:
-            state = MASTER if name in with_master else MODEL
-            expected = torch.from_numpy(values_of(name, state, tuple(parameter.shape))).to(parameter.dtype)
-            if not torch.equal(parameter.detach(), expected):
-                wrong.append(name)
+            with zero.GatheredParameters([parameter]):  # or kept whole on every rank, if it is small
+                full = tracked.rename(clean_name(name))
+                shape = tuple(parameter.shape)
+                part = LocalPart(full, shape, "", Box.whole(shape), 0, parameter.numel(), 0)
+                if not is_right(LocalShard(part, MODEL, "frozen", parameter.detach()), full in with_master):
+                    wrong.append(full)
     return wrong
+
+
+def is_right(shard: LocalShard, has_master: bool) -> bool:
+    memory = shard.memory.clone()
+    write(LocalShard(shard.part, MASTER if has_master else shard.state, shard.role, memory))
+    return torch.equal(memory, shard.memory)
 
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
-    for kind in [KINDS[name] for name in sys.argv[2:]]:
+    for kind in map(kind_of, sys.argv[2:]):
         began = time.monotonic()
         try:
             folder = out / kind.name
